@@ -1,0 +1,246 @@
+"""The command line `specdec`: flags (absl), gin, the compilation cache and errors.
+
+A command is a frozen dataclass of options and a function. Flags are made from the dataclass's fields; gin binds the same
+fields by dynamic registration; a flag wins over gin, gin over the default.
+"""
+
+import dataclasses
+import importlib
+import os
+import pathlib
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import gin
+import jax
+from absl import flags
+
+import specdec_jax
+from specdec_jax.benchmark import CheckFailed
+
+
+class Command(NamedTuple):
+    """One command of the command line.
+
+    Attributes:
+      summary: one line for the help.
+      module: module of this package, imported when the command is used.
+      options: name of the frozen dataclass of options in it.
+      run: name of the function in it that takes the options, and the positional arguments if there are any.
+      arguments: how the positional arguments are called in the help; "" takes none.
+      by_flags: whether the options have flags of their own; otherwise they come from gin alone.
+    """
+
+    summary: str
+    module: str
+    options: str
+    run: str = "run"
+    arguments: str = ""
+    by_flags: bool = True
+
+    def load(self) -> tuple[type, Callable]:
+        module = importlib.import_module(f"specdec_jax.{self.module}")
+        return getattr(module, self.options), getattr(module, self.run)
+
+
+COMMANDS = {
+    "demo": Command("Shows and times speculative decoding.", "demo", "DemoOptions", arguments="[sentence ...]"),
+    "generate": Command(
+        "Decodes sentences from arguments, a file or standard input.",
+        "inference",
+        "GenerateOptions",
+        arguments="[sentence ...]",
+    ),
+    "benchmark": Command("Times plain against speculative decoding.", "benchmark", "BenchmarkOptions"),
+    "train": Command(
+        "Trains a model or resumes a run; settings come from gin.", "train", "TrainConfig", run="fit", by_flags=False
+    ),
+}
+
+
+COMMON_FLAGS = ("gin_file", "gin_search_paths", "compilation_cache_dir", "debug", "help")
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, 1 (a check failed), 2 (bad input), 130 (interrupted)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("specdec: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read standard output has gone; the interpreter's last flush must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, EOFError, ImportError, flags.Error, CheckFailed) as error:
+        if "--debug" in argv:
+            raise
+        print(f"specdec: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, CheckFailed) else 2
+
+
+def _main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("--help", "-h", "--version"):
+        text = f"specdec {specdec_jax.__version__}" if argv[:1] == ["--version"] else _overview()
+        print(text, file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        raise UsageError(f"unknown command: got {name!r}, expected one of {', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    cls, run = command.load()
+    fields = dataclasses.fields(cls) if command.by_flags else ()
+    rest, bindings = _split_gin(rest)
+    values = _define_flags(cls, fields)
+    arguments = values(["specdec", *rest])[1:]
+    if values.help:
+        print(_help(name, cls, fields, values))
+        return 0
+    if arguments and not command.arguments:
+        raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
+    options = _options(name, cls, _given(fields, values), values, bindings)
+    _use_compilation_cache(values.compilation_cache_dir)
+    run(options, *([arguments] if command.arguments else []))
+    return 0
+
+
+# Flags.
+
+
+def _define_flags(cls: type, fields) -> flags.FlagValues:
+    """Flags of one command, apart from absl's global ones, so that commands do not see each other's."""
+    values = flags.FlagValues()
+    values.set_gnu_getopt(True)  # flags may follow sentences
+    kinds = typing.get_type_hints(cls)
+    for field in fields:
+        _define_flag(values, field, kinds[field.name])
+    common = dict(flag_values=values)
+    flags.DEFINE_multi_string("gin_file", [], "gin file with settings; repeatable, later files win", **common)
+    flags.DEFINE_list("gin_search_paths", ["."], "comma-separated folders in which gin files are looked up", **common)
+    flags.DEFINE_string(
+        "compilation_cache_dir", None,
+        "where compiled programs are kept between runs; empty: nowhere (default: specdec_jax in the user's cache folder)",
+        **common,
+    )  # fmt: skip
+    flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)
+    flags.DEFINE_boolean("help", False, "show this help", short_name="h", **common)
+    return values
+
+
+def _define_flag(values: flags.FlagValues, field: dataclasses.Field, kind: Any) -> None:
+    if isinstance(kind, types.UnionType):  # `T | None`
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_boolean}
+    default, text = field.default, field.metadata["help"]
+    if typing.get_origin(kind) is tuple:
+        flags.DEFINE_list(field.name, [str(item) for item in default], text, flag_values=values)
+    else:
+        define[kind](field.name, default, text, flag_values=values)
+
+
+def _given(fields, values: flags.FlagValues) -> dict[str, Any]:
+    """The options that the command line names, as opposed to defaults."""
+    given = {}
+    for field in fields:
+        if values[field.name].present:
+            value = values[field.name].value
+            given[field.name] = _integers(field.name, value) if isinstance(value, list) else value
+    return given
+
+
+def _integers(name: str, items: list[str]) -> tuple[int, ...]:
+    try:
+        return tuple(int(item) for item in items)
+    except ValueError:
+        raise UsageError(f"{name}: got {','.join(items)!r}, expected comma-separated integers") from None
+
+
+# gin.
+
+
+def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Takes `--gin.NAME=value` out of the arguments, as T5X does; returns (the rest, `NAME=value` …)."""
+    rest, bindings = [], []
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return rest + arguments[index:], bindings
+        if not argument.startswith("--gin."):
+            rest.append(argument)
+        elif "=" in argument:
+            bindings.append(argument.removeprefix("--gin."))
+        else:
+            raise UsageError(f"got {argument!r}, expected --gin.NAME=value")
+    return rest, bindings
+
+
+def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValues, bindings: list[str]) -> Any:
+    """A command's options out of defaults, gin and the flags that were given."""
+    if not (values.gin_file or bindings):
+        try:
+            return cls(**given)
+        except TypeError:  # fields without a default
+            raise UsageError(f"specdec {name}: got no settings, expected --gin_file or --gin.NAME=value") from None
+    gin.clear_config()
+    for folder in values.gin_search_paths:
+        gin.add_config_file_search_path(folder)
+    module = cls.__module__.rpartition(".")[2]
+    # Registers the options, so that `--gin.NAME=value` knows them without a file that imports them.
+    known = f"from __gin__ import dynamic_registration\nfrom specdec_jax import {module}\n{module}.{cls.__name__}:\n"
+    try:
+        gin.parse_config(known)
+        gin.parse_config_files_and_bindings(values.gin_file, bindings)
+        options = gin.get_configurable(cls)(**given)
+    except (ValueError, SyntaxError, ImportError, NameError, AttributeError, TypeError, OSError) as error:
+        raise UsageError(f"gin: {error}") from error
+    used = gin.operative_config_str()
+    for binding in bindings:
+        key = binding.partition("=")[0].strip()
+        tail = ".".join(key.rpartition("/")[2].split(".")[-2:])
+        if not re.search(rf"^(\S*[./])?{re.escape(tail)} =", used, re.MULTILINE):
+            raise UsageError(f"gin: got --gin.{key}, expected a name that `specdec {name}` uses")
+    return options
+
+
+# The rest of the edge.
+
+
+def _use_compilation_cache(folder: str | None) -> None:
+    """Keeps compiled programs on disk: a second start finds them."""
+    if folder is None:
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        folder = str(pathlib.Path(base) / "specdec_jax")
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _overview() -> str:
+    lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family models.", ""]
+    lines += [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
+
+
+def _help(name: str, cls: type, fields, values: flags.FlagValues) -> str:
+    command = COMMANDS[name]
+    lines = [f"usage: specdec {name} [flags] {command.arguments}".rstrip(), "", command.summary, "", "flags:"]
+    for flag in [field.name for field in fields] + list(COMMON_FLAGS):
+        default = values[flag].default
+        shown = ",".join(default) if isinstance(default, list) else default
+        suffix = f" (default: {shown})" if shown not in (None, "", False) else ""
+        lines += [f"  --{flag}", f"      {values[flag].help}{suffix}"]
+    settings = ", ".join(field.name for field in dataclasses.fields(cls))
+    lines += ["  --gin.NAME=value", f"      one gin binding; repeatable. {cls.__name__} has: {settings}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""A smaller model of the same vocabulary as drafter (Leviathan et al. 2023, section 2.3)."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax import sampling
+from specdec_jax.models.base import LanguageModel, Network
+from specdec_jax.sampling import Law
+from specdec_jax.speculative import DecodeState, Draft
+
+
+@flax.struct.dataclass
+class ModelDraftState:
+    """A model drafter's state between iterations.
+
+    Attributes:
+      cache: the drafter's own decoder cache.
+      cached: `[B]` int32, leading slots that hold keys and values of committed or, as far as they stand, drafted tokens.
+    """
+
+    cache: Any
+    cached: jax.Array
+
+
+@jax.tree_util.register_pytree_node_class
+class ModelDrafter:
+    """Drafts γ tokens one after another with `model`, under the same processors as the target.
+
+    Attributes:
+      model: the drafter's model; must share the target's vocabulary (its logits may be narrower or wider).
+    """
+
+    def __init__(self, model: LanguageModel):
+        self.model = model
+        self.network = model.network
+
+    def tree_flatten(self):
+        return (self.network,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        drafter = object.__new__(cls)  # inside jit only the network is there
+        (drafter.network,) = children
+        return drafter
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> ModelDraftState:
+        batch, prefix = tokens.shape
+        cache = self.network.prefill(inputs, input_lengths, slots)
+        if prefix > 1:
+            _, cache = self.network.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
+        # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.
+        return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
+
+    def draft(self, draft_state: ModelDraftState, state: DecodeState, num_wanted) -> tuple[ModelDraftState, Draft]:
+        """Drafts with a loop of single steps, preceded by one for each token that the slowest row must catch up.
+
+        After a full acceptance the last drafted token was drawn but never fed. Starting the loop a position early
+        costs a step in those iterations only; the other rows feed the same token to the same slot again.
+
+        A row stops drafting after an EOS that it drew; the EOS stays in the draft (dropping it would bias the law).
+        """
+        program, last, row = state.program, state.lengths - 1, jnp.arange(state.tokens.shape[0])
+        lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
+        law = None
+        if not program.mode.greedy:
+            law = Law.of(jnp.zeros((len(row), program.gamma, program.vocab_size), jnp.float32))
+
+        def more(carry):
+            step, num_drafted = carry[0], carry[3]
+            return jnp.any(step < num_drafted)
+
+        def body(carry):
+            step, tokens, cache, num_drafted, law = carry
+            position = jnp.maximum(last + step, 0)
+            fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
+            logits, cache = self.network.decode(fed, position, cache)
+            drawn, law = _draw(state, match_width(logits, program.vocab_size), step, law)
+            drawing = (step >= 0) & (step < num_drafted)
+            tokens = tokens.at[row, jnp.where(drawing, last + 1 + step, tokens.shape[1])].set(drawn, mode="drop")
+            is_eos = jnp.any(drawn[:, None] == state.eos_ids, axis=1)
+            return step + 1, tokens, cache, jnp.where(drawing & is_eos, step + 1, num_drafted), law
+
+        carry = (-jnp.max(lag), state.tokens, draft_state.cache, num_wanted, law)
+        _, tokens, cache, num_drafted, law = jax.lax.while_loop(more, body, carry)
+        slots = jnp.minimum(state.lengths[:, None] + jnp.arange(program.gamma), tokens.shape[1] - 1)
+        draft = Draft(
+            tokens=jnp.take_along_axis(tokens, slots, axis=1),
+            num_drafted=num_drafted,
+            law=law,
+            calls=jnp.where(num_wanted > 0, num_drafted + lag, 0),
+        )
+        cached = jnp.where(num_wanted > 0, last + num_drafted, draft_state.cached)
+        return ModelDraftState(cache, cached), draft
+
+
+def _draw(state: DecodeState, logits: jax.Array, step: jax.Array, law: Law | None) -> tuple[jax.Array, Law | None]:
+    """One token `[B]` from `logits [B, 1, V]`, and `law` with the law it was drawn from at position `step`."""
+    if law is None:
+        return sampling.argmax(logits)[:, 0], None
+    here = sampling.standardize(logits, state.sampling, state.program.mode)
+    offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
+    uniform = sampling.uniforms(state.keys, state.lengths, offsets, sampling.DRAFT)[:, 0]
+    # While catching up (step < 0) the slice is clamped to position 0, which step 0 then overwrites.
+    write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, step, axis=1)
+    return sampling.draw(here.probs()[:, 0], uniform), Law(*map(write, law, here))
+
+
+def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """`logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability 0, ids that the target lacks go.
+
+    The cut comes before any adjustment, so that the resulting law is the one that is drawn from.
+    """
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return jnp.pad(logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),), constant_values=-jnp.inf)
+    return logits[..., :vocab_size]

@@ -1,0 +1,220 @@
+"""Many sentences: reading them, decoding them in batches of like length, giving the outputs back in order."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import rich.progress
+from rich.console import Console
+
+from specdec_jax import checkpoints, data
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.generate import MAX_GAMMA, GenerationResult, Stats, check_pair, generate
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.sampling import SamplingConfig
+
+# Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
+_WINDOW = 64
+
+
+def option(default, text: str):
+    """A field of an options dataclass; `text` is its help on the command line."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingOptions:
+    """What every decoding command takes; each field's help is in its metadata."""
+
+    target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(None, "the smaller model that drafts; none is plain decoding")
+    dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
+    temperature: float = option(0.0, "0 takes the most probable token; otherwise logits are divided by it")
+    top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
+    top_p: float = option(1.0, "sample among the most probable tokens whose mass reaches p")
+    max_new_tokens: int = option(64, "longest output, in tokens")
+    max_input_length: int = option(512, "longest input, in tokens; a longer one is an error, never cut")
+    seed: int = option(0, "of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
+
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before a model is loaded.
+
+        Raises:
+          ValueError: with what was got and what was expected.
+        """
+        self.sampling()
+        if not self.target:
+            raise ValueError("target: got nothing, expected a checkpoint's folder or one of " + ", ".join(checkpoints.bundled()))
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
+        at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
+
+    def load(self) -> tuple[LanguageModel, ModelDrafter | None]:
+        """The target and, where one is named, the drafter; refuses a drafter of another vocabulary."""
+        target = checkpoints.load(self.target, dtype=self.dtype)
+        if not self.drafter:
+            return target, None
+        drafter = ModelDrafter(checkpoints.load(self.drafter, dtype=self.dtype))
+        check_pair(target, drafter)
+        return target, drafter
+
+
+def check_gamma(gamma: int) -> None:
+    if not 0 <= gamma <= MAX_GAMMA:
+        raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {MAX_GAMMA}")
+
+
+def at_least(minimum: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < minimum:
+            raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions(DecodingOptions):
+    """Options of `specdec generate`."""
+
+    gamma: int = option(4, "tokens drafted per target call")
+    batch_size: int = option(8, "sentences decoded together")
+    input_file: str | None = option(None, "UTF-8 text, one sentence a line, gzip or not; -: standard input")
+    json: bool = option(False, "one JSON object a line: text, tokens, log_probs, stats")
+
+    def check(self) -> None:
+        super().check()
+        check_gamma(self.gamma)
+        at_least(1, batch_size=self.batch_size)
+
+
+def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str]:
+    """Sentences from the command line, a file, or standard input, where nothing else is named.
+
+    Raises:
+      ValueError: two sources, a missing or empty one, or one that is not UTF-8.
+    """
+    if arguments and input_file:
+        raise ValueError(f"got sentences and --input_file={input_file}, expected one of the two")
+    if arguments:
+        return list(arguments)
+    if input_file in (None, "-"):
+        if sys.stdin.isatty():
+            raise ValueError("got no sentences, expected them as arguments, in --input_file or on standard input")
+        sentences = _standard_input()
+    else:
+        if not pathlib.Path(input_file).is_file():
+            raise ValueError(f"input_file: got {input_file!r}, which is no file, expected a UTF-8 text file")
+        sentences = list(data.read_lines(input_file))
+    if not sentences:
+        raise ValueError(f"got no lines from {input_file or 'standard input'}, expected at least one sentence")
+    return sentences
+
+
+def _standard_input() -> list[str]:
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text") from None
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
+    """Ids of every sentence, EOS included; none for an empty one.
+
+    Raises:
+      ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens.
+    """
+    if target.vocabulary is None:
+        raise ValueError(f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)")
+    end = list(target.vocabulary.eos_ids[:1])
+    inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
+    for number, ids in enumerate(inputs, 1):
+        if len(ids) > max_input_length:
+            raise ValueError(
+                f"sentence {number}: got {len(ids)} tokens, expected at most max_input_length = {max_input_length}"
+            )
+    return inputs
+
+
+class Output(NamedTuple):
+    """What one sentence gave: text, new token ids (EOS included), their log-probabilities, statistics."""
+
+    text: str
+    tokens: list[int]
+    log_probs: list[float]
+    stats: Stats
+
+
+def decode_all(target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, **options) -> Iterator[Output]:
+    """Outputs in the order of `inputs`, decoded in batches of like length.
+
+    Args:
+      inputs: ids of every sentence, as from `encode`.
+      batch_size: rows of a batch; fewer only where there are fewer inputs, so that one shape compiles.
+      seed: input i draws from `fold_in(key(seed), i)`, so that its sample does not depend on its batch.
+      options: as for `generate`.
+    """
+    key, rows = jax.random.key(seed), min(batch_size, len(inputs))
+    for start in range(0, len(inputs), _WINDOW * rows):
+        window = range(start, min(start + _WINDOW * rows, len(inputs)))
+        order, outputs = sorted(window, key=lambda i: len(inputs[i])), {}
+        for first in range(0, len(order), rows):
+            chosen = order[first : first + rows]
+            filled = chosen + [chosen[-1]] * (rows - len(chosen))
+            batch = [inputs[i] for i in chosen] + [[]] * (rows - len(chosen))
+            result = generate(target, batch, key=_fold_in(key, np.array(filled)), **options)
+            outputs.update({i: _output(result, row) for row, i in enumerate(chosen)})
+        for i in window:
+            yield outputs[i]
+
+
+@jax.jit
+def _fold_in(key, rows):
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
+
+def _output(result: GenerationResult, row: int) -> Output:
+    length = result.lengths[row]
+    tokens, log_probs = result.tokens[row, :length].tolist(), result.log_probs[row, :length].tolist()
+    return Output(result.texts[row], tokens, log_probs, result.stats.per_row[row])
+
+
+def stats_record(stats: Stats) -> dict:
+    """A `Stats` without its rows as JSON values."""
+    values = stats._replace(per_row=None)._asdict()
+    del values["per_row"]
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
+    """`specdec generate`."""
+    options.check()
+    sentences = read_sentences(arguments, options.input_file)
+    target, drafter = options.load()
+    inputs = encode(target, sentences, options.max_input_length)
+    outputs = decode_all(
+        target, inputs, batch_size=options.batch_size, seed=options.seed, drafter=drafter, gamma=options.gamma,
+        sampling=options.sampling(), max_new_tokens=options.max_new_tokens, max_input_length=options.max_input_length,
+    )  # fmt: skip
+    for output in track(outputs, len(inputs), "sentences"):
+        if options.json:
+            print(json.dumps({**output._asdict(), "stats": stats_record(output.stats)}, ensure_ascii=False))
+        else:
+            print(" ".join(output.text.splitlines()))  # one line per sentence, whatever the model wrote
+
+
+def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+    """`items` with a progress bar on standard error where there are many, that is a terminal, and the results go elsewhere."""
+    console = Console(stderr=True)
+    if total < 16 or not console.is_terminal or sys.stdout.isatty():
+        yield from items
+        return
+    # rich would otherwise send what is printed meanwhile to standard error.
+    with rich.progress.Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        yield from bar.track(items, total=total, description=what)

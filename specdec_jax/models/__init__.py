@@ -1,0 +1,1 @@
+"""Networks: the only place where linen is used."""

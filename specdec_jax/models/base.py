@@ -1,0 +1,118 @@
+"""What the rest of the package sees of a model: `Network` inside jit, `LanguageModel` outside; linen stays hidden."""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models.t5 import T5, DecoderCache, T5Config
+
+
+@flax.struct.dataclass
+class Network:
+    """A model as the jitted loop takes it: the parameters are traced, the module is static.
+
+    Attributes:
+      params: nested dict of arrays, named as in T5X.
+      module: the linen module, hashable.
+    """
+
+    params: dict
+    module: T5 = flax.struct.field(pytree_node=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width V of the logits."""
+        return self.module.config.vocab_size
+
+    def prefill(self, inputs: jax.Array, input_lengths: jax.Array, slots: int) -> DecoderCache:
+        """Runs the encoder once and makes the decoder's cache.
+
+        Args:
+          inputs: `[B, L]` int32; ids at or past a row's length do not matter.
+          input_lengths: `[B]`.
+          slots: S, positions that the self-attention caches hold.
+        """
+        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        return self.module.apply({"params": self.params}, inputs, mask, slots, method="prefill")
+
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: DecoderCache):
+        """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
+
+        Returns: logits `[B, T, V]` float32 of the next token at each position, and the new cache.
+        """
+        return self.module.apply({"params": self.params}, tokens, positions, cache, method="decode")
+
+    def teacher_forced(self, inputs: jax.Array, input_lengths: jax.Array, decoder_tokens: jax.Array) -> jax.Array:
+        """Logits `[B, T, V]` float32 of whole sequences, without a cache."""
+        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        return self.module.apply({"params": self.params}, inputs, mask, decoder_tokens)
+
+
+class LanguageModel:
+    """A network with its parameters, vocabulary and special ids.
+
+    Attributes:
+      config: shape of the network.
+      params: nested dict of arrays, named as in T5X.
+      vocabulary: maps text to ids, or None (then inputs and outputs are ids).
+      start_token: id that every decoder sequence starts with.
+      eos_ids: ids that end a sequence.
+      name: for messages and records.
+      network: the same as the jitted functions take it.
+    """
+
+    def __init__(self, config: T5Config, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name=""):
+        for token in (start_token, *eos_ids):
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"special id: got {token}, expected an id of the vocabulary of {config.vocab_size}")
+        if vocabulary is not None and vocabulary.size > config.vocab_size:
+            raise ValueError(
+                f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model"
+            )
+        self.config, self.vocabulary, self.name = config, vocabulary, name
+        self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
+        self.network = Network(params, T5(config))
+
+    @classmethod
+    def random(cls, config: T5Config, seed: int = 0, vocabulary=None, name: str = "random") -> "LanguageModel":
+        """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
+        params = _random_params(jax.random.key(seed), module=T5(config), dtype=config.dtype)
+        return cls(config, params, vocabulary, name=name)
+
+    @property
+    def params(self) -> dict:
+        return self.network.params
+
+    def logits(self, inputs, decoder_tokens, input_lengths=None) -> jax.Array:
+        """Teacher-forced logits `[B, T, V]` float32.
+
+        Args:
+          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding.
+          decoder_tokens: `[B, T]` decoder inputs, the start token first.
+          input_lengths: `[B]`, optional.
+        """
+        inputs, decoder_tokens = np.asarray(inputs, np.int32), np.asarray(decoder_tokens, np.int32)
+        if input_lengths is None:
+            input_lengths = padded_lengths(inputs)
+        return _teacher_forced(self.network, inputs, np.asarray(input_lengths, np.int32), decoder_tokens)
+
+
+def padded_lengths(tokens: np.ndarray) -> np.ndarray:
+    """`[B]`: one past the last id other than 0 in each row of `tokens [B, L]`."""
+    length = tokens.shape[1]
+    return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(np.int32)
+
+
+@jax.jit
+def _teacher_forced(network: Network, inputs, input_lengths, decoder_tokens):
+    return network.teacher_forced(inputs, input_lengths, decoder_tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("module", "dtype"))
+def _random_params(key, *, module, dtype):
+    tokens = jnp.ones((1, 2), jnp.int32)
+    params = module.init(key, tokens, tokens > 0, tokens)["params"]
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

@@ -1,0 +1,216 @@
+"""Building blocks of T5-family networks, with T5X's parameter names and numerics.
+
+Axis letters: B batch, T queries, S cache slots or keys, L encoder length, H heads, K features of one head, D width, V vocabulary.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.cache import KVCache
+
+MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
+
+_ACTIVATIONS = {
+    "linear": lambda x: x,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+_fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+_fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation in float32, without mean or bias; ε = 1e-6."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return x.astype(self.dtype) * scale.astype(self.dtype)
+
+
+class Dense(nn.Module):
+    """Bias-free linear map `[..., D] -> [..., features]` with a 2-D kernel, as in T5X checkpoints.
+
+    `matmul_dtype` rounds the operands of the product only (training on a CPU with bfloat16 instructions).
+    """
+
+    features: int
+    dtype: Any = jnp.float32
+    kernel_init: Any = _fan_in_truncated
+    output_dtype: Any = None
+    matmul_dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        output_dtype = self.output_dtype or self.dtype
+        if self.matmul_dtype is not None:
+            y = _rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
+            return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
+        return apply_kernel(x.astype(self.dtype), kernel.astype(self.dtype), output_dtype)
+
+
+def apply_kernel(x: jax.Array, kernel: jax.Array, output_dtype) -> jax.Array:
+    """`x [..., D] · kernel [D, F]`: the one place where a weight matrix meets activations."""
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=output_dtype)
+
+
+def _product(a, b, axes):
+    return jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rounded_product(x, kernel, dtype):
+    """`x [N, D] · kernel [D, F]` in float32 from operands rounded to `dtype`, in the backward pass too.
+
+    JAX's own transpose rule would multiply float32 cotangents, which costs twice the time where bfloat16 is native.
+    """
+    return _product(x.astype(dtype), kernel.astype(dtype), ((1,), (0,)))
+
+
+def _rounded_forward(x, kernel, dtype):
+    x, kernel = x.astype(dtype), kernel.astype(dtype)
+    return _product(x, kernel, ((1,), (0,))), (x, kernel)
+
+
+def _rounded_backward(dtype, operands, cotangent):
+    (x, kernel), cotangent = operands, cotangent.astype(dtype)
+    return _product(cotangent, kernel, ((1,), (1,))), _product(x, cotangent, ((0,), (0,)))
+
+
+_rounded_product.defvjp(_rounded_forward, _rounded_backward)
+
+
+class GatedMLP(nn.Module):
+    """T5's feed-forward block: one activation (1.0, relu) or the product of two (1.1, gelu × linear)."""
+
+    mlp_dim: int
+    activations: tuple[str, ...]
+    dtype: Any = jnp.float32
+    dropout_rate: float = 0.0
+    fused: bool = False
+    matmul_dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
+        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype)
+        count = len(self.activations)
+        if self.fused and count > 1:
+            hidden = dense(count * self.mlp_dim, name="wi_fused")(x)
+            parts = jnp.split(hidden, count, axis=-1)
+        else:
+            names = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
+            parts = [dense(self.mlp_dim, name=name)(x) for name in names]
+        hidden = _ACTIVATIONS[self.activations[0]](parts[0])
+        for part, activation in zip(parts[1:], self.activations[1:]):
+            hidden = hidden * _ACTIVATIONS[activation](part)
+        hidden = nn.Dropout(self.dropout_rate)(hidden, deterministic=deterministic)
+        return dense(x.shape[-1], name="wo")(hidden)
+
+
+class Attention(nn.Module):
+    """Multi-head attention of T queries per row over given keys and values; no 1/√K scaling, as in T5.
+
+    `fused` reads the query, key and value kernels as one matrix `qkv [D, 3·H·K]` (`kv [D, 2·H·K]` where the queries
+    come from elsewhere): fewer, larger products in the decode loop (see `packing.py`).
+    """
+
+    heads: int
+    features: int
+    model_dim: int
+    dtype: Any = jnp.float32
+    fused: bool = False
+    matmul_dtype: Any = None
+
+    def setup(self):
+        size = self.heads * self.features
+        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype)
+        # T5 folds the 1/√K of the scores into the initial queries.
+        query_init = lambda *args: _fan_in_normal(*args) / np.sqrt(self.features)
+        self.query = dense(size, kernel_init=query_init)
+        self.key = dense(size, kernel_init=_fan_in_normal)
+        self.value = dense(size, kernel_init=_fan_in_normal)
+        self.qkv = dense(3 * size)
+        self.out = dense(self.model_dim, kernel_init=_fan_in_normal)
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        """`[B, T, H·K] -> [B, H, T, K]`."""
+        return x.reshape(*x.shape[:2], self.heads, self.features).transpose(0, 2, 1, 3)
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values `[B, H, T, K]` of `x [B, T, D]`."""
+        if self.fused:
+            return tuple(self._split(part) for part in jnp.split(self.qkv(x), 3, axis=-1))
+        return self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
+
+    def project_query(self, x: jax.Array) -> jax.Array:
+        return self._split(self.query(x))
+
+    def project_key_value(self, x: jax.Array) -> KVCache:
+        """Keys and values of `x [B, L, D]`, for cross-attention."""
+        return KVCache(key=self._split(self.key(x)), value=self._split(self.value(x)))
+
+    def attend(self, query: jax.Array, cache: KVCache, mask: jax.Array, bias=None) -> jax.Array:
+        """Attention output `[B, T, D]`.
+
+        Args:
+          query: `[B, H, T, K]`.
+          cache: keys and values `[B, H, S, K]`.
+          mask: broadcastable to `[B, 1, T, S]`; False where a key must not be seen, whatever the slot holds.
+          bias: position bias broadcastable to `[B, H, T, S]`, or None.
+        """
+        scores = jnp.einsum("bhtk,bhsk->bhts", query, cache.key, preferred_element_type=jnp.float32)
+        scores = scores if bias is None else scores + bias.astype(jnp.float32)
+        weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype)
+        # A slot that no query may see can hold anything, NaN included, and 0 · NaN is NaN.
+        value = jnp.where(jnp.any(mask, axis=2)[..., None], cache.value, 0)
+        output = jnp.einsum("bhts,bhsk->bthk", weights, value)
+        output = output.reshape(*output.shape[:2], self.heads * self.features)
+        return self.out(output)
+
+
+class RelativePositionBias(nn.Module):
+    """T5's bucketed relative position bias, one table per stack."""
+
+    heads: int
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool
+
+    @nn.compact
+    def __call__(self, queries: int, keys: int) -> jax.Array:
+        """`[queries, H, keys]` float32 for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
+        init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+        table = self.param("rel_embedding", init, (self.heads, self.num_buckets))
+        distance = np.arange(keys)[None, :] - np.arange(queries)[:, None]
+        buckets = relative_position_bucket(distance, self.bidirectional, self.num_buckets, self.max_distance)
+        return jnp.take(table.astype(jnp.float32), buckets, axis=1).transpose(1, 0, 2)
+
+
+def relative_position_bucket(distance: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int) -> np.ndarray:
+    """T5's bucket of each distance (key position − query position): exact near zero, logarithmic up to `max_distance`."""
+    offset = np.zeros_like(distance)
+    if bidirectional:
+        num_buckets //= 2
+        offset = (distance > 0) * num_buckets
+        distance = np.abs(distance)
+    else:
+        distance = np.maximum(-distance, 0)
+    exact = num_buckets // 2
+    # float32 as in T5X: in float64 some distances fall on the other side of a bucket's edge.
+    ratio = np.maximum(distance, 1).astype(np.float32) / exact
+    log = np.log(ratio + np.finfo(np.float32).eps) / np.log(np.float32(max_distance / exact))
+    large = exact + (log * (num_buckets - exact)).astype(np.int32)
+    return offset + np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))

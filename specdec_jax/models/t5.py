@@ -1,0 +1,280 @@
+"""T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, UL2 and ByT5 by configuration."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.cache import KVCache
+from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """Shape of a T5-family network; field names as in T5X.
+
+    Attributes:
+      vocab_size: rows of the embedding and width V of the logits (T5: 32,128 for 32,100 pieces).
+      emb_dim: width D.
+      num_heads, head_dim: H heads of K features; H·K need not equal D.
+      mlp_dim: hidden width of the feed-forward block.
+      mlp_activations: ("relu",) for 1.0, ("gelu", "linear") for 1.1, ("silu", "linear") for UL2.
+      logits_via_embedding: the head is the transposed embedding (1.0).
+      scale_decoder_outputs: multiply the decoder's output by 1/√D before the head; None means as `logits_via_embedding`.
+      num_buckets, max_distance: of the relative position bias.
+      dropout_rate: in training only.
+      dtype: name of the computation's dtype, "float32" or "bfloat16".
+      matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype` (training).
+    """
+
+    vocab_size: int
+    emb_dim: int
+    num_heads: int
+    head_dim: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    mlp_dim: int
+    mlp_activations: tuple[str, ...] = ("gelu", "linear")
+    logits_via_embedding: bool = False
+    scale_decoder_outputs: bool | None = None
+    num_buckets: int = 32
+    max_distance: int = 128
+    dropout_rate: float = 0.0
+    dtype: str = "float32"
+    matmul_dtype: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+        for name in ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"T5Config.{name}: got {getattr(self, name)}, expected at least 1")
+        if not self.mlp_activations or any(name not in ACTIVATIONS for name in self.mlp_activations):
+            raise ValueError(f"T5Config.mlp_activations: got {self.mlp_activations}, expected names from {ACTIVATIONS}")
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f"T5Config.dropout_rate: got {self.dropout_rate}, expected a number in [0, 1)")
+
+
+def _t5_1_0(emb_dim, num_heads, head_dim, layers, mlp_dim):
+    return T5Config(
+        32128, emb_dim, num_heads, head_dim, layers, layers, mlp_dim, mlp_activations=("relu",), logits_via_embedding=True
+    )
+
+
+def _t5_1_1(emb_dim, num_heads, layers, mlp_dim):
+    return T5Config(32128, emb_dim, num_heads, 64, layers, layers, mlp_dim)
+
+
+PRESETS = {
+    "t5_1_0/small": _t5_1_0(512, 8, 64, 6, 2048),
+    "t5_1_0/base": _t5_1_0(768, 12, 64, 12, 3072),
+    "t5_1_0/large": _t5_1_0(1024, 16, 64, 24, 4096),
+    "t5_1_0/3b": _t5_1_0(1024, 32, 128, 24, 16384),
+    "t5_1_0/11b": _t5_1_0(1024, 128, 128, 24, 65536),
+    "t5_1_1/small": _t5_1_1(512, 6, 8, 1024),
+    "t5_1_1/base": _t5_1_1(768, 12, 12, 2048),
+    "t5_1_1/large": _t5_1_1(1024, 16, 24, 2816),
+    "t5_1_1/xl": _t5_1_1(2048, 32, 24, 5120),
+    "t5_1_1/xxl": _t5_1_1(4096, 64, 24, 10240),
+}
+
+
+@flax.struct.dataclass
+class DecoderCache:
+    """What the decoder keeps between calls.
+
+    Attributes:
+      layers: one self-attention `KVCache [B, H, S, K]` per layer.
+      cross: one cross-attention `KVCache [B, H, L, K]` per layer, computed once from the encoder's output.
+      cross_mask: `[B, L]` bool, True at the tokens of the encoder's input.
+      position_bias: `[S, H, S]` float32, bias of (query position, head, key position); a row slices its T queries.
+    """
+
+    layers: tuple[KVCache, ...]
+    cross: tuple[KVCache, ...]
+    cross_mask: jax.Array
+    position_bias: jax.Array
+
+
+def _attention_shape(config: T5Config, fused: bool) -> dict:
+    return dict(
+        heads=config.num_heads, features=config.head_dim, model_dim=config.emb_dim, dtype=jnp.dtype(config.dtype),
+        fused=fused, matmul_dtype=config.matmul_dtype,
+    )  # fmt: skip
+
+
+def _mlp_shape(config: T5Config, fused: bool) -> dict:
+    return dict(
+        mlp_dim=config.mlp_dim, activations=config.mlp_activations, dtype=jnp.dtype(config.dtype),
+        dropout_rate=config.dropout_rate, fused=fused, matmul_dtype=config.matmul_dtype,
+    )  # fmt: skip
+
+
+class EncoderLayer(nn.Module):
+    config: T5Config
+    fused: bool = False
+
+    @nn.compact
+    def __call__(self, x, mask, bias, deterministic=True):
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        drop = nn.Dropout(config.dropout_rate)
+        attention = Attention(**_attention_shape(config, self.fused), name="attention")
+        query, key, value = attention.project(RMSNorm(dtype, name="pre_attention_layer_norm")(x))
+        x = x + drop(attention.attend(query, KVCache(key, value), mask, bias), deterministic)
+        mlp = GatedMLP(**_mlp_shape(config, self.fused), name="mlp")
+        return x + drop(mlp(RMSNorm(dtype, name="pre_mlp_layer_norm")(x), deterministic), deterministic)
+
+
+class Encoder(nn.Module):
+    config: T5Config
+    fused: bool = False
+
+    @nn.compact
+    def __call__(self, x, mask, deterministic=True):
+        """`x [B, L, D]`, `mask [B, L]` -> `[B, L, D]`."""
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        relative = RelativePositionBias(
+            config.num_heads, config.num_buckets, config.max_distance, bidirectional=True, name="relpos_bias"
+        )
+        bias = relative(x.shape[1], x.shape[1]).transpose(1, 0, 2)[None]
+        drop = nn.Dropout(config.dropout_rate)
+        x = drop(x, deterministic)
+        for i in range(config.num_encoder_layers):
+            x = EncoderLayer(config, self.fused, name=f"layers_{i}")(x, mask[:, None, None, :], bias, deterministic)
+        return drop(RMSNorm(dtype, name="encoder_norm")(x), deterministic)
+
+
+class DecoderLayer(nn.Module):
+    config: T5Config
+    fused: bool = False
+
+    def setup(self):
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        self.pre_self_attention_layer_norm = RMSNorm(dtype)
+        self.self_attention = Attention(**_attention_shape(config, self.fused))
+        self.pre_cross_attention_layer_norm = RMSNorm(dtype)
+        self.encoder_decoder_attention = Attention(**_attention_shape(config, self.fused))
+        self.pre_mlp_layer_norm = RMSNorm(dtype)
+        self.mlp = GatedMLP(**_mlp_shape(config, self.fused))
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def cross_cache(self, encoded) -> KVCache:
+        return self.encoder_decoder_attention.project_key_value(encoded)
+
+    def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True):
+        """One layer over T queries; with `cache` None over a whole sequence (training)."""
+        query, key, value = self.self_attention.project(self.pre_self_attention_layer_norm(x))
+        cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
+        x = x + self.dropout(self.self_attention.attend(query, cache, mask, bias), deterministic)
+        query = self.encoder_decoder_attention.project_query(self.pre_cross_attention_layer_norm(x))
+        x = x + self.dropout(self.encoder_decoder_attention.attend(query, cross, cross_mask), deterministic)
+        return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x), deterministic), deterministic), cache
+
+
+class Decoder(nn.Module):
+    config: T5Config
+    fused: bool = False
+
+    def setup(self):
+        config = self.config
+        self.relpos_bias = RelativePositionBias(
+            config.num_heads, config.num_buckets, config.max_distance, bidirectional=False
+        )
+        self.layers = [DecoderLayer(config, self.fused) for _ in range(config.num_decoder_layers)]
+        self.decoder_norm = RMSNorm(jnp.dtype(config.dtype))
+        if not config.logits_via_embedding:
+            self.logits_dense = Dense(
+                config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
+            )
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def init_cache(self, encoded, cross_mask, slots: int) -> DecoderCache:
+        """Empty self-attention caches of `slots` slots beside the cross-attention keys and values of `encoded`."""
+        config = self.config
+        empty = [
+            KVCache.empty(encoded.shape[0], config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
+            for _ in self.layers
+        ]
+        cross = tuple(layer.cross_cache(encoded) for layer in self.layers)
+        return DecoderCache(tuple(empty), cross, cross_mask, self.relpos_bias(slots, slots))
+
+    def step(self, x, positions, cache: DecoderCache, embedding):
+        """Logits `[B, T, V]` and the cache after writing T tokens at `positions [B]` of every row."""
+        slots, queries = cache.position_bias.shape[0], x.shape[1]
+        query_positions = positions[:, None] + jnp.arange(queries)
+        mask = jnp.arange(slots) <= query_positions[:, None, :, None]
+        take = lambda start: jax.lax.dynamic_slice_in_dim(cache.position_bias, start, queries, axis=0)
+        bias = jnp.stack([take(positions[row]) for row in range(x.shape[0])]).transpose(0, 2, 1, 3)
+        cross_mask, layers = cache.cross_mask[:, None, None, :], []
+        for layer, layer_cache, cross in zip(self.layers, cache.layers, cache.cross):
+            x, layer_cache = layer(x, layer_cache, positions, mask, bias, cross, cross_mask)
+            layers.append(layer_cache)
+        return self._logits(x, embedding), cache.replace(layers=tuple(layers))
+
+    def __call__(self, x, encoded, encoder_mask, embedding, deterministic=True):
+        """Teacher-forced logits `[B, T, V]` of whole sequences `x [B, T, D]`."""
+        length = x.shape[1]
+        bias = self.relpos_bias(length, length).transpose(1, 0, 2)[None]
+        mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
+        x = self.dropout(x, deterministic)
+        for layer in self.layers:
+            cross = layer.cross_cache(encoded)
+            x, _ = layer(x, None, None, mask, bias, cross, encoder_mask[:, None, None, :], deterministic)
+        return self._logits(x, embedding, deterministic)
+
+    def _logits(self, x, embedding, deterministic=True):
+        config = self.config
+        x = self.dropout(self.decoder_norm(x), deterministic)
+        scale = config.scale_decoder_outputs
+        if config.logits_via_embedding if scale is None else scale:
+            x = x / jnp.sqrt(config.emb_dim).astype(x.dtype)
+        if not config.logits_via_embedding:
+            return self.logits_dense(x)
+        embedding = embedding.astype(x.dtype)
+        return jax.lax.dot_general(x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+class TokenEmbedder(nn.Module):
+    config: T5Config
+
+    def setup(self):
+        shape = (self.config.vocab_size, self.config.emb_dim)
+        self.embedding = self.param("embedding", nn.initializers.normal(1.0), shape)
+
+    def __call__(self, tokens):
+        return jnp.take(self.embedding, tokens, axis=0).astype(self.config.dtype)
+
+
+class T5(nn.Module):
+    """The whole network; `fused` selects the parameter layout of the decode loop."""
+
+    config: T5Config
+    fused: bool = False
+
+    def setup(self):
+        self.token_embedder = TokenEmbedder(self.config)
+        self.encoder = Encoder(self.config, self.fused)
+        self.decoder = Decoder(self.config, self.fused)
+
+    def encode(self, inputs, mask, deterministic: bool = True):
+        """Encoder output `[B, L, D]` of `inputs [B, L]` with `mask [B, L]` True at tokens."""
+        return self.encoder(self.token_embedder(inputs), mask, deterministic)
+
+    def prefill(self, inputs, mask, slots: int) -> DecoderCache:
+        """Runs the encoder once and prepares the decoder's cache."""
+        return self.decoder.init_cache(self.encode(inputs, mask), mask, slots)
+
+    def decode(self, tokens, positions, cache: DecoderCache):
+        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns logits `[B, T, V]` float32 and the new cache."""
+        return self.decoder.step(self.token_embedder(tokens), positions, cache, self.token_embedder.embedding)
+
+    def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True):
+        """Teacher-forced logits `[B, T, V]` float32."""
+        encoded = self.encode(inputs, mask, deterministic)
+        x = self.token_embedder(decoder_tokens)
+        return self.decoder(x, encoded, mask, self.token_embedder.embedding, deterministic)
+
+
+Params = Any

@@ -1,0 +1,235 @@
+"""One iteration of speculative decoding: draft → score → verify → commit.
+
+Leviathan, Kalman, Matias 2023, algorithm 1. Before an iteration the target's cache lacks exactly the last committed
+token; so the target is fed that token and the γ drafted ones, and gives the laws of γ + 1 positions in one call.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax import sampling, verification
+from specdec_jax.models.base import Network
+from specdec_jax.sampling import Law, SamplingMode, SamplingRows
+
+
+class Program(NamedTuple):
+    """The static part of a decode: what is compiled.
+
+    Attributes:
+      gamma: G, the most tokens drafted in one iteration; 0 is plain decoding.
+      mode: which sampling adjustments are on.
+      vocab_size: V, width of the target's logits; a drafter's laws are brought to it.
+      verifier: name of the verifier.
+    """
+
+    gamma: int
+    mode: SamplingMode
+    vocab_size: int
+    verifier: str = "token"
+
+
+@flax.struct.dataclass
+class Counts:
+    """What happened, per row; `[B]` or `[B, G]` int32.
+
+    Attributes:
+      target_calls: target calls in which the row took part.
+      draft_calls: drafter calls in which the row took part, catching up included.
+      drafted: tokens drafted.
+      accepted: drafted tokens that stood and were committed.
+      examined_by_position: how often the i-th drafted token was examined: up to and with the first rejection, nothing
+        after an EOS.
+      accepted_by_position: how often it stood.
+    """
+
+    target_calls: jax.Array
+    draft_calls: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    examined_by_position: jax.Array
+    accepted_by_position: jax.Array
+
+    @classmethod
+    def zero(cls, batch: int, gamma: int) -> "Counts":
+        one, many = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, gamma), jnp.int32)
+        return cls(one, one, one, one, many, many)
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """What lives through the loop. B rows; S slots of tokens, G + 1 more than any row's limit.
+
+    Attributes:
+      tokens: `[B, S]` int32: start token, decoder prefix, committed tokens; anything after a row's length.
+      lengths: `[B]` int32 committed tokens, start token and prefix included.
+      done: `[B]` bool.
+      log_probs: `[B, S]` float32 under the target's own law (temperature 1, no filter), at the committed slots.
+      keys: `[B]` typed keys, one per request.
+      sampling: per-row sampling parameters.
+      limits: `[B]` int32, the length at which a row stops.
+      eos_ids: `[B, E]` int32, ids that stop a row, padded with −1.
+      gamma: `[B]` int32, tokens to draft per iteration, at most G.
+      target_cache: the target's cache; its live part ends one slot before a row's last token.
+      draft_state: the drafter's own state, None without a drafter.
+      counts: statistics.
+      last_draft: `[B, G]` int32 tokens drafted in the last iteration.
+      last_drafted, last_accepted: `[B]` int32, how many were drafted and how many stood in the last iteration.
+      program: the static part.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    done: jax.Array
+    log_probs: jax.Array
+    keys: jax.Array
+    sampling: SamplingRows
+    limits: jax.Array
+    eos_ids: jax.Array
+    gamma: jax.Array
+    target_cache: Any
+    draft_state: Any
+    counts: Counts
+    last_draft: jax.Array
+    last_drafted: jax.Array
+    last_accepted: jax.Array
+    program: Program = flax.struct.field(pytree_node=False)
+
+
+class Draft(NamedTuple):
+    """What a drafter proposes.
+
+    Attributes:
+      tokens: `[B, G]` int32.
+      num_drafted: `[B]` int32, how many of them count; at most the number asked for.
+      law: the law over `[B, G, V]` that they were really drawn from; None when greedy.
+      calls: `[B]` int32 calls of the drafter's model that the row took part in.
+    """
+
+    tokens: jax.Array
+    num_drafted: jax.Array
+    law: Law | None
+    calls: jax.Array
+
+
+class Drafter(Protocol):
+    """Proposes tokens. A drafter is a pytree: parameters are leaves, everything else static.
+
+    `init` and `draft` are traced. Rewinding is implicit: each call is told the committed lengths.
+    """
+
+    def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
+        """State for `inputs [B, L]` and decoder prefixes `tokens [B, P]` (start token first)."""
+
+    def draft(self, draft_state: Any, state: DecodeState, num_wanted: jax.Array) -> tuple[Any, Draft]:
+        """Drafts up to `num_wanted [B]` tokens after each row's committed ones."""
+
+
+def prefill(
+    target: Network, drafter: Drafter | None, program: Program, slots: int, inputs, input_lengths, tokens, prefix_lengths,
+    keys, rows: SamplingRows, limits, eos_ids, gamma, done,
+) -> DecodeState:  # fmt: skip
+    """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.
+
+    Args:
+      slots: S.
+      inputs: `[B, L]`. input_lengths: `[B]`.
+      tokens: `[B, P]` start token and decoder prefix, padded. prefix_lengths: `[B]`, at least 1.
+      keys, rows, limits, eos_ids, gamma, done: as in `DecodeState`.
+    """
+    batch, prefix = tokens.shape
+    cache = target.prefill(inputs, input_lengths, slots)
+    if prefix > 1:
+        _, cache = target.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
+    draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots)
+    zeros = jnp.zeros(batch, jnp.int32)
+    return DecodeState(
+        tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
+        lengths=prefix_lengths, done=done, log_probs=jnp.zeros((batch, slots), jnp.float32), keys=keys, sampling=rows,
+        limits=limits, eos_ids=eos_ids, gamma=gamma, target_cache=cache, draft_state=draft_state,
+        counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
+        last_drafted=zeros, last_accepted=zeros, program=program,
+    )  # fmt: skip
+
+
+def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
+    """One iteration for all rows; a row that is done changes in nothing that counts."""
+    program, batch = state.program, state.tokens.shape[0]
+    # Draft. At most limit − length − 1: the target adds one more, and so no row ever passes its limit.
+    num_wanted = jnp.where(state.done, 0, jnp.minimum(state.gamma, state.limits - state.lengths - 1))
+    if program.gamma:
+        draft_state, draft = drafter.draft(state.draft_state, state, num_wanted)
+    else:
+        zeros = jnp.zeros(batch, jnp.int32)
+        law = None if program.mode.greedy else Law.of(jnp.zeros((batch, 0, program.vocab_size)))
+        draft_state, draft = None, Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
+
+    # Score the last committed token and the drafted ones in one call.
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    scored = jnp.concatenate([last, draft.tokens], axis=1)
+    logits, cache = target.decode(scored, state.lengths - 1, state.target_cache)
+
+    verified = _verify(state, draft, logits)
+    return _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits)
+
+
+def _verify(state: DecodeState, draft: Draft, logits: jax.Array) -> verification.Verification:
+    program, keys, lengths = state.program, state.keys, state.lengths
+    if program.mode.greedy:
+        return verification.verify_greedy(sampling.argmax(logits), draft.tokens, draft.num_drafted)
+    offsets = jnp.broadcast_to(jnp.arange(program.gamma + 1), (len(lengths), program.gamma + 1))
+    accept = sampling.uniforms(keys, lengths, offsets[:, :-1], sampling.ACCEPT)
+    # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
+    residual = sampling.uniforms(keys, lengths, offsets, sampling.RESIDUAL)
+    bonus = sampling.uniforms(keys, lengths, offsets, sampling.BONUS)
+    final = jnp.where(offsets < draft.num_drafted[:, None], residual, bonus)
+    law = sampling.standardize(logits, state.sampling, program.mode)
+    return verification.verify_tokens(law, draft.law, draft.tokens, draft.num_drafted, accept, final)
+
+
+def _commit(state: DecodeState, draft: Draft, verified: verification.Verification, logits: jax.Array) -> DecodeState:
+    """Writes the accepted tokens and the next one, stops rows at EOS or limit, and counts."""
+    width = state.program.gamma + 1
+    active, num_accepted = ~state.done, verified.num_accepted
+    offsets = jnp.arange(width)
+    # The new tokens of a row: the accepted ones, then the next one.
+    new = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    new = jnp.where(offsets == num_accepted[:, None], verified.next_token[:, None], new)
+    is_eos = jnp.any(new[:, :, None] == state.eos_ids[:, None, :], axis=-1)
+    first_eos = jnp.min(jnp.where(is_eos & (offsets <= num_accepted[:, None]), offsets, width), axis=1)
+    num_new = jnp.where(active, jnp.minimum(num_accepted, first_eos) + 1, 0)
+
+    token_logits = jnp.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
+    log_probs = token_logits - jax.nn.logsumexp(logits, axis=-1)
+    slots = state.lengths[:, None] + offsets
+    keep = offsets < num_new[:, None]
+    lengths = state.lengths + num_new
+    done = state.done | (first_eos < width) & active | (lengths >= state.limits)
+
+    examined = active[:, None] & (offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None])
+    examined &= offsets[:-1] <= first_eos[:, None]
+    stood = examined & (offsets[:-1] < num_accepted[:, None])
+    counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
+    counts = Counts(
+        target_calls=counts.target_calls + integer(active),
+        draft_calls=counts.draft_calls + jnp.where(active, draft.calls, 0),
+        drafted=counts.drafted + jnp.where(active, draft.num_drafted, 0),
+        accepted=counts.accepted + jnp.sum(integer(stood), axis=1),
+        examined_by_position=counts.examined_by_position + integer(examined),
+        accepted_by_position=counts.accepted_by_position + integer(stood),
+    )
+    return state.replace(
+        tokens=_write(state.tokens, new, slots, keep),
+        log_probs=_write(state.log_probs, log_probs, slots, keep),
+        lengths=lengths, done=done, counts=counts, last_draft=draft.tokens,
+        last_drafted=jnp.where(active, draft.num_drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
+    )  # fmt: skip
+
+
+def _write(buffer: jax.Array, values: jax.Array, slots: jax.Array, keep: jax.Array) -> jax.Array:
+    """`buffer [B, S]` with `values [B, T]` at `slots [B, T]` where `keep [B, T]`."""
+    index = jnp.where(keep, slots, buffer.shape[1])  # out of range: dropped
+    row = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[row, index].set(values.astype(buffer.dtype), mode="drop")

@@ -1,0 +1,207 @@
+"""Vocabularies: SentencePiece, bytes (ByT5) and Hugging Face's `tokenizer.json`."""
+
+import abc
+import io
+import pathlib
+import re
+from collections.abc import Iterable
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
+
+
+class Vocabulary(abc.ABC):
+    """Maps text to ids and back.
+
+    Attributes:
+      size: number of ids; the network's logits may be wider (padding).
+      eos_ids: ids that end a text.
+    """
+
+    size: int
+    eos_ids: tuple[int, ...] = (EOS_ID,)
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without EOS."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; padding, EOS and ids past the vocabulary are dropped, sentinels are kept."""
+
+    @abc.abstractmethod
+    def piece(self, token: int) -> str:
+        """The surface form of one id, for traces; a leading space where the piece starts a word."""
+
+    def fingerprint(self) -> tuple:
+        """Equal for two vocabularies iff they map every id to the same piece (used to refuse mismatched pairs)."""
+        return (self.size, tuple(self.piece(i) for i in range(self.size)))
+
+
+def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
+    """`text` cut around every known sentinel: even places hold text (perhaps empty), odd places sentinels."""
+    if not sentinels or "<extra_id_" not in text:
+        return [text]
+    parts = [""]
+    for part in re.split(r"(<extra_id_\d+>)", text):
+        if part in sentinels:
+            parts += [part, ""]
+        else:
+            parts[-1] += part
+    return parts
+
+
+class SentencePieceVocabulary(Vocabulary):
+    """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>` is the last id.
+
+    Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel starts a word: this is
+    what the T5 tokenisers of Hugging Face do. seqio agrees where a sentinel starts a word and is followed by a space.
+    """
+
+    def __init__(self, model: bytes, extra_ids: int = 0):
+        """Args: model: contents of a SentencePiece model file. extra_ids: sentinels appended to its pieces.
+
+        Raises:
+          ValueError: `model` is no SentencePiece model.
+        """
+        import sentencepiece
+
+        self.model = model
+        self.extra_ids = extra_ids
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self._pieces = self._processor.get_piece_size()
+        except RuntimeError:
+            self._pieces = 0
+        if not self._pieces:
+            raise ValueError(f"got {len(model)} bytes that are no SentencePiece model, expected one")
+        self.size = self._pieces + extra_ids
+        self._sentinels = {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)}
+
+    @classmethod
+    def load(cls, path, extra_ids: int = 0) -> "SentencePieceVocabulary":
+        try:
+            return cls(pathlib.Path(path).read_bytes(), extra_ids)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int, seed_size: int = 1_000_000) -> "SentencePieceVocabulary":
+        """A unigram vocabulary of `size` pieces trained on `texts`, with T5's ids for padding, EOS and unknown."""
+        import sentencepiece
+
+        out = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=out, vocab_size=size, model_type="unigram",
+            character_coverage=0.9999, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID, bos_id=-1,
+            byte_fallback=False, seed_sentencepiece_size=seed_size, minloglevel=2,
+        )  # fmt: skip
+        return cls(out.getvalue())
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for i, part in enumerate(_split_at_sentinels(text, self._sentinels)):
+            ids += [self._sentinels[part]] if i % 2 else self._processor.encode(part)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text, run = "", []
+        for token in [*map(int, ids), None]:
+            if token in (PAD_ID, EOS_ID) or (token is not None and not 0 <= token < self.size):
+                continue
+            if token is not None and token < self._pieces:
+                run.append(token)
+                continue
+            if run:  # the processor strips the space of a first piece: between sentinels it is part of the text
+                space = " " if text and self.piece(run[0]).startswith(" ") else ""
+                text, run = text + space + self._processor.decode(run), []
+            if token is not None:
+                text += (" " if text else "") + self.piece(token)
+        return text
+
+    def piece(self, token: int) -> str:
+        if not 0 <= token < self.size:
+            return f"<{token}>"
+        if token >= self._pieces:
+            return f"<extra_id_{self.size - 1 - token}>"
+        return self._processor.id_to_piece(token).replace("▁", " ")
+
+
+class ByteVocabulary(Vocabulary):
+    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as in Hugging Face."""
+
+    OFFSET = 3  # padding, EOS, unknown
+
+    def __init__(self, extra_ids: int = 125):
+        self.extra_ids = extra_ids
+        self._first_sentinel = self.OFFSET + 256
+        self.size = self._first_sentinel + extra_ids
+        self._sentinels = {f"<extra_id_{i}>": self._first_sentinel + i for i in range(extra_ids)}
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for i, part in enumerate(_split_at_sentinels(text, self._sentinels)):
+            ids += [self._sentinels[part]] if i % 2 else [byte + self.OFFSET for byte in part.encode("utf-8")]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        out = b""
+        for token in map(int, ids):
+            if self.OFFSET <= token < self._first_sentinel:
+                out += bytes([token - self.OFFSET])
+            elif self._first_sentinel <= token < self.size:
+                out += self.piece(token).encode()
+        return out.decode("utf-8", errors="ignore")
+
+    def piece(self, token: int) -> str:
+        if token < self.OFFSET:
+            return ("<pad>", "</s>", "<unk>")[token]
+        if token < self._first_sentinel:
+            byte = token - self.OFFSET
+            return chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>"
+        return f"<extra_id_{token - self._first_sentinel}>" if token < self.size else f"<{token}>"
+
+
+class TokenizerJsonVocabulary(Vocabulary):
+    """Hugging Face's `tokenizer.json`, read by the `tokenizers` library."""
+
+    def __init__(self, text: str, eos_ids: tuple[int, ...] | None = None):
+        """Args: text: contents of a `tokenizer.json`. eos_ids: where the file does not call it `</s>`.
+
+        Raises:
+          ValueError: `text` is no tokenizer, or names no end-of-sequence token and `eos_ids` is not given.
+        """
+        import tokenizers
+
+        self.text = text
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"got no readable tokenizer.json ({error}), expected one") from None
+        # A saved tokenizer may carry the truncation and padding of the program that saved it.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if eos_ids is None:
+            eos_ids = tuple(i for i in [self._tokenizer.token_to_id("</s>")] if i is not None)
+        if not eos_ids:
+            raise ValueError("got a tokenizer.json without '</s>', expected it or eos_ids")
+        self.eos_ids = tuple(eos_ids)
+        self._dropped = {*self.eos_ids, self._tokenizer.token_to_id("<pad>")}
+
+    @classmethod
+    def load(cls, path, eos_ids: tuple[int, ...] | None = None) -> "TokenizerJsonVocabulary":
+        try:
+            return cls(pathlib.Path(path).read_text(encoding="utf-8"), eos_ids)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        kept = [i for i in map(int, ids) if 0 <= i < self.size and i not in self._dropped]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def piece(self, token: int) -> str:
+        piece = self._tokenizer.id_to_token(token) if token >= 0 else None
+        return f"<{token}>" if piece is None else piece.replace("▁", " ")
