@@ -1,12 +1,10 @@
 """Plain against speculative decoding on one machine: wall time, α, c, v, predicted and measured improvement.
 
-The arms are interleaved batch by batch, since the speed of a shared machine drifts; compile time is kept apart; both encoders and the
-tokenisation are inside the wall time; one counter counts the tokens of both arms. What a step costs is timed singly,
-many steps inside one program, so that dispatch does not count.
+The arms are interleaved batch by batch, since the speed of a shared machine drifts; compile time is kept apart; encoders
+and tokenisation are inside the wall time; one counter counts the tokens of all arms.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -18,9 +16,229 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import analysis, sampling
+from specdec_jax import analysis, measure
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, bucket, generate
-from specdec_jax.models.base import LanguageModel, Network
+from specdec_jax.inference import (
+    SENTENCES,
+    DecodingOptions,
+    at_least,
+    check_gamma,
+    encode,
+    option,
+    read_sentences,
+    stats_record,
+    track,
+)
+from specdec_jax.measure import Spread
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import PRESETS
+
+
+class CheckFailed(RuntimeError):
+    """What was measured contradicts what must hold; the record is written all the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkOptions(DecodingOptions):
+    """Options of `specdec benchmark`."""
+
+    gamma: tuple[int, ...] = option((4,), "tokens drafted per target call; several, comma-separated, make one arm each")
+    input_file: str | None = option(None, "UTF-8 text, one sentence a line, gzip or not; none: a few built-in sentences")
+    limit: int = option(0, "take only the first lines of the input; 0: all")
+    batch_size: int = option(1, "sentences decoded together")
+    repeats: int = option(3, "passes over the sentences; medians and spread are over them")
+    preset: str | None = option(None, "time a target of this shape with random weights instead: " + ", ".join(PRESETS))
+    drafter_preset: str | None = option(None, "the same for the drafter")
+    input_length: int = option(64, "tokens of the input, with --preset")
+    output: str | None = option(None, "file that the JSON record is written to")
+    json: bool = option(False, "print the JSON record instead of the summary")
+
+    def check(self) -> None:
+        for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
+            if preset and preset not in PRESETS:
+                raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
+        if self.preset and (self.target or self.drafter or self.input_file):
+            raise ValueError("got --preset with --target, --drafter or --input_file, expected one or the other")
+        if self.drafter_preset and not self.preset:
+            raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
+        super().check() if not self.preset else self.check_decoding()
+        if not self.gamma:
+            raise ValueError("gamma: got no value, expected at least one")
+        for gamma in self.gamma:
+            check_gamma(gamma)
+            at_least(1, gamma=gamma)  # γ = 0 is the plain arm
+        at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.input_length)
+        at_least(0, limit=self.limit)
+        if self.output and not pathlib.Path(self.output).absolute().parent.is_dir():
+            raise ValueError(f"output: got {self.output!r}, expected a file in a folder that exists")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sentences that are decoded together.
+
+    Attributes:
+      inputs: what `generate` is given: strings, or ids with a preset.
+      ids: their ids, EOS included.
+      keys: one random key per input.
+    """
+
+    inputs: list
+    ids: list[list[int]]
+    keys: jax.Array
+
+    @property
+    def padded(self) -> int:
+        return bucket(max(map(len, self.ids)))
+
+
+@dataclasses.dataclass
+class Arm:
+    """One way of decoding and what it gave.
+
+    Attributes:
+      gamma: 0 is plain.
+      decode: from a batch to a result.
+      compile_seconds: of the first call for every shape.
+      seconds: total wall time of each pass.
+      results: one per batch, of the last pass.
+    """
+
+    gamma: int
+    decode: Callable[[Batch], GenerationResult]
+    compile_seconds: float = 0.0
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    results: list[GenerationResult] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens, EOS included: the one counter for all arms."""
+        return int(sum(result.lengths.sum() for result in self.results))
+
+    def total(self, name: str) -> int:
+        return sum(getattr(result.stats, name) for result in self.results)
+
+
+def run(options: BenchmarkOptions) -> None:
+    """`specdec benchmark`."""
+    options.check()
+    target, drafter, batches = _preset(options) if options.preset else _checkpoints(options)
+    record, problems = benchmark(target, drafter, batches, options)
+    text = json.dumps(record, ensure_ascii=False, indent=1)
+    if options.output:
+        pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")
+    print(text if options.json else summary(record))
+    if problems:
+        raise CheckFailed("; ".join(problems))
+
+
+def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | None, list[Batch]]:
+    sentences = read_sentences([], options.input_file) if options.input_file else list(SENTENCES)
+    sentences = sentences[: options.limit or None]
+    target, drafter = options.load()
+    ids = encode(target, sentences, options.max_input_length)
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if options.batch_size > 1 else 0)
+    return target, drafter, _batches([sentences[i] for i in order], [ids[i] for i in order], options, "")
+
+
+def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | None, list[Batch]]:
+    def model(preset: str) -> LanguageModel:
+        config = dataclasses.replace(PRESETS[preset], dtype=options.dtype or "float32")
+        random = LanguageModel.random(config, name=preset)
+        return LanguageModel(config, random.params, eos_ids=(), name=preset)  # no EOS: every output has full length
+
+    target = model(options.preset)
+    drafter = ModelDrafter(model(options.drafter_preset)) if options.drafter_preset else None
+    shape = (options.batch_size, options.input_length)
+    ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
+    return target, drafter, _batches(ids, ids, options, [])
+
+
+def _batches(inputs: list, ids: list, options: BenchmarkOptions, filler) -> list[Batch]:
+    """Cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
+    size = min(options.batch_size, len(inputs))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(options.seed), np.arange(len(inputs) + size))
+    return [
+        Batch(
+            inputs[i : i + size] + [filler] * (i + size - len(inputs)),
+            ids[i : i + size] + [[]] * (i + size - len(inputs)),
+            keys[i : i + size],
+        )
+        for i in range(0, len(inputs), size)
+    ]
+
+
+def benchmark(
+    target: LanguageModel, drafter: ModelDrafter | None, batches: Sequence[Batch], options: BenchmarkOptions
+) -> tuple[dict, list[str]]:
+    """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
+
+    With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed.
+    """
+    gammas = options.gamma if drafter is not None else ()
+
+    def arm(gamma: int) -> Arm:
+        return Arm(gamma, lambda batch: generate(
+            target, batch.inputs, drafter=drafter if gamma else None, gamma=gamma, sampling=options.sampling(),
+            max_new_tokens=options.max_new_tokens, max_input_length=options.max_input_length, key=batch.keys,
+        ))  # fmt: skip
+
+    arms = {"plain": arm(0)} | ({} if options.preset else {f"gamma {gamma}": arm(gamma) for gamma in gammas})
+    steps = _step_arms(target, drafter, batches, gammas, options.max_new_tokens)
+    _warm_up(arms, steps, batches)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(options.repeats):
+        for name in measure.rotated(steps, repeat):
+            seconds[name].append(measure.timed(steps[name]))
+        _one_pass(arms, batches, repeat, f"pass {repeat + 1} of {options.repeats}")
+    per_step = {name: Spread.of(np.array(times) / _steps_in(name)) for name, times in seconds.items()}
+    record = _record(target, drafter, arms, per_step, batches, options)
+    return record, _problems(record, arms, options, target)
+
+
+def _step_arms(target, drafter, batches, gammas, max_new_tokens) -> dict[str, Callable[[], object]]:
+    """Single steps and encoders by name, for the shapes that the batches have."""
+    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
+    longest, slots = lengths[-1], bucket(1 + max_new_tokens) + max(gammas, default=0) + 1
+    arms = {
+        "products": measure.products_arm(target.network, rows),
+        "target step": measure.step_arm(target.network, rows, longest, slots, 1),
+    }
+    for gamma in gammas:
+        arms[f"verify {gamma}"] = measure.step_arm(target.network, rows, longest, slots, gamma + 1)
+    for length in lengths:
+        arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, slots)
+    if drafter is not None:
+        arms["draft step"] = measure.step_arm(drafter.network, rows, longest, slots, 1)
+        for length in lengths:
+            arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, slots)
+    return arms
+
+
+def _steps_in(name: str) -> int:
+    return 1 if "encoder" in name else measure.STEPS
+
+
+def _warm_up(arms: dict[str, Arm], steps, batches: Sequence[Batch]) -> None:
+    """Compiles everything that is timed later; each arm's share is kept."""
+    shapes = {batch.padded: batch for batch in batches}
+    for arm in arms.values():
+        arm.compile_seconds = sum(measure.timed(lambda: arm.decode(batch).tokens) for batch in shapes.values())
+    for step in steps.values():
+        jax.block_until_ready(step())
+
+
+def _one_pass(arms: dict[str, Arm], batches: Sequence[Batch], turn: int, what: str) -> None:
+    """Every batch through every arm, one arm after the other."""
+    for arm in arms.values():
+        arm.seconds.append(0.0)
+        arm.results = []
+    for index, batch in enumerate(track(batches, len(batches), what)):
+        for name in measure.rotated(arms, turn + index):
+            start = time.perf_counter()
+            result = arms[name].decode(batch)
+            arms[name].seconds[-1] += time.perf_counter() - start
+            arms[name].results.append(result)

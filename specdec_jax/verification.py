@@ -47,7 +47,7 @@ def verify_tokens(
     draft_tokens: jax.Array,
     num_drafted: jax.Array,
     accept_uniforms: jax.Array,
-    final_uniform: jax.Array,
+    final_uniforms: jax.Array,
 ) -> Verification:
     """Algorithm 1 of Leviathan et al. 2023 (section 2.3).
 
@@ -60,7 +60,7 @@ def verify_tokens(
       draft_tokens: `[B, G]`.
       num_drafted: `[B]`, drafted tokens of each row (at most G).
       accept_uniforms: `[B, G]` in [0, 1).
-      final_uniform: `[B]` in [0, 1), for the residual or the bonus token.
+      final_uniforms: `[B, G + 1]` in [0, 1), the n-th for the token that follows n accepted ones (residual or bonus).
     """
     gamma = draft_tokens.shape[1]
     target_probs = Law(target.logits[:, :gamma], target.log_normalizer[:, :gamma]).prob(draft_tokens)
@@ -73,4 +73,5 @@ def verify_tokens(
         residual = jnp.maximum(weights - jnp.where(rejected, draft_probs, 0), 0)
         # p ≡ q up to rounding leaves no residual mass: then p itself is right.
         weights = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, weights)
-    return Verification(num_accepted, draw(weights, final_uniform))
+    uniform = jnp.take_along_axis(final_uniforms, num_accepted[:, None], axis=1)[:, 0]
+    return Verification(num_accepted, draw(weights, uniform))
