@@ -6,19 +6,15 @@ and tokenisation are inside the wall time; one counter counts the tokens of all 
 
 import dataclasses
 import json
-import os
 import pathlib
-import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
 import jax
 import numpy as np
 
-from specdec_jax import analysis, measure
+from specdec_jax import measure, records
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, bucket, generate
 from specdec_jax.inference import (
@@ -29,7 +25,6 @@ from specdec_jax.inference import (
     encode,
     option,
     read_sentences,
-    stats_record,
     track,
 )
 from specdec_jax.measure import Spread
@@ -46,7 +41,9 @@ class BenchmarkOptions(DecodingOptions):
     """Options of `specdec benchmark`."""
 
     gamma: tuple[int, ...] = option((4,), "tokens drafted per target call; several, comma-separated, make one arm each")
-    input_file: str | None = option(None, "UTF-8 text, one sentence a line, gzip or not; none: a few built-in sentences")
+    input_file: str | None = option(
+        None, "UTF-8 text, one sentence a line, gzip or not; none: a few built-in sentences"
+    )
     limit: int = option(0, "take only the first lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(3, "passes over the sentences; medians and spread are over them")
@@ -130,7 +127,7 @@ def run(options: BenchmarkOptions) -> None:
     text = json.dumps(record, ensure_ascii=False, indent=1)
     if options.output:
         pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")
-    print(text if options.json else summary(record))
+    print(text if options.json else records.summary(record))
     if problems:
         raise CheckFailed("; ".join(problems))
 
@@ -150,6 +147,7 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | No
         random = LanguageModel.random(config, name=preset)
         return LanguageModel(config, random.params, eos_ids=(), name=preset)  # no EOS: every output has full length
 
+    assert options.preset
     target = model(options.preset)
     drafter = ModelDrafter(model(options.drafter_preset)) if options.drafter_preset else None
     shape = (options.batch_size, options.input_length)
@@ -226,7 +224,10 @@ def _warm_up(arms: dict[str, Arm], steps, batches: Sequence[Batch]) -> None:
     """Compiles everything that is timed later; each arm's share is kept."""
     shapes = {batch.padded: batch for batch in batches}
     for arm in arms.values():
-        arm.compile_seconds = sum(measure.timed(lambda: arm.decode(batch).tokens) for batch in shapes.values())
+        start = time.perf_counter()
+        for batch in shapes.values():
+            arm.decode(batch)
+        arm.compile_seconds = time.perf_counter() - start
     for step in steps.values():
         jax.block_until_ready(step())
 
@@ -242,3 +243,109 @@ def _one_pass(arms: dict[str, Arm], batches: Sequence[Batch], turn: int, what: s
             result = arms[name].decode(batch)
             arms[name].seconds[-1] += time.perf_counter() - start
             arms[name].results.append(result)
+
+
+def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], batches, options) -> dict[str, Any]:
+    plain, step = arms["plain"], times["target step"].median
+    padded = [batch.padded for batch in batches]
+    calls = sum(int(result.lengths.max()) for result in plain.results)
+    encoders = sum(times[f"target encoder {length}"].median for length in padded)
+    seconds = Spread.of(plain.seconds)
+    gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
+    return {
+        "machine": records.machine(),
+        "options": dataclasses.asdict(options),
+        "target": records.model(target),
+        "drafter": records.model(drafter.model) if drafter is not None else None,
+        "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
+        "steps": {name: spread._asdict() for name, spread in times.items()},
+        "step_over_products": step / times["products"].median,
+        "plain_over_products": (seconds.median - encoders) / max(calls, 1) / times["products"].median,
+        "cost_ratio": times["draft step"].median / step if drafter is not None else None,
+        "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
+        "plain": {
+            "seconds": seconds._asdict(),
+            "tokens": plain.tokens,
+            "seconds_per_token": seconds.median / max(plain.tokens, 1),
+            "compile_seconds": plain.compile_seconds,
+        },
+        "speculative": [
+            _arm_record(arm, plain, target, times, batches, padded, options) for arm in arms.values() if arm.gamma
+        ],
+    }
+
+
+def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int], options) -> dict[str, Any]:
+    per_token = lambda one: np.array(one.seconds) / max(one.tokens, 1)
+    improvement, stats = Spread.of(per_token(plain) / per_token(arm)), _total_stats(arm)
+    most = lambda result, name: max(getattr(row, name) for row in result.stats.per_row)
+    counted = [
+        records.Work(size, most(result, "target_calls"), most(result, "draft_calls"))
+        for size, result in zip(padded, arm.results, strict=True)
+    ]
+    lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate"]
+    predicted = None if alpha is None else records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
+    seconds = Spread.of(arm.seconds)
+    shares = records.shares(records.cost(counted, arm.gamma, times), seconds.median)
+    return {
+        "gamma": arm.gamma,
+        "seconds": seconds._asdict(),
+        "tokens": arm.tokens,
+        "compile_seconds": arm.compile_seconds,
+        "stats": stats,
+        "improvement": improvement._asdict(),
+        "predicted": predicted,
+        "measured_over_predicted": improvement.median / predicted["with_lengths"] if predicted else None,
+        "shares": shares,
+        "limiting_term": max(shares, key=lambda name: shares[name]),
+        "differences": _differences(arm, plain, target, batches) if options.temperature == 0 else [],
+    }
+
+
+def _total_stats(arm: Arm) -> dict[str, Any]:
+    """The statistics of all batches together; α is a ratio of sums, not a mean of ratios."""
+    names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
+    totals = {name: np.asarray(arm.total(name)).tolist() for name in names}
+    examined = sum(totals["examined_by_position"])
+    return totals | {
+        "acceptance_rate": totals["accepted"] / examined if examined else None,
+        "tokens_per_target_call": arm.tokens / max(totals["target_calls"], 1),
+    }
+
+
+def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[dict[str, Any]]:
+    """Every input whose greedy tokens differ from plain decoding's, with how near a tie the first of them is."""
+    found, first = [], 0
+    for batch, ours, theirs in zip(batches, arm.results, plain.results, strict=True):
+        for row in np.flatnonzero(np.any(ours.tokens != theirs.tokens, axis=1)):
+            position = int(np.argmax(ours.tokens[row] != theirs.tokens[row]))
+            prefix = [target.start_token, *theirs.tokens[row, :position].tolist()]
+            how = measure.difference(target.network, batch.ids[row], prefix, arm.gamma + 1, len(batch.ids))
+            found.append({
+                "input": first + int(row), "position": position,
+                "plain": int(theirs.tokens[row, position]), "speculative": int(ours.tokens[row, position]),
+                "margin": how.margin, "noise": how.noise, "near_tie": how.near_tie,
+            })  # fmt: skip
+        first += len(batch.ids)
+    return found
+
+
+def _problems(record: dict, arms: dict[str, Arm], options, target: LanguageModel) -> list[str]:
+    """What must not be: outputs that are missing, or greedy float32 tokens that differ without being near-ties."""
+    problems = []
+    expected = [result.lengths > 0 for result in arms["plain"].results]
+    for name, arm in arms.items():
+        if len(arm.results) != len(expected):
+            problems.append(f"{name}: got outputs for {len(arm.results)} batches, expected {len(expected)}")
+        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, arm.results))
+        if missing:
+            problems.append(f"{name}: got no output for {missing} inputs that plain decoding has one for")
+    if target.config.dtype == "float32":
+        for arm_record in record["speculative"]:
+            wrong = [item["input"] for item in arm_record["differences"] if not item["near_tie"]]
+            if wrong:
+                problems.append(
+                    f"gamma {arm_record['gamma']}: got other tokens than plain decoding for inputs {wrong}, "
+                    "expected the same but for near-ties"
+                )
+    return problems

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 # Above this many rows the unrolled writes cost more to compile than they save (an unrolled dynamic_update_slice per
 # row is the fastest form on TPU and CPU alike; a batched one becomes a scatter).
-_MAX_UNROLLED_ROWS = 32
+MAX_UNROLLED_ROWS = 32
 
 
 @flax.struct.dataclass
@@ -51,7 +51,7 @@ class KVCache:
 
 def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
     update = update.astype(buffer.dtype)
-    if buffer.shape[0] > _MAX_UNROLLED_ROWS:
+    if buffer.shape[0] > MAX_UNROLLED_ROWS:
         write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0))
         return jax.vmap(write)(buffer, update, positions)
     for row in range(buffer.shape[0]):

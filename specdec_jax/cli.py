@@ -13,6 +13,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import gin
@@ -109,6 +110,7 @@ def _main(argv: list[str]) -> int:
     options = _options(name, cls, _given(fields, values), values, bindings)
     _use_compilation_cache(values.compilation_cache_dir)
     run(options, *([arguments] if command.arguments else []))
+    sys.stdout.flush()  # a closed pipe shows here, not at exit
     return 0
 
 
@@ -122,7 +124,7 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     kinds = typing.get_type_hints(cls)
     for field in fields:
         _define_flag(values, field, kinds[field.name])
-    common = dict(flag_values=values)
+    common: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_multi_string("gin_file", [], "gin file with settings; repeatable, later files win", **common)
     flags.DEFINE_list("gin_search_paths", ["."], "comma-separated folders in which gin files are looked up", **common)
     flags.DEFINE_string(
@@ -135,10 +137,15 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     return values
 
 
-def _define_flag(values: flags.FlagValues, field: dataclasses.Field, kind: Any) -> None:
+def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
     if isinstance(kind, types.UnionType):  # `T | None`
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_boolean}
+    define: dict[Any, Callable[..., Any]] = {
+        str: flags.DEFINE_string,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        bool: flags.DEFINE_boolean,
+    }
     default, text = field.default, field.metadata["help"]
     if typing.get_origin(kind) is tuple:
         flags.DEFINE_list(field.name, [str(item) for item in default], text, flag_values=values)
@@ -168,7 +175,8 @@ def _integers(name: str, items: list[str]) -> tuple[int, ...]:
 
 def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Takes `--gin.NAME=value` out of the arguments, as T5X does; returns (the rest, `NAME=value` …)."""
-    rest, bindings = [], []
+    rest: list[str] = []
+    bindings: list[str] = []
     for index, argument in enumerate(arguments):
         if argument == "--":
             return rest + arguments[index:], bindings
@@ -188,18 +196,22 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
             return cls(**given)
         except TypeError:  # fields without a default
             raise UsageError(f"specdec {name}: got no settings, expected --gin_file or --gin.NAME=value") from None
+    for file in values.gin_file:
+        if not any(pathlib.Path(folder, file).is_file() for folder in values.gin_search_paths):
+            raise UsageError(f"gin_file: got {file!r}, expected a file in {', '.join(values.gin_search_paths)}")
     gin.clear_config()
     for folder in values.gin_search_paths:
         gin.add_config_file_search_path(folder)
-    module = cls.__module__.rpartition(".")[2]
-    # Registers the options, so that `--gin.NAME=value` knows them without a file that imports them.
-    known = f"from __gin__ import dynamic_registration\nfrom specdec_jax import {module}\n{module}.{cls.__name__}:\n"
     try:
-        gin.parse_config(known)
+        _register(cls)
         gin.parse_config_files_and_bindings(values.gin_file, bindings)
         options = gin.get_configurable(cls)(**given)
-    except (ValueError, SyntaxError, ImportError, NameError, AttributeError, TypeError, OSError) as error:
-        raise UsageError(f"gin: {error}") from error
+    except (ValueError, SyntaxError, ImportError, NameError, AttributeError, TypeError, OSError, TokenError) as error:
+        raise UsageError(f"gin: {str(error).partition(' in config string')[0]}") from error
+    for field, kind in typing.get_type_hints(cls).items():
+        value = getattr(options, field)
+        if not _fits(value, kind):
+            raise UsageError(f"gin: {field}: got {value!r}, expected {getattr(kind, '__name__', kind)}")
     used = gin.operative_config_str()
     for binding in bindings:
         key = binding.partition("=")[0].strip()
@@ -207,6 +219,25 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
         if not re.search(rf"^(\S*[./])?{re.escape(tail)} =", used, re.MULTILINE):
             raise UsageError(f"gin: got --gin.{key}, expected a name that `specdec {name}` uses")
     return options
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value that gin bound, which checks no types, is of a field's type."""
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _register(cls: type) -> None:
+    """Makes `--gin.NAME=value` know the options without a gin file that imports them; once, gin's registry is global."""
+    try:
+        gin.get_configurable(cls)
+    except (KeyError, ValueError):
+        gin.external_configurable(cls, module=cls.__module__)
 
 
 # The rest of the edge.
@@ -230,13 +261,13 @@ def _overview() -> str:
 
 
 def _help(name: str, cls: type, fields, values: flags.FlagValues) -> str:
-    command = COMMANDS[name]
+    command, first_line = COMMANDS[name], lambda text: text.splitlines()[0].rstrip(";")  # absl appends to some
     lines = [f"usage: specdec {name} [flags] {command.arguments}".rstrip(), "", command.summary, "", "flags:"]
     for flag in [field.name for field in fields] + list(COMMON_FLAGS):
         default = values[flag].default
         shown = ",".join(default) if isinstance(default, list) else default
-        suffix = f" (default: {shown})" if shown not in (None, "", False) else ""
-        lines += [f"  --{flag}", f"      {values[flag].help}{suffix}"]
+        suffix = "" if shown is None or shown is False or shown == "" else f" (default: {shown})"
+        lines += [f"  --{flag}", f"      {first_line(values[flag].help)}{suffix}"]
     settings = ", ".join(field.name for field in dataclasses.fields(cls))
     lines += ["  --gin.NAME=value", f"      one gin binding; repeatable. {cls.__name__} has: {settings}"]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import pathlib
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,20 +23,33 @@ __all__ = [
     "TokenizerJsonVocabulary", "Vocabulary", "read_lines", "read_pairs",
 ]  # fmt: skip
 
+
 def read_lines(path) -> Iterator[str]:
-    """Lines of a UTF-8 text file, gzip or not, without their ends."""
+    """Lines of a UTF-8 text file, gzip or not, without their ends.
+
+    Raises:
+      ValueError: the file is not UTF-8, or a damaged gzip file.
+    """
     path = pathlib.Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
     with opener(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
+        try:
+            for number, line in enumerate(file, 1):
                 yield line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text") from None
+        except UnicodeDecodeError as error:
+            reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
+            raise ValueError(f"{path}, line {number}: {reason}") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}, after line {number}: got a damaged gzip file ({error})") from None
 
 
 def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
-    """(source, target) pairs of TSV files with two columns."""
+    """(source, target) pairs of TSV files with two columns.
+
+    Raises:
+      ValueError: a line has another number of columns, or a file cannot be read.
+    """
     pairs = []
     for path in paths:
         for number, line in enumerate(read_lines(path), 1):
@@ -57,21 +71,35 @@ class Batch:
 class BucketedBatches:
     """Endless, resumable batches of tokenised pairs, bucketed by length so that few shapes compile.
 
-    Batch `step` depends on (seed, step) alone: a resumed run sees what an uninterrupted one would have seen.
+    Batch `step` depends on (seed, step) alone: a resumed run sees what an uninterrupted one would have seen. Every pair
+    that is not left out comes once in `per_epoch` batches.
     """
 
-    def __init__(self, pairs, buckets: Sequence[int], batch_tokens: int, seed: int = 0):
-        """Args: pairs: list of (input ids, target ids), both with EOS. buckets: ascending lengths; longer pairs are
-        left out (`dropped` counts them). batch_tokens: padded pieces of one side of a batch."""
+    def __init__(self, pairs: Sequence, buckets: Sequence[int], batch_tokens: int, seed: int = 0):
+        """Puts every pair into the shortest bucket that holds both sides.
+
+        Args:
+          pairs: (input ids, target ids), both with EOS.
+          buckets: ascending lengths; longer pairs are left out (`dropped` counts them).
+          batch_tokens: padded pieces of one side of a batch.
+          seed: of the order of the pairs and of the batches, anew in every epoch.
+        """
         self._pairs, self._buckets, self._seed = pairs, tuple(buckets), seed
-        self._rows = [max(1, batch_tokens // length) for length in buckets]
-        longest = np.array([max(len(source), len(target)) for source, target in pairs])
-        self._bucket_of = np.searchsorted(np.array(buckets), longest)
-        self.dropped = int(np.sum(self._bucket_of == len(buckets)))
-        counts = np.bincount(self._bucket_of, minlength=len(buckets))[: len(buckets)]
+        if not self._buckets or self._buckets[0] < 1 or list(self._buckets) != sorted(set(self._buckets)):
+            raise ValueError(f"buckets: got {self._buckets}, expected ascending lengths from 1")
+        if batch_tokens < self._buckets[-1]:
+            raise ValueError(
+                f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {self._buckets[-1]}"
+            )
+        self._rows = [batch_tokens // length for length in self._buckets]
+        longest = np.array([max(len(source), len(target)) for source, target in pairs], int)
+        self._bucket_of = np.searchsorted(np.array(self._buckets), longest)
+        self.pairs = len(pairs)
+        self.dropped = int(np.sum(self._bucket_of == len(self._buckets)))
+        counts = np.bincount(self._bucket_of, minlength=len(self._buckets))[: len(self._buckets)]
         self.per_epoch = int(sum(-(-count // rows) for count, rows in zip(counts, self._rows)))
         if not self.per_epoch:
-            raise ValueError(f"got {len(pairs)} training pairs, none of at most {buckets[-1]} pieces")
+            raise ValueError(f"got {len(pairs)} pairs, expected at least one of at most {self._buckets[-1]} pieces")
         self._epoch, self._plan = None, []
 
     def _plan_epoch(self, epoch: int):

@@ -17,8 +17,8 @@ from specdec_jax.speculative import DecodeState, Drafter, Program
 VERIFIERS = ("token",)
 MAX_GAMMA = 64
 _FOREVER = np.int32(2**31 - 1)
-# Padded lengths: powers of two with one step between from 32 on, so that few shapes compile and little is wasted.
-_BUCKETS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
+_BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 def bucket(length: int) -> int:
@@ -157,6 +157,8 @@ def prepare(
     input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None,
 ) -> tuple[DecodeState, Request]:  # fmt: skip
     """Checks the arguments of `generate` and runs the prefill; for callers that drive `advance` themselves."""
+    if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
+        inputs = list(inputs)  # read twice below
     tokens, lengths = _as_ids(target, inputs, input_lengths, eos=True)
     batch = len(lengths)
     if batch == 0:
@@ -166,13 +168,16 @@ def prepare(
         raise ValueError(
             f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {max_input_length}"
         )
-    gammas = _per_row("gamma", gamma if drafter is not None else 0, batch, 0, MAX_GAMMA)
+    gammas = _per_row("gamma", gamma, batch, 0, MAX_GAMMA)
+    gammas = gammas if drafter is not None else np.zeros_like(gammas)
     limits = _per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
     if drafter is not None:
         check_pair(target, drafter)
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier: got {verifier!r}, expected one of {VERIFIERS}")
     stops = tuple(target.eos_ids if eos_ids is None else eos_ids)
+    if any(not 0 <= token < target.config.vocab_size for token in stops):
+        raise ValueError(f"eos_ids: got {stops}, expected ids from 0 to {target.config.vocab_size - 1}")
     rows, width = sampling.rows(batch), int(max(gammas))
     prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
 
@@ -194,7 +199,8 @@ def finish(target: LanguageModel, state: DecodeState, request: Request) -> Gener
     width = request.max_new_tokens
     lengths = lengths - request.prefix_lengths
     columns = np.arange(width)
-    slots = request.prefix_lengths[:, None] + columns
+    # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
+    slots = np.minimum(request.prefix_lengths[:, None] + columns, tokens.shape[1] - 1)
     live = columns < lengths[:, None]
     new_tokens = np.where(live, np.take_along_axis(tokens, slots, axis=1), 0)
     log_probs = np.where(live, np.take_along_axis(log_probs, slots, axis=1), np.float32(0))
@@ -339,6 +345,8 @@ def _fold(key, rows):
 
 def _row_keys(key, batch: int) -> jax.Array:
     key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key: got {key!r}, expected jax.random.key(seed), or one such key per input")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:

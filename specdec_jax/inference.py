@@ -1,6 +1,7 @@
 """Many sentences: reading them, decoding them in batches of like length, giving the outputs back in order."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -21,6 +22,17 @@ from specdec_jax.sampling import SamplingConfig
 # Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
 _WINDOW = 64
 
+SENTENCES = (
+    "Tom is learning German.",
+    "I would like a cup of coffee, please.",
+    "The weather is very nice today.",
+    "She asked me where I had bought the book.",
+    "We have to leave the house before eight o'clock.",
+    "If I had more time, I would visit my grandparents every weekend.",
+    "The museum was founded in 1872 and is one of the oldest in the country.",
+    "Nobody knows why he left the city without saying goodbye.",
+)
+
 
 def option(default, text: str):
     """A field of an options dataclass; `text` is its help on the command line."""
@@ -33,6 +45,9 @@ class DecodingOptions:
 
     target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
     drafter: str | None = option(None, "the smaller model that drafts; none is plain decoding")
+    vocabulary: str | None = option(
+        None, "SentencePiece model or tokenizer.json of both, for checkpoints that have none (T5X's)"
+    )
     dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
     temperature: float = option(0.0, "0 takes the most probable token; otherwise logits are divided by it")
     top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
@@ -50,19 +65,26 @@ class DecodingOptions:
         Raises:
           ValueError: with what was got and what was expected.
         """
-        self.sampling()
         if not self.target:
-            raise ValueError("target: got nothing, expected a checkpoint's folder or one of " + ", ".join(checkpoints.bundled()))
+            raise ValueError(
+                "target: got nothing, expected a checkpoint's folder or one of " + ", ".join(checkpoints.bundled())
+            )
+        self.check_decoding()
+
+    def check_decoding(self) -> None:
+        """As `check`, for commands that may do without a checkpoint."""
+        self.sampling()
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
 
     def load(self) -> tuple[LanguageModel, ModelDrafter | None]:
         """The target and, where one is named, the drafter; refuses a drafter of another vocabulary."""
-        target = checkpoints.load(self.target, dtype=self.dtype)
+        load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary)
+        target = load(self.target)
         if not self.drafter:
             return target, None
-        drafter = ModelDrafter(checkpoints.load(self.drafter, dtype=self.dtype))
+        drafter = ModelDrafter(load(self.drafter))
         check_pair(target, drafter)
         return target, drafter
 
@@ -120,7 +142,9 @@ def _standard_input() -> list[str]:
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text") from None
+        raise ValueError(
+            f"standard input: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
+        ) from None
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
@@ -131,7 +155,9 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
       ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens.
     """
     if target.vocabulary is None:
-        raise ValueError(f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)")
+        raise ValueError(
+            f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
+        )
     end = list(target.vocabulary.eos_ids[:1])
     inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
     for number, ids in enumerate(inputs, 1):
@@ -151,7 +177,9 @@ class Output(NamedTuple):
     stats: Stats
 
 
-def decode_all(target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, **options) -> Iterator[Output]:
+def decode_all(
+    target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, **options
+) -> Iterator[Output]:
     """Outputs in the order of `inputs`, decoded in batches of like length.
 
     Args:
@@ -180,6 +208,7 @@ def _fold_in(key, rows):
 
 
 def _output(result: GenerationResult, row: int) -> Output:
+    assert result.texts is not None and result.stats.per_row is not None
     length = result.lengths[row]
     tokens, log_probs = result.tokens[row, :length].tolist(), result.log_probs[row, :length].tolist()
     return Output(result.texts[row], tokens, log_probs, result.stats.per_row[row])

@@ -5,7 +5,6 @@ applied in T5X's order: temperature, then top-k, then top-p, all in float32 and 
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,10 +33,10 @@ class SamplingConfig:
 
     def __post_init__(self):
         for value in np.ravel(self.temperature):
-            if not (value >= 0 and math.isfinite(value)):
+            if not 0 <= value <= np.finfo(np.float32).max:
                 raise ValueError(f"temperature: got {value}, expected a finite number of at least 0")
         for value in np.ravel(self.top_k):
-            if value < 0 or value != int(value):
+            if not (0 <= value < 2**31 and value == int(value)):
                 raise ValueError(f"top_k: got {value}, expected an integer of at least 0 (0: keep all)")
         for value in np.ravel(self.top_p):
             if not 0 < value <= 1:
@@ -123,7 +122,8 @@ def standardize(logits: jax.Array, rows: SamplingRows, mode: SamplingMode) -> La
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     temperature = rows.temperature[:, None, None]
-    adjusted = logits / jnp.where(temperature > 0, temperature, 1)
+    # The maximum is taken out first: divided by a tiny temperature it would overflow.
+    adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
     if mode.top_k:
         adjusted = _keep_top_k(adjusted, rows.top_k)
     if mode.top_p:
@@ -206,14 +206,15 @@ def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _invert(weights, uniform, goal):
-    """First index whose cumulative weight exceeds `goal` (default uniform · total), and what is left of the goal."""
-    cumulative = jnp.cumsum(weights, axis=-1)
+    """First index of positive weight whose cumulative weight exceeds `goal` (default uniform · total), and the rest."""
+    size, cumulative = weights.shape[-1], jnp.cumsum(weights, axis=-1)
     if goal is None:
         goal = uniform * cumulative[:, -1]
-    index = jnp.sum(cumulative <= goal[:, None], axis=-1)
+    # XLA sums long axes in pieces, so that rounding can make the sums rise, or fall, at an id of weight 0.
+    ids, positive = jnp.arange(size, dtype=jnp.int32), weights > 0
+    index = jnp.min(jnp.where(positive & (cumulative > goal[:, None]), ids, size), axis=-1)
     # Rounding may put the goal at or past the end, or leave a remainder that no longer lies inside its block.
-    last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[-1]), 0), axis=-1)
-    index = jnp.minimum(index, last).astype(jnp.int32)
+    index = jnp.minimum(index, jnp.max(jnp.where(positive, ids, 0), axis=-1))
     before = jnp.where(index > 0, jnp.take_along_axis(cumulative, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0], 0)
     return index, jnp.maximum(goal - before, 0)
 

@@ -203,8 +203,6 @@ def _commit(state: DecodeState, draft: Draft, verified: verification.Verificatio
 
     token_logits = jnp.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
     log_probs = token_logits - jax.nn.logsumexp(logits, axis=-1)
-    slots = state.lengths[:, None] + offsets
-    keep = offsets < num_new[:, None]
     lengths = state.lengths + num_new
     done = state.done | (first_eos < width) & active | (lengths >= state.limits)
 
@@ -221,15 +219,18 @@ def _commit(state: DecodeState, draft: Draft, verified: verification.Verificatio
         accepted_by_position=counts.accepted_by_position + integer(stood),
     )
     return state.replace(
-        tokens=_write(state.tokens, new, slots, keep),
-        log_probs=_write(state.log_probs, log_probs, slots, keep),
+        tokens=_write(state.tokens, new, state.lengths, num_new),
+        log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
         lengths=lengths, done=done, counts=counts, last_draft=draft.tokens,
         last_drafted=jnp.where(active, draft.num_drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
     )  # fmt: skip
 
 
-def _write(buffer: jax.Array, values: jax.Array, slots: jax.Array, keep: jax.Array) -> jax.Array:
-    """`buffer [B, S]` with `values [B, T]` at `slots [B, T]` where `keep [B, T]`."""
-    index = jnp.where(keep, slots, buffer.shape[1])  # out of range: dropped
-    row = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[row, index].set(values.astype(buffer.dtype), mode="drop")
+def _write(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
+    """`buffer [B, S]` with the first `counts [B]` of `values [B, T]` written from slot `starts [B]` on.
+
+    A select over the whole buffer: XLA expands a scatter into a loop on a CPU, which costs more than S elements do.
+    """
+    offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
+    spread = jnp.take_along_axis(values, jnp.clip(offsets, 0, values.shape[1] - 1), axis=1)
+    return jnp.where((offsets >= 0) & (offsets < counts[:, None]), spread.astype(buffer.dtype), buffer)

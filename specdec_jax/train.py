@@ -1,22 +1,23 @@
-"""Training of encoder–decoder pairs: loss, optimiser, resumable loop."""
+"""Training of encoder–decoder pairs: losses, distillation, optimiser, a loop that survives being killed, export."""
 
 import dataclasses
 import functools
 import json
 import pathlib
-import sys
 import time
-from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import rich.console
 
-from specdec_jax import data
+from specdec_jax import checkpoints, data
+from specdec_jax.losses import Metrics, Objective, TrainState, evaluate, train_step
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,71 +25,107 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-      model: shape of the network; `vocab_size` must not be below the vocabulary's.
-      train_files, validation_files: TSV files (source, tab, target), gzip or not.
-      vocabulary: path of a SentencePiece model; trained on the train split and written there where absent.
-      vocabulary_size: pieces of a vocabulary that is trained.
+      model: shape of the network; `matmul_dtype` and `dropout_rate` count in training only, `dtype` is set below.
+      train_files, validation_files: TSV files (source, tab, target), gzip or not; any number of each.
       output_dir: checkpoints, the log and the final model go here; an existing run in it is resumed.
-      steps: optimiser steps in all.
+      data_dir: folder to which the names of those files are relative.
+      vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, or one trained on the train
+        files. "": `vocabulary.model` in `output_dir`.
+      vocabulary_size: pieces of the vocabulary.
+      steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
       learning_rate: of Muon's matrices (consistent root-mean-square 0.2) and of Adam's rest.
-      batch_tokens: padded target pieces of a batch.
-      buckets: padded lengths; longer pairs are left out and counted.
+      batch_tokens: padded pieces of one side of a batch.
+      buckets: padded lengths, ascending; longer pairs are left out and counted.
       label_smoothing: mass spread over the vocabulary.
-      save_every, evaluate_every: steps between checkpoints and validation losses.
+      teacher: path of a model to distil from, or None.
+      distill_weight: w in (1 − w) · cross-entropy + w · KL(teacher ‖ student), per target piece; above 0 iff there is a
+        teacher.
+      seed: of the initial parameters, the order of the batches and dropout.
+      log_every, save_every, evaluate_every: steps between records, checkpoints and validation losses.
       dtype: of the computation; None: float32 on a CPU, bfloat16 on an accelerator. Parameters stay float32.
     """
 
     model: T5Config
     train_files: tuple[str, ...]
     validation_files: tuple[str, ...]
-    vocabulary: str
     output_dir: str
+    data_dir: str = ""
+    vocabulary: str = ""
     vocabulary_size: int = 6144
     steps: int = 2000
     warmup_steps: int = 100
     decay_steps: int = 500
     learning_rate: float = 4e-3
-    batch_tokens: int = 3072
+    batch_tokens: int = 4096
     buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
     label_smoothing: float = 0.1
+    teacher: str | None = None
+    distill_weight: float = 0.0
     seed: int = 0
+    log_every: int = 20
     save_every: int = 100
     evaluate_every: int = 200
     dtype: str | None = None
 
+    def __post_init__(self):
+        for name in ("train_files", "validation_files"):
+            files = getattr(self, name)
+            object.__setattr__(self, name, (files,) if isinstance(files, str) else tuple(files))
+            _expect(len(getattr(self, name)) > 0, name, files, "at least one file")
+        object.__setattr__(self, "buckets", tuple(self.buckets))
+        _expect(isinstance(self.model, T5Config), "model", self.model, "a T5Config")
+        _expect(self.model.dtype == "float32", "model.dtype", self.model.dtype, "float32: TrainConfig.dtype sets it")
+        for name in ("steps", "log_every", "save_every", "evaluate_every", "vocabulary_size"):
+            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("warmup_steps", "decay_steps", "seed"):
+            _expect(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        parts = self.warmup_steps + self.decay_steps
+        _expect(parts <= self.steps, "steps", self.steps, f"at least warmup_steps + decay_steps = {parts}")
+        _expect(0 < self.learning_rate < np.inf, "learning_rate", self.learning_rate, "a positive number")
+        _expect(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "a number in [0, 1)")
+        weights = "a number in (0, 1] with a teacher, 0 without"
+        fits = 0 < self.distill_weight <= 1 if self.teacher else self.distill_weight == 0
+        _expect(fits, "distill_weight", self.distill_weight, weights)
+        pieces = f"at most model.vocab_size = {self.model.vocab_size}"
+        _expect(self.vocabulary_size <= self.model.vocab_size, "vocabulary_size", self.vocabulary_size, pieces)
+        _expect(self.dtype in (None, "float32", "bfloat16"), "dtype", self.dtype, "None, float32 or bfloat16")
 
-@flax.struct.dataclass
-class TrainState:
-    """Parameters, optimiser state and step count `[]`."""
+    def paths(self, name: str) -> list[pathlib.Path]:
+        """`train_files` or `validation_files` with their folder."""
+        return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
 
-    params: dict
-    opt_state: optax.OptState
-    step: jax.Array
+
+def _expect(condition: bool, name: str, got, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: got {got!r}, expected {expected}")
+
+
+# The optimiser.
+
+
+def learning_rate(config: TrainConfig, step):
+    """Learning rate of the update after `step` updates: linear warm-up, constant, linear decay."""
+    warmup = step / config.warmup_steps if config.warmup_steps else 1.0
+    decay = (config.steps - step) / config.decay_steps if config.decay_steps else 1.0
+    return config.learning_rate * jnp.clip(jnp.minimum(warmup, decay), 0.0, 1.0)
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Muon on the matrices inside the layers, Adam on embeddings, head, norms and position biases."""
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, 1.0, config.warmup_steps),
-            optax.constant_schedule(1.0),
-            optax.linear_schedule(1.0, 0.0, config.decay_steps),
-        ],
-        [config.warmup_steps, config.steps - config.decay_steps],
-    )
     matrices = lambda params: jax.tree_util.tree_map_with_path(
         lambda path, leaf: optax.contrib.MuonDimensionNumbers() if _is_matrix(path) else None, params
     )
+    schedule = functools.partial(learning_rate, config)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            lambda step: config.learning_rate * schedule(step),
+            schedule,
             ns_steps=3,
             preconditioning="aol",
             consistent_rms=0.2,
             adam_b2=0.98,
-            adam_learning_rate=lambda step: config.learning_rate * schedule(step),
+            adam_learning_rate=schedule,
             muon_weight_dimension_numbers=matrices,
         ),
     )
@@ -99,95 +136,259 @@ def _is_matrix(path) -> bool:
     return names[-1] == "kernel" and "logits_dense" not in names
 
 
-def loss_fn(params, model: T5, batch, label_smoothing: float):
-    """Summed cross-entropy with label smoothing, and (sum of negative log-likelihood, number of target pieces)."""
-    inputs, targets = batch
-    decoder_tokens = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
-    logits = model.apply({"params": params}, inputs, inputs > 0, decoder_tokens)
-    weights = (targets > 0).astype(jnp.float32)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    nll = log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    smooth = log_z - jnp.mean(logits, axis=-1)
-    loss = (1 - label_smoothing) * nll + label_smoothing * smooth
-    count = jnp.sum(weights)
-    return jnp.sum(loss * weights) / jnp.maximum(count, 1), (jnp.sum(nll * weights), count)
+# The run.
 
 
-@functools.partial(jax.jit, static_argnames=("model", "optimizer", "label_smoothing"), donate_argnums=0)
-def train_step(state: TrainState, batch, *, model, optimizer, label_smoothing):
-    """One optimiser step; returns the new state and (summed negative log-likelihood, pieces)."""
-    (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, model, batch, label_smoothing)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
+def fit(config: TrainConfig) -> dict:
+    """Trains, or goes on where an earlier run into `output_dir` stopped, and writes the model `output_dir/model`.
 
+    `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters with the lowest validation loss
+    (`best`), which become the model, and `log.jsonl`. SIGINT and SIGTERM end the step in progress and save it.
 
-def fit(config: TrainConfig, progress: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)):
-    """Trains, or goes on where an earlier run into `output_dir` was interrupted; returns the final parameters."""
+    Returns: the parameters of the last step.
+    Raises:
+      ValueError: bad settings or files, before anything compiles; a loss that is no longer finite.
+      KeyboardInterrupt: after a signal, when the run is saved.
+    """
+    _check_files(config)
     output = pathlib.Path(config.output_dir).absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    vocabulary = _vocabulary(config)
-    model = T5(dataclasses.replace(config.model, dtype=config.dtype or config.model.dtype))
-    batches = data.BucketedBatches(
-        _tokenize(vocabulary, config.train_files), config.buckets, config.batch_tokens, config.seed
+    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    saved = Checkpoints(output, resume=True)
+    for line in _record_settings(config, output, saved.newest.latest_step()):
+        console.print(line, markup=False)
+    run = _Run(config, saved)
+    state = run.initial_state()
+    start = int(state.step)
+    console.print(
+        f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
+        f"epoch, {run.batches.dropped} of {run.batches.pairs} pairs left out as longer than {config.buckets[-1]} pieces; "
+        f"{parameter_count(state.params):,} parameters, {run.objective.model.config.dtype}",
+        markup=False,
     )
-    validation = data.BucketedBatches(_tokenize(vocabulary, config.validation_files), config.buckets, config.batch_tokens)
-    optimizer = make_optimizer(config)
-    dummy = jnp.ones((1, 4), jnp.int32)
-    params = jax.jit(model.init)(jax.random.key(config.seed), dummy, dummy > 0, dummy)["params"]
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
-    manager = ocp.CheckpointManager(output / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2))
-    if manager.latest_step() is not None:
-        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
-        progress(f"resumed at step {int(state.step)}")
-    start, window = int(state.step), []
-    progress(f"{batches.per_epoch} batches an epoch, {batches.dropped} pairs left out, {count(params)} parameters")
-    clock = time.perf_counter()
-    for step in range(start, config.steps):
-        batch = batches[step]
-        state, metrics = train_step(
-            state, (batch.inputs, batch.targets), model=model, optimizer=optimizer, label_smoothing=config.label_smoothing
-        )
-        window.append(metrics)
-        done = step + 1
-        if done % 20 == 0:
-            nll, pieces = np.sum(jax.device_get(window), axis=0)
-            seconds, clock, window = time.perf_counter() - clock, time.perf_counter(), []
-            record = {"step": done, "loss": float(nll / pieces), "pieces_per_second": float(pieces / seconds)}
-            progress(json.dumps(record))
-        if done % config.evaluate_every == 0 or done == config.steps:
-            progress(json.dumps({"step": done, "validation_loss": evaluate(model, state.params, validation)}))
-        if done % config.save_every == 0 or done == config.steps:
-            manager.save(done, args=ocp.args.StandardSave(state))
-    manager.wait_until_finished()
+    if start < config.steps:
+        with Reporter(console, output / "log.jsonl", start, config.steps) as reporter:
+            state = _loop(run, state, reporter)
+    export(output, output / "model")
+    console.print(f"wrote {output / 'model'}", markup=False)
     return state.params
 
 
-def count(params) -> int:
+def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16") -> None:
+    """Writes the model of the run in `output_dir` to the folder `path`, replacing a model there.
+
+    Args:
+      which: "best" takes the parameters with the lowest validation loss (the newest where none was taken), "newest"
+        those of the newest checkpoint.
+      dtype: in which the parameters are stored; None keeps float32.
+    """
+    _expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
+    output, path = pathlib.Path(output_dir).absolute(), pathlib.Path(path)
+    if not (output / "config.json").is_file():
+        raise ValueError(f"{output_dir}: got a folder without config.json, expected one of a training run")
+    stored = json.loads((output / "config.json").read_text())
+    config = TrainConfig(**{**stored, "model": T5Config(**stored["model"])})
+    saved = Checkpoints(output)
+    state = _abstract_state(config)
+    if which == "best" and saved.best.latest_step() is not None:
+        params = saved.best.restore(saved.best.best_step(), args=ocp.args.StandardRestore(state.params))
+    elif saved.newest.latest_step() is not None:
+        params = saved.restore(state).params
+    else:
+        raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
+    network = dataclasses.replace(config.model, matmul_dtype=None, dropout_rate=0.0)
+    vocabulary = data.SentencePieceVocabulary.load(_vocabulary_path(config))
+    model = LanguageModel(network, params, vocabulary, name=path.name)
+    checkpoints.save(model, path, dtype=dtype)
+
+
+def parameter_count(params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _evaluate(params, batch, *, model):
-    return loss_fn(params, model, batch, 0.0)[1]
+class _Run:
+    """What a run needs beside its state: networks, vocabulary, batches."""
+
+    def __init__(self, config: TrainConfig, saved: Checkpoints):
+        self.config, self.saved = config, saved
+        teacher = _teacher(config)
+        vocabulary = _vocabulary(config, teacher)
+        network = computing(config, config.model)
+        self.objective = Objective(T5(network), config.label_smoothing)
+        self.teacher_params = None
+        if teacher is not None:
+            shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
+            self.objective = dataclasses.replace(
+                self.objective, teacher=T5(computing(config, shape)), distill_weight=config.distill_weight
+            )
+            self.teacher_params = teacher.params
+        self.optimizer = make_optimizer(config)
+        batches = lambda path: _batches(config, vocabulary, [path])
+        self.batches = _batches(config, vocabulary, config.paths("train_files"))
+        self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
+
+    def initial_state(self) -> TrainState:
+        if self.saved.newest.latest_step() is None:
+            return jax.jit(functools.partial(_init, self.config))(jax.random.key(self.config.seed))
+        return self.saved.restore(_abstract_state(self.config))
+
+    def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
+        batch = self.batches[step]
+        return train_step(
+            state, (batch.inputs, batch.targets), self.teacher_params, self.config.seed,
+            objective=self.objective, optimizer=self.optimizer,
+        )  # fmt: skip
+
+    def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
+        """Reports the mean loss of a piece, by file and over all, and keeps the parameters if it is the lowest."""
+        sums = {
+            name: evaluate(state.params, batches, self.objective, self.teacher_params)
+            for name, batches in self.validation.items()
+        }
+        by_file = {name: float(metrics.loss / metrics.pieces) for name, metrics in sums.items()}
+        loss = float(sum(metrics.loss for metrics in sums.values()) / sum(metrics.pieces for metrics in sums.values()))
+        reporter.validation(step, loss, by_file, self.saved.keep_best(step, state.params, loss))
+
+    def save(self, state: TrainState, step: int) -> None:
+        if not _finite(state.params):
+            raise ValueError(
+                f"step {step}: got parameters that are not finite, expected finite ones: lower learning_rate"
+            )
+        self.saved.newest.save(step, args=ocp.args.StandardSave(state))
 
 
-def evaluate(model: T5, params, batches: data.BucketedBatches) -> float:
-    """Mean negative log-likelihood per target piece, in nats."""
-    totals = [_evaluate(params, (b.inputs, b.targets), model=model) for b in map(batches.__getitem__, range(batches.per_epoch))]
-    nll, pieces = np.sum(jax.device_get(totals), axis=0)
-    return float(nll / pieces)
+@jax.jit
+def _finite(params):
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
 
 
-def _tokenize(vocabulary, files):
-    return [
-        tuple(vocabulary.encode(text) + [data.EOS_ID] for text in pair) for pair in data.read_pairs(files)
-    ]
+def _loop(run: _Run, state: TrainState, reporter: Reporter) -> TrainState:
+    config, window, clock = run.config, [], time.perf_counter()
+    with deferred_signals() as signals:
+        for done in range(int(state.step) + 1, config.steps + 1):
+            state, metrics = run.step(state, done - 1)
+            if window:  # the host is at most one step ahead: progress is true, and a signal is soon obeyed
+                jax.block_until_ready(window[-1])
+            window.append(metrics)
+            reporter.advance(done)
+            stop = bool(signals) or done == config.steps
+            if stop or done % config.log_every == 0:
+                _report(window, done, clock, reporter)
+                window, clock = [], time.perf_counter()
+            if done == config.steps or done % config.evaluate_every == 0:
+                pause = time.perf_counter()
+                run.validate(state, done, reporter)
+                clock += time.perf_counter() - pause
+            if stop or done % config.save_every == 0:
+                run.save(state, done)
+            if signals:
+                reporter.message(f"interrupted: step {done} is saved; the same command goes on from there")
+                raise KeyboardInterrupt
+    return state
 
 
-def _vocabulary(config: TrainConfig):
-    path = pathlib.Path(config.vocabulary)
+def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) -> None:
+    """Reports the mean of `window`, which began at `clock`."""
+    sums = Metrics(*np.sum(jax.device_get(window), axis=0))
+    if not np.isfinite(sums.loss):
+        raise ValueError(f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate")
+    speed = float(sums.pieces) / (time.perf_counter() - clock)
+    reporter.training(step, float(sums.loss / sums.pieces), speed, nll=float(sums.nll / sums.pieces))
+
+
+def _init(config: TrainConfig, key) -> TrainState:
+    dummy = jnp.ones((1, 4), jnp.int32)
+    params = T5(computing(config, config.model)).init(key, dummy, dummy > 0, dummy)["params"]
+    return TrainState(params, make_optimizer(config).init(params), jnp.zeros((), jnp.int32))
+
+
+def _abstract_state(config: TrainConfig) -> TrainState:
+    """Shapes and dtypes of a state, placed on the first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(place, jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
+
+
+def computing(config: TrainConfig, shape: T5Config) -> T5Config:
+    """`shape` with the dtype of the computation; rounding operands to that same dtype would be no rounding."""
+    dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    rounded = None if shape.matmul_dtype == dtype else shape.matmul_dtype
+    return dataclasses.replace(shape, dtype=dtype, matmul_dtype=rounded)
+
+
+# Files.
+
+
+def _check_files(config: TrainConfig) -> None:
+    for name in ("train_files", "validation_files"):
+        for path in config.paths(name):
+            _expect(path.is_file(), name, str(path), "a TSV file")
+    output = pathlib.Path(config.output_dir)
+    _expect(output.is_dir() or not output.exists(), "output_dir", config.output_dir, "a folder, or none yet")
+
+
+def _record_settings(config: TrainConfig, output: pathlib.Path, step: int | None) -> list[str]:
+    """Writes `config.json`; returns what differs from the run that is resumed. Raises ValueError if it cannot be."""
+    _expect(
+        step is None or step <= config.steps, "steps", config.steps, f"at least the {step} steps that are saved in it"
+    )
+    path, settings = output / "config.json", json.loads(json.dumps(dataclasses.asdict(config)))
+    lines = []
+    if step is not None and path.exists():
+        before = json.loads(path.read_text())
+        shape = lambda model: {
+            key: value for key, value in model.items() if key not in ("dropout_rate", "matmul_dtype")
+        }
+        same = shape(before["model"]) == shape(settings["model"])
+        _expect(same, "model", settings["model"], f"that of the run in {config.output_dir}: {before['model']}")
+        changed = [name for name in settings if before.get(name) != settings[name]]
+        lines = [f"changed since step {step}: {name} {before.get(name)} -> {settings[name]}" for name in changed]
+    write_atomically(path, json.dumps(settings, indent=1).encode())
+    return lines
+
+
+def _teacher(config: TrainConfig) -> LanguageModel | None:
+    if config.teacher is None:
+        return None
+    teacher = checkpoints.load(config.teacher, computing(config, config.model).dtype)
+    width, expected = teacher.config.vocab_size, config.model.vocab_size
+    _expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
+    given = type(teacher.vocabulary).__name__
+    _expect(
+        isinstance(teacher.vocabulary, data.SentencePieceVocabulary), "teacher", given, "a SentencePiece vocabulary"
+    )
+    return teacher
+
+
+def _vocabulary_path(config: TrainConfig) -> pathlib.Path:
+    return pathlib.Path(config.vocabulary or pathlib.Path(config.output_dir, "vocabulary.model"))
+
+
+def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> data.SentencePieceVocabulary:
+    path = _vocabulary_path(config)
     if not path.exists():
-        texts = (text for pair in data.read_pairs(config.train_files) for text in pair)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data.SentencePieceVocabulary.train(texts, config.vocabulary_size).model)
-    return data.SentencePieceVocabulary.load(path)
+        write_atomically(path, teacher.vocabulary.model if teacher else _train_vocabulary(config))
+    vocabulary = data.SentencePieceVocabulary.load(path)
+    if teacher is not None and teacher.vocabulary.fingerprint() != vocabulary.fingerprint():
+        raise ValueError(f"vocabulary: got {path}, expected the teacher's pieces")
+    got = f"{vocabulary.size} pieces in {path}"
+    _expect(vocabulary.size == config.vocabulary_size, "vocabulary", got, f"vocabulary_size = {config.vocabulary_size}")
+    return vocabulary
+
+
+def _train_vocabulary(config: TrainConfig) -> bytes:
+    texts = (text for pair in data.read_pairs(config.paths("train_files")) for text in pair)
+    try:
+        return data.SentencePieceVocabulary.train(texts, config.vocabulary_size).model
+    except RuntimeError as error:  # too many pieces for the text, too few for its characters
+        reason = str(error).rpartition("] ")[2]
+        raise ValueError(
+            f"vocabulary_size: got {config.vocabulary_size}, expected a number that fits: {reason}"
+        ) from None
+
+
+def _batches(config: TrainConfig, vocabulary, paths) -> data.BucketedBatches:
+    pairs = [tuple(vocabulary.encode(text) + [data.EOS_ID] for text in pair) for pair in data.read_pairs(paths)]
+    try:
+        return data.BucketedBatches(pairs, config.buckets, config.batch_tokens, config.seed)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None

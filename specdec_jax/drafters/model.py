@@ -62,11 +62,11 @@ class ModelDrafter:
 
         A row stops drafting after an EOS that it drew; the EOS stays in the draft (dropping it would bias the law).
         """
-        program, last, row = state.program, state.lengths - 1, jnp.arange(state.tokens.shape[0])
+        program, last, slots = state.program, state.lengths - 1, jnp.arange(state.tokens.shape[1])
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
         law = None
         if not program.mode.greedy:
-            law = Law.of(jnp.zeros((len(row), program.gamma, program.vocab_size), jnp.float32))
+            law = Law.of(jnp.zeros((len(last), program.gamma, program.vocab_size), jnp.float32))
 
         def more(carry):
             step, num_drafted = carry[0], carry[3]
@@ -79,20 +79,22 @@ class ModelDrafter:
             logits, cache = self.network.decode(fed, position, cache)
             drawn, law = _draw(state, match_width(logits, program.vocab_size), step, law)
             drawing = (step >= 0) & (step < num_drafted)
-            tokens = tokens.at[row, jnp.where(drawing, last + 1 + step, tokens.shape[1])].set(drawn, mode="drop")
+            written = drawing[:, None] & (slots == (last + 1 + step)[:, None])
+            tokens = jnp.where(written, drawn[:, None], tokens)
             is_eos = jnp.any(drawn[:, None] == state.eos_ids, axis=1)
             return step + 1, tokens, cache, jnp.where(drawing & is_eos, step + 1, num_drafted), law
 
         carry = (-jnp.max(lag), state.tokens, draft_state.cache, num_wanted, law)
         _, tokens, cache, num_drafted, law = jax.lax.while_loop(more, body, carry)
-        slots = jnp.minimum(state.lengths[:, None] + jnp.arange(program.gamma), tokens.shape[1] - 1)
+        drafted = jnp.minimum(state.lengths[:, None] + jnp.arange(program.gamma), len(slots) - 1)
         draft = Draft(
-            tokens=jnp.take_along_axis(tokens, slots, axis=1),
+            tokens=jnp.take_along_axis(tokens, drafted, axis=1),
             num_drafted=num_drafted,
             law=law,
             calls=jnp.where(num_wanted > 0, num_drafted + lag, 0),
         )
-        cached = jnp.where(num_wanted > 0, last + num_drafted, draft_state.cached)
+        # A row that only watched has cached nothing new; its prefix's padding is no longer hidden by `last`.
+        cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
         return ModelDraftState(cache, cached), draft
 
 
@@ -103,8 +105,8 @@ def _draw(state: DecodeState, logits: jax.Array, step: jax.Array, law: Law | Non
     here = sampling.standardize(logits, state.sampling, state.program.mode)
     offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
     uniform = sampling.uniforms(state.keys, state.lengths, offsets, sampling.DRAFT)[:, 0]
-    # While catching up (step < 0) the slice is clamped to position 0, which step 0 then overwrites.
-    write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, step, axis=1)
+    # While catching up (step < 0) position 0 is written, which step 0 then overwrites.
+    write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
     return sampling.draw(here.probs()[:, 0], uniform), Law(*map(write, law, here))
 
 

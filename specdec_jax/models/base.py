@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.models import packing
 from specdec_jax.models.t5 import T5, DecoderCache, T5Config
 
 
@@ -15,7 +16,7 @@ class Network:
     """A model as the jitted loop takes it: the parameters are traced, the module is static.
 
     Attributes:
-      params: nested dict of arrays, named as in T5X.
+      params: nested dict of arrays in the loop's layout (`packing.py`).
       module: the linen module, hashable.
     """
 
@@ -56,7 +57,7 @@ class LanguageModel:
 
     Attributes:
       config: shape of the network.
-      params: nested dict of arrays, named as in T5X.
+      params: nested dict of arrays, named as in T5X; made from the loop's layout when asked for.
       vocabulary: maps text to ids, or None (then inputs and outputs are ids).
       start_token: id that every decoder sequence starts with.
       eos_ids: ids that end a sequence.
@@ -64,7 +65,11 @@ class LanguageModel:
       network: the same as the jitted functions take it.
     """
 
-    def __init__(self, config: T5Config, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name=""):
+    def __init__(
+        self, config: T5Config, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False
+    ):
+        """Args as the attributes; with `donate_params` the nested dicts of `params` are emptied while the weights are
+        brought into the loop's layout, so that at most one kernel exists twice."""
         for token in (start_token, *eos_ids):
             if not 0 <= token < config.vocab_size:
                 raise ValueError(f"special id: got {token}, expected an id of the vocabulary of {config.vocab_size}")
@@ -74,17 +79,19 @@ class LanguageModel:
             )
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
-        self.network = Network(params, T5(config))
+        params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
+        panels = packing.wants_panels(jax.default_backend(), config.dtype)
+        self.network = Network(packing.pack(params, panels), T5(config, fused=True))
 
     @classmethod
     def random(cls, config: T5Config, seed: int = 0, vocabulary=None, name: str = "random") -> "LanguageModel":
         """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
         params = _random_params(jax.random.key(seed), module=T5(config), dtype=config.dtype)
-        return cls(config, params, vocabulary, name=name)
+        return cls(config, params, vocabulary, name=name, donate_params=True)
 
     @property
     def params(self) -> dict:
-        return self.network.params
+        return packing.unpack(self.network.params)
 
     def logits(self, inputs, decoder_tokens, input_lengths=None) -> jax.Array:
         """Teacher-forced logits `[B, T, V]` float32.

@@ -54,7 +54,10 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        if self.has_variable("params", "kernel"):
+            kernel = self.get_variable("params", "kernel")  # maybe packed: linen would refuse its shape
+        else:
+            kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         output_dtype = self.output_dtype or self.dtype
         if self.matmul_dtype is not None:
             y = _rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
@@ -63,8 +66,17 @@ class Dense(nn.Module):
 
 
 def apply_kernel(x: jax.Array, kernel: jax.Array, output_dtype) -> jax.Array:
-    """`x [..., D] · kernel [D, F]`: the one place where a weight matrix meets activations."""
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=output_dtype)
+    """`x [..., D]` times a kernel, `[..., F]`: the one place where a weight matrix meets activations.
+
+    Args:
+      kernel: `[D, F]`, or panels `[F/64, D, 64]` (see `packing.py`), multiplied as a batch.
+    """
+    if kernel.ndim == 2:
+        return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=output_dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    batched = jnp.broadcast_to(rows, (kernel.shape[0], *rows.shape))
+    y = jax.lax.dot_general(batched, kernel, (((2,), (1,)), ((0,), (0,))), preferred_element_type=output_dtype)
+    return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
 
 
 def _product(a, b, axes):

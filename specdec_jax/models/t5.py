@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.cache import KVCache
+from specdec_jax.cache import MAX_UNROLLED_ROWS, KVCache
 from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm
 
 
@@ -206,7 +206,11 @@ class Decoder(nn.Module):
         query_positions = positions[:, None] + jnp.arange(queries)
         mask = jnp.arange(slots) <= query_positions[:, None, :, None]
         take = lambda start: jax.lax.dynamic_slice_in_dim(cache.position_bias, start, queries, axis=0)
-        bias = jnp.stack([take(positions[row]) for row in range(x.shape[0])]).transpose(0, 2, 1, 3)
+        if x.shape[0] > MAX_UNROLLED_ROWS:
+            bias = jax.vmap(take)(positions)
+        else:
+            bias = jnp.stack([take(positions[row]) for row in range(x.shape[0])])
+        bias = bias.transpose(0, 2, 1, 3)
         cross_mask, layers = cache.cross_mask[:, None, None, :], []
         for layer, layer_cache, cross in zip(self.layers, cache.layers, cache.cross):
             x, layer_cache = layer(x, layer_cache, positions, mask, bias, cross, cross_mask)
@@ -244,7 +248,8 @@ class TokenEmbedder(nn.Module):
         self.embedding = self.param("embedding", nn.initializers.normal(1.0), shape)
 
     def __call__(self, tokens):
-        return jnp.take(self.embedding, tokens, axis=0).astype(self.config.dtype)
+        # A drafter may meet ids that it lacks; the default mode would give NaN, which its cache would keep.
+        return jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.config.dtype)
 
 
 class T5(nn.Module):

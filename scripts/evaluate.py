@@ -1,0 +1,108 @@
+"""Quality of a target as stored, α of a pair, and whether greedy speculative output equals greedy plain output.
+
+    python scripts/evaluate.py --target=ende/target --drafter=ende/drafter --files=ende/test.tsv.gz,wiki_pe/test.tsv.gz \
+        --gamma=1,3,5,8 --batch_size=1,8 --output=evaluation.json
+
+BLEU and chrF are sacrebleu's (extra `test`). Tokens that differ are listed one by one with the target's margin there and
+the measured difference between one position and γ + 1: a near-tie is said to be one, nothing is hidden. Exit code 1 if
+one differs that is no near-tie, or if a drafter that is the target itself is ever rejected.
+"""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+from absl import app, flags
+
+from specdec_jax import checkpoints, data, measure
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.inference import decode_all, encode, track
+
+_TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
+_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
+_FILES = flags.DEFINE_list("files", None, "TSV files: source, tab, reference.", required=True)
+_GAMMA = flags.DEFINE_list("gamma", ["4"], "γ to decode with.")
+_BATCH = flags.DEFINE_list("batch_size", ["8"], "Batch sizes to decode with.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Limit for new tokens.")
+_LIMIT = flags.DEFINE_integer("limit", 0, "Only the first lines of each file; 0: all.")
+_SELF = flags.DEFINE_boolean("self_drafting", False, "Also draft with the target itself: α must be 1.")
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
+
+
+def quality(outputs, references) -> dict:
+    """BLEU and chrF of texts, and sacrebleu's signatures."""
+    import sacrebleu
+
+    record = {}
+    for name, metric in (("bleu", sacrebleu.BLEU()), ("chrf", sacrebleu.CHRF())):
+        score = metric.corpus_score([output.text for output in outputs], [references])
+        record[name] = round(score.score, 2)
+        record[f"{name}_signature"] = str(metric.get_signature())
+    return record
+
+
+def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
+    """Acceptance of one speculative run, and every row whose tokens differ from plain decoding's."""
+    examined = sum(int(output.stats.examined_by_position.sum()) for output in outputs)
+    accepted = sum(output.stats.accepted for output in outputs)
+    calls = sum(output.stats.target_calls for output in outputs)
+    differing = []
+    for index, (ours, theirs) in enumerate(zip(outputs, plain, strict=True)):
+        if ours.tokens != theirs.tokens:
+            pairs = list(zip(ours.tokens, theirs.tokens))
+            position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            prefix = [target.start_token, *theirs.tokens[:position]]
+            how = measure.difference(target.network, inputs[index], prefix, gamma + 1, batch)
+            differing.append({"input": index, "position": position, **how._asdict(), "near_tie": bool(how.near_tie)})
+    return {
+        "gamma": gamma, "batch_size": batch, "alpha": accepted / examined if examined else None,
+        "tokens_per_target_call": sum(len(output.tokens) for output in outputs) / calls, "differing": differing,
+        "not_near_ties": sum(not item["near_tie"] for item in differing),
+    }  # fmt: skip
+
+
+def evaluate(target, drafter, file: str) -> dict:
+    """The record of one file."""
+    pairs = data.read_pairs([file])[: _LIMIT.value or None]
+    inputs = encode(target, [source for source, _ in pairs], 512)
+    drafters = {"drafter": drafter} | ({"target itself": ModelDrafter(target)} if _SELF.value else {})
+
+    def decode(batch: int, what: str, **options):
+        options = {"batch_size": batch, "seed": 0, "max_new_tokens": _NEW.value, **options}
+        return list(track(decode_all(target, inputs, **options), len(inputs), what))
+
+    record = {"sentences": len(pairs), "runs": {name: [] for name in drafters}}
+    for batch in map(int, _BATCH.value):
+        plain = decode(batch, f"{file}: plain, batch {batch}")
+        if "bleu" not in record:
+            record |= quality(plain, [reference for _, reference in pairs])
+            record["mean_output_pieces"] = round(float(np.mean([len(output.tokens) for output in plain])), 2)
+            print(f"{file}: BLEU {record['bleu']}, chrF {record['chrf']}", file=sys.stderr, flush=True)
+        for name, proposer in drafters.items():
+            for gamma in map(int, _GAMMA.value):
+                outputs = decode(batch, f"{file}: γ {gamma}, batch {batch}", drafter=proposer, gamma=gamma)
+                run = compare(target, inputs, plain, outputs, gamma, batch)
+                record["runs"][name].append(run)
+                print(f"{file}: {name}, {json.dumps(run)}", file=sys.stderr, flush=True)
+    return record
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    target = checkpoints.load(_TARGET.value)
+    drafter = ModelDrafter(checkpoints.load(_DRAFTER.value))
+    record = {file: evaluate(target, drafter, file) for file in _FILES.value}
+    text = json.dumps(record, indent=1)
+    print(text)
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).write_text(text + "\n", encoding="utf-8")
+    runs = [run for one in record.values() for run in sum(one["runs"].values(), [])]
+    own = [run for one in record.values() for run in one["runs"].get("target itself", [])]
+    wrong = sum(run["not_near_ties"] for run in runs) + sum(run["alpha"] != 1.0 for run in own)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    app.run(main)

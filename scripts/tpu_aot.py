@@ -1,0 +1,121 @@
+"""Compiles one speculative iteration ahead of time for a TPU, without a TPU, and says whether it fits.
+
+    pip install 'specdec_jax[tpu-aot]'
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
+
+The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in its loop). What
+is printed is the compiler's memory analysis; nothing here is a measurement. Exit code 1 if it does not fit.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.experimental import topologies
+
+from specdec_jax import speculative
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.generate import advance, bucket, prefill
+from specdec_jax.models import packing
+from specdec_jax.models.base import Network
+from specdec_jax.models.t5 import PRESETS, T5
+from specdec_jax.sampling import SamplingConfig
+
+_TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
+_DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
+_GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0)
+_BATCH = flags.DEFINE_integer("batch_size", 1, "Rows.", lower_bound=1)
+_INPUT = flags.DEFINE_integer("input_length", 128, "Encoder positions.", lower_bound=1)
+_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Limit for new tokens.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
+_TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "TPU topology to compile for; the first device is used.")
+_MEMORY = flags.DEFINE_float("memory_gb", 32.0, "Memory of one device, in GB (10^9 bytes).")
+_TEXT = flags.DEFINE_string("hlo", None, "Write the compiled loop's HLO text here.")
+
+GB = 1e9
+
+
+def abstract_network(preset: str) -> Network:
+    """The shapes of a bfloat16 network in the loop's layout for a TPU (no panels)."""
+    module = T5(dataclasses.replace(PRESETS[preset], dtype="bfloat16"))
+
+    def build():
+        tokens = jnp.ones((1, 2), jnp.int32)
+        params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        return packing.pack(params, panels=False)
+
+    return Network(jax.eval_shape(build), T5(module.config, fused=True))
+
+
+def abstract_drafter(preset: str) -> ModelDrafter:
+    """A `ModelDrafter` of shapes only."""
+    return ModelDrafter.tree_unflatten(None, (abstract_network(preset),))
+
+
+def size(tree) -> int:
+    """Bytes of all leaves of a tree of shapes."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def report() -> dict:
+    """Compiles both programs and returns what the compiler says of them, in GB."""
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=_TOPOLOGY.value, chip_config_name="megacore" if "v4" in _TOPOLOGY.value else None
+    )
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    place = lambda tree: jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
+    batch, gamma = _BATCH.value, _GAMMA.value
+    target = place(abstract_network(_TARGET.value))
+    drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None
+    sampling = SamplingConfig(temperature=_TEMPERATURE.value)
+    program = speculative.Program(gamma, sampling.mode, target.vocab_size)
+    slots = bucket(_NEW.value + 1) + gamma + 1
+    row = jnp.zeros(batch, jnp.int32)
+    arguments = place(
+        jax.eval_shape(
+            lambda: (
+                jnp.zeros((batch, bucket(_INPUT.value)), jnp.int32), row, row[:, None], row,
+                jax.random.split(jax.random.key(0), batch), sampling.rows(batch), row, jnp.zeros((batch, 4), jnp.int32),
+                row, row > 0,
+            )
+        )
+    )  # fmt: skip
+    lowered = prefill.lower(target, drafter, program, slots, *arguments)
+    state = place(lowered.out_info)
+    encoders = lowered.compile().memory_analysis()
+    loop = advance.lower(target, drafter, state, jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)).compile()
+    if _TEXT.value:
+        with open(_TEXT.value, "w") as file:
+            file.write(loop.as_text())
+    memory = loop.memory_analysis()
+    weights, caches = (size(target) + size(drafter)) / GB, size(state) / GB
+    # Both models' encoders stay in memory beside the loop, whose program takes only the decoders' weights.
+    needed = weights + caches + max(memory.temp_size_in_bytes, encoders.temp_size_in_bytes) / GB
+    return {
+        "what": "compiler's memory analysis, ahead of time; not a measurement",
+        "topology": _TOPOLOGY.value, "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
+        "gamma": gamma, "batch_size": batch, "dtype": "bfloat16", "weights_gb": round(weights, 3),
+        "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
+        "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
+        "memory_gb": _MEMORY.value, "fits": needed <= _MEMORY.value, "jax": jax.__version__,
+    }  # fmt: skip
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    result = report()
+    print(json.dumps(result, indent=2))
+    sys.exit(0 if result["fits"] else 1)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,217 @@
+"""Writes tests/golden/hf_*: tiny T5-family models and a tokenizer, as Hugging Face transformers itself computes and saves them.
+
+Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself needs neither torch nor
+transformers. Run from the repository root: `python scripts/write_golden_hf.py [tests/golden]`. Every model is randomly
+initialised from a seed, so that nothing here derives from anybody's weights or texts.
+
+Each model's `io.npz` holds, for B = 4 rows of which two are padded:
+  inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
+  decoder_tokens [B, T]: teacher-forced decoder inputs, start token first. logits [B, T, V]: what they gave.
+  greedy [B, T], greedy_margin [B, T]: new tokens of a batched greedy decode, 0 after the EOS, and the difference of the
+    two largest logits at each (infinite after the EOS).
+  greedy_alone [B, T]: the same, each row decoded by itself without padding.
+  early_eos_id [], greedy_early [B, T]: the same batch with another EOS id, one that the decodes above contain.
+"""
+
+import json
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import numpy as np
+
+LENGTH, TARGET = 12, 16
+SHAPE = dict(d_model=32, d_kv=12, num_heads=2, d_ff=48, num_layers=2, vocab_size=96, dropout_rate=0.0)
+MODELS = {
+    # name: (class of model, configuration beyond SHAPE, separate head, shard size, ids of the generation config, seed)
+    "hf_t5_1_0": ("T5", dict(feed_forward_proj="relu"), False, "1GB", dict(), 14),
+    "hf_t5_1_1": (
+        "T5",
+        dict(feed_forward_proj="gated-gelu", num_decoder_layers=3, tie_word_embeddings=False),
+        True,
+        "20KB",
+        dict(eos_token_id=[1, 95]),
+        2,
+    ),
+    "hf_mt5": ("MT5", dict(feed_forward_proj="gated-gelu", d_kv=16), True, "1GB", dict(decoder_start_token_id=2), 4),
+}
+
+SENTENCES = """
+The river froze early that year, and the ferry stayed on the far bank until March.
+Der Fluss fror in jenem Jahr früh zu, und die Fähre blieb bis März am anderen Ufer.
+She counted the lanterns twice and still came up one short.
+Sie zählte die Laternen zweimal und trotzdem fehlte eine.
+Nobody in the village could say when the clock had stopped.
+Niemand im Dorf konnte sagen, wann die Uhr stehen geblieben war.
+Please send the corrected drawings to the office before noon.
+Bitte schicken Sie die berichtigten Zeichnungen vor dem Mittag ins Büro.
+He keeps his tools in a wooden box under the stairs.
+Er bewahrt sein Werkzeug in einer Holzkiste unter der Treppe auf.
+The train was late again, so we walked along the canal instead.
+Der Zug hatte wieder Verspätung, also gingen wir am Kanal entlang.
+Seven of the twelve windows were open when the storm arrived.
+Sieben der zwölf Fenster standen offen, als der Sturm kam.
+They planted apple trees where the old factory used to be.
+Sie pflanzten Apfelbäume dort, wo früher die alte Fabrik stand.
+Is there enough bread left for everyone at the table?
+Ist noch genug Brot für alle am Tisch da?
+We measured the temperature of the water every ten minutes.
+Wir haben alle zehn Minuten die Temperatur des Wassers gemessen.
+"""
+
+TEXTS = [
+    "The ferry stayed on the far bank.",
+    "Sie zählte die Laternen und ging am Kanal entlang.",
+    "  two  spaces   and a tab\there ",
+    "",
+    " ",
+    "Unknown signs: 漢字 ☃ and again ☃☃.",
+    "full-width １２３ and a ligature ﬁnd",
+    "The <extra_id_0> stayed on <extra_id_1> bank <extra_id_2>",
+    "<extra_id_0> The river <extra_id_1> froze",
+    "no space<extra_id_0>around<extra_id_19>it",
+    "not a sentinel: <extra_id_20> <extra_id_> <extra_id_0",
+    "<extra_id_0><extra_id_1> <extra_id_2>",
+    "a line\nand another",
+]
+
+
+def build(name: str, seed: int):
+    """The model `name` with random weights drawn from `seed`, ready to be saved."""
+    import torch
+    import transformers
+
+    kind, extra, separate_head, _, ids, _ = MODELS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(
+        **{**SHAPE, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, **extra}
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        if separate_head:
+            model.lm_head.weight = torch.nn.Parameter(0.3 * torch.randn(config.vocab_size, config.d_model))
+        else:  # with a tied head, a large embedding repeats its own token for ever
+            model.shared.weight.mul_(0.05)
+            model.decoder.final_layer_norm.weight.mul_(100.0)
+        for parameter_name, parameter in model.named_parameters():
+            if "layer_norm" in parameter_name:  # ones at initialisation: a forgotten scale would go unnoticed
+                parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+            elif parameter_name.startswith("decoder.block"):
+                parameter.mul_(2.0)  # so that the decodes depend on the position and the source
+    for key, value in ids.items():
+        setattr(model.generation_config, key, value)
+    return model
+
+
+def greedy(model, inputs, mask, eos_ids) -> np.ndarray:
+    """New tokens `[B, TARGET]`, 0 after the EOS."""
+    import torch
+
+    out = model.generate(
+        input_ids=torch.tensor(inputs), attention_mask=torch.tensor(mask), do_sample=False, num_beams=1,
+        max_new_tokens=TARGET, eos_token_id=eos_ids, pad_token_id=0, use_cache=False,
+    ).numpy()[:, 1:]  # fmt: skip
+    return np.pad(out, ((0, 0), (0, TARGET - out.shape[1]))).astype(np.int32)
+
+
+def compute(model, seed: int) -> dict[str, np.ndarray]:
+    """The arrays of io.npz."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    vocab, start = model.config.vocab_size, model.generation_config.decoder_start_token_id
+    eos_ids = model.generation_config.eos_token_id
+    lengths = np.array([LENGTH, 5, 9, LENGTH], np.int32)
+    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
+    inputs = rng.integers(2, vocab, (4, LENGTH)) * mask
+    logits_of = lambda tokens: model(
+        input_ids=torch.tensor(inputs), attention_mask=torch.tensor(mask), decoder_input_ids=torch.tensor(tokens)
+    ).logits.numpy()
+    decoder_tokens = rng.integers(2, vocab, (4, TARGET))
+    decoder_tokens[:, 0] = start
+    with torch.no_grad():
+        tokens = greedy(model, inputs, mask, eos_ids)
+        alone = [greedy(model, inputs[i : i + 1, :n], mask[i : i + 1, :n], eos_ids) for i, n in enumerate(lengths)]
+        forced = np.concatenate([np.full((4, 1), start), tokens[:, :-1]], axis=1)
+        top = np.sort(logits_of(forced), axis=-1)
+        early = int(tokens[0, 6])
+        result = {
+            "inputs": inputs.astype(np.int32), "input_lengths": lengths,
+            "decoder_tokens": decoder_tokens.astype(np.int32), "logits": logits_of(decoder_tokens),
+            "greedy": tokens, "greedy_alone": np.concatenate(alone), "early_eos_id": np.int32(early),
+            "greedy_early": greedy(model, inputs, mask, early),
+            "greedy_margin": np.where(tokens > 0, top[..., -1] - top[..., -2], np.inf).astype(np.float32),
+        }  # fmt: skip
+    return result
+
+
+def write_model(name: str, folder: pathlib.Path) -> None:
+    """Saves the first seed, from that of the table on, whose decodes have clear margins and are not all one token."""
+    import transformers
+
+    kind, _, _, shard_size, _, first_seed = MODELS[name]
+    for seed in range(first_seed, first_seed + 100):
+        model = build(name, seed)
+        io = compute(model, seed)
+        ended = (io["greedy"] == 0).any(axis=1).sum()
+        varied = min(len(set(row.tolist())) for row in io["greedy"])
+        if io["greedy_margin"].min() > 0.01 and ended <= 3 and varied >= 3:
+            break
+    else:
+        raise RuntimeError(f"{name}: no seed gave decodes with clear margins")
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    saved = getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder).eval()
+    assert np.array_equal(compute(saved, seed)["logits"], io["logits"]), f"{name}: what was saved computes otherwise"
+    np.savez_compressed(folder / "io.npz", **io)
+    print(
+        name,
+        "seed",
+        seed,
+        "margin",
+        io["greedy_margin"].min(),
+        "ended",
+        ended,
+        sorted(p.name for p in folder.iterdir()),
+    )
+
+
+def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
+    """A SentencePiece model, the tokenizer.json that transformers makes of it, and the ids both must give (with EOS)."""
+    import io
+
+    import sentencepiece
+    import transformers
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES.strip().splitlines()), model_writer=out, vocab_size=200, pad_id=0, eos_id=1,
+        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as source:
+        (pathlib.Path(source) / "spiece.model").write_bytes(out.getvalue())
+        tokenizer = transformers.T5Tokenizer.from_pretrained(source, extra_ids=extra_ids)
+    tokenizer.save_pretrained(folder)
+    (folder / "spiece.model").write_bytes(out.getvalue())
+    byt5 = transformers.ByT5Tokenizer()
+    records = [
+        {"text": text, "ids": tokenizer(text)["input_ids"], "byt5_ids": byt5(text)["input_ids"]}
+        for text in TEXTS + SENTENCES.strip().splitlines()
+    ]
+    for record in records:
+        record["decoded"] = tokenizer.decode([i for i in record["ids"] if i > 1])
+    text = json.dumps(
+        {"extra_ids": extra_ids, "size": len(tokenizer), "records": records}, ensure_ascii=False, indent=1
+    )
+    (folder / "ids.json").write_text(text + "\n", encoding="utf-8")
+    print(folder.name, len(tokenizer), sorted((p.name, p.stat().st_size) for p in folder.iterdir()))
+
+
+if __name__ == "__main__":
+    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "tests/golden")
+    for model_name in MODELS:
+        write_model(model_name, root / model_name)
+    write_tokenizer(root / "hf_tokenizer")

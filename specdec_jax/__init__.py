@@ -1,0 +1,27 @@
+"""Exact, fast decoding for T5-family models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
+
+from specdec_jax.checkpoints import bundled, load, save
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.generate import GenerationResult, Stats, advance, generate, trace, warm_up
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import PRESETS, T5Config
+from specdec_jax.sampling import SamplingConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "GenerationResult",
+    "LanguageModel",
+    "ModelDrafter",
+    "SamplingConfig",
+    "Stats",
+    "T5Config",
+    "advance",
+    "bundled",
+    "generate",
+    "load",
+    "save",
+    "trace",
+    "warm_up",
+]

@@ -1,0 +1,192 @@
+"""Loading and saving models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
+
+import dataclasses
+import math
+import pathlib
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.formats import huggingface, own, t5x
+from specdec_jax.formats.leaves import Checkpoint, check, parameter_count, parameter_shapes, unflatten
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+
+BUNDLED = pathlib.Path(__file__).parent / "bundled"
+DTYPES = ("float32", "bfloat16")
+_VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
+
+
+def bundled() -> tuple[str, ...]:
+    """Names of the models that come with the package, for `load`: "ende/target", "ende/drafter"."""
+    return tuple(sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json")))
+
+
+def load(
+    path,
+    dtype=None,
+    *,
+    config: T5Config | None = None,
+    vocabulary: Vocabulary | str | pathlib.Path | None = None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> LanguageModel:
+    """A model of any format this package knows, recognised by the folder's contents.
+
+    Parameters are read one at a time, so that peak memory stays near the size of the weights in `dtype`.
+
+    Args:
+      path: a Hugging Face folder; a T5X `checkpoint_<step>` or the folder of several (the newest is taken); a folder
+        that `save` wrote; or one of `bundled()`.
+      dtype: "float32" or "bfloat16", of parameters and computation. None: float32 on a CPU, bfloat16 on an accelerator.
+      config: for a T5X checkpoint, which does not hold one: None infers it from the parameters, taking a gated
+        feed-forward block for gelu (give it for UL2's silu).
+      vocabulary: overrides the checkpoint's; a `Vocabulary`, or the path of a SentencePiece model (with T5's 100
+        sentinels where the embedding has room for them) or of a tokenizer.json. A T5X checkpoint has none, unless a
+        `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; without one a model takes ids only.
+      say: where the line about the chosen dtype goes; standard error.
+
+    Raises:
+      ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
+        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory.
+    """
+    folder = _resolve(path)
+    checkpoint = _open(folder, config)
+    check(checkpoint, folder)
+    vocabulary = _choose_vocabulary(vocabulary, checkpoint)
+    dtype = _choose_dtype(dtype, path, say)
+    _check_memory(checkpoint.config, dtype, folder)
+    params = read_params(checkpoint, dtype)
+    eos_ids = checkpoint.eos_ids or (vocabulary.eos_ids if vocabulary else (1,))
+    network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
+    start = checkpoint.start_token or 0
+    ids = dict(start_token=start, eos_ids=eos_ids)
+    return LanguageModel(network, params, vocabulary, **ids, name=str(path), donate_params=True)
+
+
+def save(model: LanguageModel, path, dtype=None) -> None:
+    """Writes a model folder that `load` reads, in the parameters' own dtype or in `dtype`.
+
+    The vocabulary's file goes into the folder, unless the folder above holds the same file. The folder appears whole or
+    not at all; an earlier model folder there is replaced.
+
+    Raises:
+      ValueError: `path` is something else than a model folder, or the vocabulary is of no kind that can be stored.
+    """
+    if dtype is not None:
+        dtype = _check_dtype(dtype)
+    config = model.config if dtype is None else dataclasses.replace(model.config, dtype=dtype)
+    params = model.params if dtype is None else jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), model.params)
+    checkpoint = Checkpoint(config, {}, model.vocabulary, model.start_token, model.eos_ids)
+    own.write_folder(checkpoint, params, pathlib.Path(path).absolute())
+
+
+def read_params(checkpoint: Checkpoint, dtype: str) -> dict:
+    """The parameters as a nested dict of arrays on the default device, read one at a time."""
+    wanted = jnp.dtype(dtype)
+    params = {name: None for name in parameter_shapes(checkpoint.config)}
+    # The largest first: what a read needs beside its result then adds to the little that is already there.
+    for name in sorted(checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)):
+        params[name] = jax.device_put(checkpoint.leaves[name].load(wanted)).block_until_ready()
+    return unflatten(params)
+
+
+def required_bytes(config: T5Config, dtype: str) -> int:
+    """Memory that the parameters take while they are loaded: all of them, and the largest twice."""
+    largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
+    return (parameter_count(config) + largest) * jnp.dtype(dtype).itemsize
+
+
+def available_bytes(device: jax.Device | None = None) -> int | None:
+    """Free memory of the device that parameters go to; None where it cannot be told."""
+    device = device or jax.devices()[0]
+    if device.platform != "cpu":
+        statistics = device.memory_stats() or {}
+        limit = statistics.get("bytes_limit")
+        return None if limit is None else limit - statistics.get("bytes_in_use", 0)
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _check_memory(config: T5Config, dtype: str, path) -> None:
+    required, available = required_bytes(config, dtype), available_bytes()
+    if available is not None and required > available:
+        raise ValueError(
+            f"{path}: got {available / 1e9:.2f} GB of free memory, expected at least {required / 1e9:.2f} GB for "
+            f"{parameter_count(config):,} parameters in {dtype}"
+        )
+
+
+def _check_dtype(dtype) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype: got {name}, expected {' or '.join(DTYPES)}")
+    return name
+
+
+def _choose_dtype(dtype, path, say: Callable[[str], None]) -> str:
+    if dtype is not None:
+        return _check_dtype(dtype)
+    platform = jax.default_backend()
+    chosen = "float32" if platform == "cpu" else "bfloat16"
+    say(f"{path}: loading as {chosen} (the default on {platform}; dtype chooses)")
+    return chosen
+
+
+def _resolve(path) -> pathlib.Path:
+    folder = pathlib.Path(path)
+    if folder.is_dir():
+        return folder
+    if str(path) in bundled():
+        return BUNDLED / str(path)
+    names = ", ".join(bundled()) or "none are there"
+    kind = "a file" if folder.exists() else "no such path"
+    raise ValueError(f"{path}: got {kind}, expected a checkpoint folder or a bundled name ({names})")
+
+
+def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
+    """Recognises the format by contents; nothing of the parameters is read."""
+    step = t5x.find(folder)
+    if step is not None:
+        checkpoint = t5x.open_step(step, config)
+        return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
+    if config is not None:
+        raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (a config.json says it here)")
+    if own.is_folder(folder):
+        return own.open_folder(folder)
+    if huggingface.is_folder(folder):
+        return huggingface.open_folder(folder)
+    expected = "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save wrote"
+    raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")
+
+
+def _beside(step: pathlib.Path, config: T5Config) -> Vocabulary | None:
+    places = [place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES]
+    path = next((place for place in places if place.is_file()), None)
+    return path and _read_vocabulary(path, config)
+
+
+def _read_vocabulary(path, config: T5Config) -> Vocabulary:
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json")
+    if path.suffix == ".json":
+        return TokenizerJsonVocabulary.load(path)
+    pieces = SentencePieceVocabulary.load(path)
+    # T5's 32,000 pieces lie below 32,128 logits, of which 100 are sentinels; mT5's file holds its sentinels itself.
+    return SentencePieceVocabulary(pieces.model, 100) if config.vocab_size - pieces.size >= 100 else pieces
+
+
+def _choose_vocabulary(given, checkpoint: Checkpoint) -> Vocabulary | None:
+    if given is None or isinstance(given, Vocabulary):
+        return given or checkpoint.vocabulary
+    return _read_vocabulary(given, checkpoint.config)

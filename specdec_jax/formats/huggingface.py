@@ -1,0 +1,221 @@
+"""Hugging Face folders of T5 1.0, 1.1, Flan-T5, mT5, UL2 and ByT5: config.json, tensors, tokenizer."""
+
+import json
+import pathlib
+import re
+
+from specdec_jax.formats import flax_msgpack, safetensors_files
+from specdec_jax.formats.leaves import Checkpoint, Leaf, parameter_shapes
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+
+_MODEL_TYPES = ("t5", "mt5")
+_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
+# "gelu" alone means the exact form there, which no T5 uses; "gated-gelu" means the tanh approximation.
+_ACTIVATIONS = {
+    "relu": ("relu",), "gelu_new": ("gelu",), "silu": ("silu",), "gated-relu": ("relu", "linear"),
+    "gated-gelu": ("gelu", "linear"), "gated-gelu_new": ("gelu", "linear"), "gated-silu": ("silu", "linear"),
+}  # fmt: skip
+_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# A bias that the first T5 checkpoints hold and no implementation uses.
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+def is_folder(folder: pathlib.Path) -> bool:
+    """Whether `folder` looks like one: a config.json, or weights in a file of Hugging Face's name."""
+    names = (
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "flax_model.msgpack",
+        "pytorch_model.bin",
+    )
+    return any((folder / name).exists() for name in names)
+
+
+def open_folder(folder: pathlib.Path) -> Checkpoint:
+    """Opens a Hugging Face folder without reading its parameters.
+
+    Raises:
+      ValueError: no weights in a readable format, an unknown architecture, or damaged files.
+    """
+    options = _read_json(folder / "config.json", required=True)
+    _check_architecture(folder, options)
+    tensors = _open_tensors(folder)
+    config = _config(folder, options, separate_head="lm_head.weight" in tensors)
+    leaves = _by_our_names(tensors, config)
+    generation = _read_json(folder / "generation_config.json")
+    start = _first(generation.get("decoder_start_token_id"), options.get("decoder_start_token_id"), 0)
+    eos = _first(generation.get("eos_token_id"), options.get("eos_token_id"))
+    eos = eos if eos is None or isinstance(eos, list) else [eos]
+    eos_ids = None if eos is None else tuple(eos)
+    return Checkpoint(config, leaves, open_vocabulary(folder, eos_ids), start, eos_ids)
+
+
+def _first(*values):
+    return next((value for value in values if value is not None), None)
+
+
+def _read_json(path: pathlib.Path, required: bool = False) -> dict:
+    if not path.exists() and not required:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent}: got no {path.name}, expected one beside the weights") from None
+    except ValueError:
+        raise ValueError(f"{path}: got no readable JSON, expected an object") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got {type(content).__name__}, expected an object")
+    return content
+
+
+def _check_architecture(folder: pathlib.Path, options: dict) -> None:
+    architectures = options.get("architectures") or []
+    if options.get("model_type") not in _MODEL_TYPES or not set(architectures) <= set(_ARCHITECTURES):
+        got = f"model_type {options.get('model_type')!r}, architectures {architectures}"
+        expected = f"model_type {' or '.join(_MODEL_TYPES)} with an architecture of {', '.join(_ARCHITECTURES)}"
+        raise ValueError(f"{folder / 'config.json'}: unknown architecture: got {got}, expected {expected}")
+
+
+def _open_tensors(folder: pathlib.Path) -> dict[str, Leaf]:
+    if (folder / "model.safetensors").exists() or (folder / "model.safetensors.index.json").exists():
+        return safetensors_files.open_folder(folder)
+    if (folder / "flax_model.msgpack").exists():
+        return _from_flax(flax_msgpack.open_file(folder / "flax_model.msgpack"))
+    if (folder / "pytorch_model.bin").exists() or (folder / "pytorch_model.bin.index.json").exists():
+        raise ValueError(
+            f"{folder}: got pytorch_model.bin only, expected model.safetensors; convert with transformers: "
+            "AutoModelForSeq2SeqLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ValueError(f"{folder}: got no weights, expected model.safetensors, its shards, or flax_model.msgpack")
+
+
+def _from_flax(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Flax's names and `[in, out]` kernels as PyTorch's, so that one mapping serves both."""
+    tensors = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split("/")
+        leaf = leaf.transposed() if last == "kernel" else leaf
+        tensors[".".join([*parents, "weight"])] = leaf
+    return tensors
+
+
+def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Config:
+    """config.json as ours; what decides on the head is the file (transformers 5 calls every T5 tied)."""
+    is_mt5 = options["model_type"] == "mt5"
+    feed_forward = options.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
+    if feed_forward not in _ACTIVATIONS:
+        raise ValueError(
+            f"{folder}: feed_forward_proj: got {feed_forward!r}, expected one of {', '.join(_ACTIVATIONS)}"
+        )
+    epsilon = options.get("layer_norm_epsilon", 1e-6)
+    if epsilon != 1e-6:
+        raise ValueError(f"{folder}: layer_norm_epsilon: got {epsilon}, expected 1e-06")
+    # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always writes true).
+    scale = options.get("scale_decoder_outputs", not is_mt5 and options.get("tie_word_embeddings", True))
+
+    def integer(name: str, default=None) -> int:
+        value = options.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int):
+            raise ValueError(f"{folder / 'config.json'}: {name}: got {value!r}, expected an integer")
+        return value
+
+    return T5Config(
+        vocab_size=integer("vocab_size"), emb_dim=integer("d_model"), num_heads=integer("num_heads"),
+        head_dim=integer("d_kv"), num_encoder_layers=integer("num_layers"),
+        num_decoder_layers=integer("num_decoder_layers", options.get("num_layers")), mlp_dim=integer("d_ff"),
+        mlp_activations=_ACTIVATIONS[feed_forward], logits_via_embedding=not separate_head,
+        scale_decoder_outputs=bool(scale), num_buckets=integer("relative_attention_num_buckets", 32),
+        max_distance=integer("relative_attention_max_distance", 128),
+    )  # fmt: skip
+
+
+_ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
+
+
+def tensor_name(name: str) -> str:
+    """Hugging Face's name of our parameter `name`.
+
+    Example: `decoder/layers_3/mlp/wo/kernel` -> `decoder.block.3.layer.2.DenseReluDense.wo.weight`.
+    """
+    fixed = {"token_embedder/embedding": "shared.weight", "decoder/logits_dense/kernel": "lm_head.weight"}
+    if name in fixed:
+        return fixed[name]
+    stack, *path = name.split("/")
+    if path[0] == "relpos_bias":
+        return f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    if path[0].endswith("_norm"):
+        return f"{stack}.final_layer_norm.weight"
+    block = f"{stack}.block.{path[0].removeprefix('layers_')}.layer"
+    mlp = 1 if stack == "encoder" else 2
+    norms = {"pre_attention_layer_norm": 0, "pre_self_attention_layer_norm": 0, "pre_cross_attention_layer_norm": 1}
+    if path[1].endswith("layer_norm"):
+        return f"{block}.{norms.get(path[1], mlp)}.layer_norm.weight"
+    if path[1] == "mlp":
+        return f"{block}.{mlp}.DenseReluDense.{path[2]}.weight"
+    sublayer = "1.EncDecAttention" if path[1] == "encoder_decoder_attention" else "0.SelfAttention"
+    return f"{block}.{sublayer}.{_ATTENTION[path[2]]}.weight"
+
+
+def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
+    """Tensors `[out, in]` as our leaves; tensors that no T5 of this configuration has keep their own names."""
+    embedding = next((name for name in _EMBEDDINGS if name in tensors), _EMBEDDINGS[0])
+    leaves, used = {}, {*_EMBEDDINGS, _UNUSED}
+    for name in parameter_shapes(config):
+        theirs = embedding if name == "token_embedder/embedding" else tensor_name(name)
+        used.add(theirs)
+        if theirs in tensors:
+            turned = name.endswith("/kernel") or name.endswith("/rel_embedding")
+            leaves[name] = tensors[theirs].transposed() if turned else tensors[theirs]
+    return leaves | {name: leaf for name, leaf in tensors.items() if name not in used}
+
+
+def open_vocabulary(folder: pathlib.Path, eos_ids: tuple[int, ...] | None) -> Vocabulary | None:
+    """The tokenizer of a folder: `tokenizer.json`, else `spiece.model`, else bytes where it says ByT5, else None."""
+    options = _read_json(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").exists():
+        return TokenizerJsonVocabulary.load(folder / "tokenizer.json", eos_ids)
+    if (folder / "spiece.model").exists():
+        return _sentencepiece(folder, options)
+    if str(options.get("tokenizer_class", "")).startswith("ByT5"):
+        added = _added_tokens(folder, options)
+        vocabulary = ByteVocabulary(_first(options.get("extra_ids") or None, len(_sentinels(added)) or None, 125))
+        _check_added(folder, added, vocabulary)
+        return vocabulary
+    return None
+
+
+def _sentencepiece(folder: pathlib.Path, options: dict) -> SentencePieceVocabulary:
+    added = _added_tokens(folder, options)
+    extra_ids = _first(options.get("extra_ids"), len(_sentinels(added)) or None, 100)
+    vocabulary = SentencePieceVocabulary.load(folder / "spiece.model", extra_ids)
+    _check_added(folder, added, vocabulary)
+    return vocabulary
+
+
+def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
+    """Tokens that the tokenizer's files add to the SentencePiece model, with their ids where these are given."""
+    key = "additional_special_tokens"  # transformers 5 calls them extra_special_tokens
+    listed = options.get("extra_special_tokens") or options.get(key)
+    listed = listed or _read_json(folder / "special_tokens_map.json").get(key) or []
+    listed = listed.values() if isinstance(listed, dict) else listed
+    added: dict[str, int | None] = {token if isinstance(token, str) else token["content"]: None for token in listed}
+    added |= {entry["content"]: int(i) for i, entry in (options.get("added_tokens_decoder") or {}).items()}
+    return added | _read_json(folder / "added_tokens.json")
+
+
+def _sentinels(added: dict) -> list[str]:
+    return [token for token in added if re.fullmatch(r"<extra_id_\d+>", token)]
+
+
+def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary) -> None:
+    """Refuses added tokens that the vocabulary would not give the ids they have."""
+    for token, i in added.items():
+        if token in ("<pad>", "</s>", "<unk>"):
+            continue
+        known = vocabulary.encode(token)
+        if len(known) != 1 or (i is not None and known != [i]):
+            got = f"added token {token!r} with id {i}" if i is not None else f"added token {token!r}"
+            raise ValueError(f"{folder}: got {got}, expected only sentinels <extra_id_0> … or a tokenizer.json")

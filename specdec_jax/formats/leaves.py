@@ -1,0 +1,157 @@
+"""What every checkpoint format gives: parameters by T5X's names, each with its shape and a way to read it alone."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.vocabularies import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One stored parameter.
+
+    Attributes:
+      shape: in this package's layout, kernels `[in, out]`.
+      read: `(dtype, transpose)` -> what is stored, or its transpose, as an array of that dtype; reads nothing else.
+      turned: the parameter is the transpose of what is stored.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[np.dtype, bool], np.ndarray]
+    turned: bool = False
+
+    def transposed(self) -> "Leaf":
+        """The transpose of a matrix, made while it is read."""
+        return Leaf(self.shape[::-1], self.read, not self.turned)
+
+    def load(self, dtype) -> np.ndarray:
+        """The parameter, in this package's layout."""
+        return self.read(np.dtype(dtype), self.turned)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint of which no parameter has been read yet.
+
+    Attributes:
+      config: shape of the network; its `dtype` does not matter.
+      leaves: parameters by their T5X name, `decoder/layers_0/mlp/wo/kernel`.
+      vocabulary: None where the checkpoint has none.
+      start_token, eos_ids: None where the checkpoint does not say.
+    """
+
+    config: T5Config
+    leaves: dict[str, Leaf]
+    vocabulary: Vocabulary | None = None
+    start_token: int | None = None
+    eos_ids: tuple[int, ...] | None = None
+
+
+@functools.lru_cache(maxsize=8)
+def parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the network, by its T5X name.
+
+    Written out, since tracing the initialisation of 24 + 24 layers takes seconds; a test compares the two.
+    """
+    width, inner = config.emb_dim, config.num_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
+    if not config.logits_via_embedding:
+        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
+    count = len(config.mlp_activations)
+    inputs = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
+    mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in inputs} | {
+        "mlp/wo/kernel": (config.mlp_dim, width)
+    }
+    for stack, layers, attentions, norms in (
+        ("encoder", config.num_encoder_layers, ("attention",), ("attention", "mlp")),
+        (
+            "decoder",
+            config.num_decoder_layers,
+            ("self_attention", "encoder_decoder_attention"),
+            ("self_attention", "cross_attention", "mlp"),
+        ),
+    ):
+        layer = dict(mlp)
+        for attention in attentions:
+            layer |= {f"{attention}/{name}/kernel": (width, inner) for name in ("query", "key", "value")}
+            layer[f"{attention}/out/kernel"] = (inner, width)
+        layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in norms}
+        shapes[f"{stack}/relpos_bias/rel_embedding"] = (config.num_heads, config.num_buckets)
+        shapes[f"{stack}/{stack}_norm/scale"] = (width,)
+        shapes |= {f"{stack}/layers_{i}/{name}": shape for i in range(layers) for name, shape in layer.items()}
+    return shapes
+
+
+def parameter_count(config: T5Config) -> int:
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+def flatten(tree: dict, prefix: str = "") -> dict:
+    """A nested dict as one dict of `/`-joined names."""
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def unflatten(flat: dict) -> dict:
+    """The inverse of `flatten`."""
+    tree: dict = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def check(checkpoint: Checkpoint, path) -> None:
+    """Raises ValueError where a parameter is missing, unexpected or of the wrong shape."""
+    expected = parameter_shapes(checkpoint.config)
+    for name, shape in expected.items():
+        if name not in checkpoint.leaves:
+            raise ValueError(f"{path}: parameter {name}: got none, expected one of shape {shape}")
+        if tuple(checkpoint.leaves[name].shape) != shape:
+            raise ValueError(
+                f"{path}: parameter {name}: got shape {tuple(checkpoint.leaves[name].shape)}, expected {shape}"
+            )
+    for name in checkpoint.leaves:
+        if name not in expected:
+            raise ValueError(
+                f"{path}: got unexpected parameter {name}, expected only those of a T5 of this configuration"
+            )
+
+
+_BLOCK_BYTES = 1 << 24
+
+
+def fill_rows(shape, dtype, read_rows, transpose: bool = False, multiple: int = 1) -> np.ndarray:
+    """An array built from blocks of rows, so that a cast or a transpose never holds a second copy of it.
+
+    Args:
+      shape: `(rows, …)` as stored.
+      dtype: of the result.
+      read_rows: `(start, stop)` -> those rows as stored.
+      transpose: the result is the transpose of the stored matrix.
+      multiple: rows that are stored together; blocks are multiples of it.
+    """
+    out = np.empty(shape[::-1] if transpose else shape, dtype)
+    if not shape:
+        out[()] = read_rows(0, 1).reshape(())
+        return out
+    rows = _BLOCK_BYTES // (4 * max(1, math.prod(shape[1:])))
+    step = multiple * max(1, rows // multiple)
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        block = read_rows(start, stop)
+        if transpose:
+            out[:, start:stop] = block.T
+        else:
+            out[start:stop] = block
+    return out

@@ -1,0 +1,78 @@
+"""Tensors of safetensors files, read by rows with plain file reads.
+
+A memory map would be simpler, but the pages it touches count as the process's memory beside the parameters made of them.
+"""
+
+import json
+import math
+import pathlib
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.formats.leaves import Leaf, fill_rows
+
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+
+
+def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
+    """Every tensor of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
+
+    Raises:
+      ValueError: a shard or a tensor is missing, or a file is truncated.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return _open_file(folder / "model.safetensors")
+    try:
+        shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError):
+        raise ValueError(f"{index}: got no readable weight_map, expected a safetensors index") from None
+    tensors = {}
+    for shard in sorted(set(shard_of.values())):
+        if not (folder / shard).exists():
+            raise ValueError(f"{folder}: got no shard {shard}, expected it as {index.name} names it")
+        tensors |= _open_file(folder / shard)
+    for name, shard in shard_of.items():
+        if name not in tensors:
+            raise ValueError(f"{folder / shard}: got no tensor {name}, expected it as {index.name} names it")
+    return tensors
+
+
+def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size:
+            raise ValueError(
+                f"{path}: got a file of {size} bytes, expected a safetensors header of {length} (truncated?)"
+            )
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            leaves = {name: _leaf(path, name, entry, 8 + length) for name, entry in entries.items()}
+            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
+            raise ValueError(f"{path}: got no readable header, expected a safetensors file") from None
+    if size != end:
+        raise ValueError(f"{path}: got {size} bytes, expected {end} by its header (truncated or damaged)")
+    return leaves
+
+
+def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{path}: tensor {name}: got dtype {entry['dtype']}, expected one of {', '.join(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[entry["dtype"]])
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{path}: tensor {name}: got {end - begin} bytes, expected {dtype} of shape {shape}")
+    width = math.prod(shape[1:])
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        offset = base + begin + start * width * dtype.itemsize
+        rows = np.fromfile(path, dtype, (stop - start) * width, offset=offset)
+        return rows.reshape(stop - start, *shape[1:])
+
+    return Leaf(shape, lambda dtype, transpose: fill_rows(shape, dtype, read_rows, transpose))

@@ -1,0 +1,174 @@
+"""T5X checkpoints, without t5x: the legacy layout (msgpack beside zarr arrays) and Orbax's (OCDBT), scanned layers too."""
+
+import functools
+import pathlib
+import re
+from typing import NamedTuple
+
+import numpy as np
+from flax import serialization
+
+from specdec_jax.formats import tensorstore_arrays
+from specdec_jax.formats.leaves import Checkpoint, Leaf, flatten
+from specdec_jax.models.t5 import T5Config
+
+_STEP = re.compile(r"checkpoint_(\d+)")
+
+
+def find(folder: pathlib.Path) -> pathlib.Path | None:
+    """The `checkpoint_<step>` directory that `folder` is or holds (the newest), or None."""
+    if _is_step(folder):
+        return folder
+    steps = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and _is_step(child)]
+    return max(steps, key=lambda child: int(_STEP.fullmatch(child.name)[1]), default=None)
+
+
+def _is_step(folder: pathlib.Path) -> bool:
+    return (folder / "checkpoint").is_file() or (folder / "state").is_dir()
+
+
+def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoint:
+    """Opens a `checkpoint_<step>` directory without reading its parameters.
+
+    Args:
+      folder: holds `checkpoint` (legacy) or `state/` (Orbax).
+      config: shape of the network; None infers it from the parameters (`infer_config`).
+    """
+    if (folder / "checkpoint").is_file():
+        leaves = _open_legacy(folder)
+    else:
+        leaves = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
+    if not leaves:
+        raise ValueError(f"{folder}: got no parameters under 'target', expected those of a T5X checkpoint")
+    leaves = _unstack(leaves, folder)
+    return Checkpoint(config or infer_config(leaves, folder), leaves)
+
+
+def _open_legacy(folder: pathlib.Path) -> dict[str, Leaf]:
+    path = folder / "checkpoint"
+    try:
+        contents = serialization.msgpack_restore(path.read_bytes())
+        version = contents.get("version", 0)
+    except Exception as error:  # msgpack raises many kinds
+        reason = str(error) or type(error).__name__
+        raise ValueError(
+            f"{path}: got no readable msgpack ({reason}), expected a T5X checkpoint (truncated?)"
+        ) from None
+    if version not in (2, 3):
+        raise ValueError(f"{path}: got checkpoint version {version}, expected 3")
+    target = contents.get("optimizer", contents).get("target")
+    if not isinstance(target, dict):
+        raise ValueError(f"{path}: got no 'target', expected the parameters of a T5X checkpoint")
+    return {name: _legacy_leaf(name, value, folder) for name, value in flatten(_mark_arrays(target)).items()}
+
+
+class _Spec(NamedTuple):
+    """A TensorStore spec, kept apart from the nested dicts around it."""
+
+    spec: dict
+
+
+def _mark_arrays(tree):
+    """The tree with every spec wrapped, so that `flatten` stops there."""
+    if not isinstance(tree, dict):
+        return tree
+    if {"driver", "kvstore"} <= tree.keys():
+        return _Spec(tree)
+    return {key: _mark_arrays(value) for key, value in tree.items()}
+
+
+def _legacy_leaf(name: str, value, folder: pathlib.Path) -> Leaf:
+    if isinstance(value, _Spec):
+        spec = value.spec
+        stored = spec["kvstore"].get("path", spec.get("path"))  # TensorStore before 0.1.14 kept it at the top
+        if not isinstance(stored, str):
+            raise ValueError(f"{folder}: parameter {name}: got a spec without a path, expected one")
+        # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
+        kvstore = {"driver": "file", "path": str((folder / stored).absolute()) + "/"}
+        return tensorstore_arrays.open_array({"driver": spec["driver"], "kvstore": kvstore}, name, folder)
+    if not isinstance(value, np.ndarray):
+        raise ValueError(f"{folder}: parameter {name}: got {type(value).__name__}, expected an array")
+    return Leaf(value.shape, lambda dtype, transpose: (value.T if transpose else value).astype(dtype))
+
+
+def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
+    """Parameters of `scalable_t5` as those of unrolled layers; others as they are.
+
+    There the layers lie on axis 1 under `decoder/decoder` and `encoder/encoder`, kernels may keep heads and features
+    apart (`[D, layers, H, K]`, `out [H, layers, K, D]`), and every layer has a position table of its own.
+    """
+    flat = {}
+
+    @functools.lru_cache(maxsize=1)  # the layers of one parameter are read one after the other
+    def stacked(name: str, dtype) -> np.ndarray:
+        return leaves[name].load(dtype)
+
+    for name, leaf in leaves.items():
+        stack, *path = name.split("/")
+        if stack not in ("encoder", "decoder") or path[0] != stack:
+            flat[name] = leaf
+        elif path[1] == "relpos_bias":
+            flat["/".join([stack, *path[1:]])] = _shared_table(leaf, name, folder)
+        else:
+            if len(leaf.shape) < 2:
+                raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected the layers on axis 1")
+            for i in range(leaf.shape[1]):
+                flat["/".join([stack, f"layers_{i}", *path[1:]])] = _layer(
+                    leaf.shape, functools.partial(stacked, name), i, path[-2]
+                )
+    return flat
+
+
+def _layer(shape: tuple[int, ...], read_stack, i: int, module: str) -> Leaf:
+    """Layer `i` of a parameter stacked to `shape`, heads and features joined."""
+    shape = (shape[0], *shape[2:])
+    if len(shape) == 3:
+        shape = (shape[0] * shape[1], shape[2]) if module == "out" else (shape[0], shape[1] * shape[2])
+
+    def read(dtype, transpose: bool) -> np.ndarray:
+        array = np.ascontiguousarray(read_stack(dtype)[:, i]).reshape(shape)
+        return np.ascontiguousarray(array.T) if transpose else array
+
+    return Leaf(shape, read)
+
+
+def _shared_table(leaf: Leaf, name: str, folder: pathlib.Path) -> Leaf:
+    """A stacked `[H, layers, buckets]` position table as one `[H, buckets]`, where all layers agree."""
+    tables = leaf.load(np.float32)
+    if tables.ndim != 3 or not (tables == tables[:, :1]).all():
+        raise ValueError(
+            f"{folder}: parameter {name}: got a relative position table of its own for each layer (as umT5), "
+            "expected one that all layers share"
+        )
+    shape = (tables.shape[0], tables.shape[2])
+    return Leaf(shape, lambda dtype, transpose: (tables[:, 0].T if transpose else tables[:, 0]).astype(dtype))
+
+
+def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
+    """The configuration that parameter shapes tell; gated feed-forward is taken for gelu, the distance limit for 128."""
+
+    def shape(name: str, rank: int) -> tuple[int, ...]:
+        if name not in leaves:
+            raise ValueError(f"{path}: parameter {name}: got none, expected one (it tells the shape of the network)")
+        got = leaves[name].shape
+        if len(got) != rank:
+            raise ValueError(f"{path}: parameter {name}: got shape {got}, expected {rank} axes")
+        return got
+
+    def layers(stack: str) -> int:
+        numbers = [int(match[1]) for name in leaves if (match := re.match(rf"{stack}/layers_(\d+)/", name))]
+        return max(numbers, default=0) + 1
+
+    vocab_size, emb_dim = shape("token_embedder/embedding", 2)
+    num_heads, num_buckets = shape("decoder/relpos_bias/rel_embedding", 2)
+    inner = shape("decoder/layers_0/self_attention/query/kernel", 2)[1]
+    if inner % num_heads:
+        raise ValueError(f"{path}: got query kernels of width {inner}, expected a multiple of the {num_heads} heads")
+    gated = "decoder/layers_0/mlp/wi_0/kernel" in leaves
+    return T5Config(
+        vocab_size=vocab_size, emb_dim=emb_dim, num_heads=num_heads, head_dim=inner // num_heads,
+        num_encoder_layers=layers("encoder"), num_decoder_layers=layers("decoder"),
+        mlp_dim=shape("decoder/layers_0/mlp/wo/kernel", 2)[0],
+        mlp_activations=("gelu", "linear") if gated else ("relu",),
+        logits_via_embedding="decoder/logits_dense/kernel" not in leaves, num_buckets=num_buckets,
+    )  # fmt: skip

@@ -1,0 +1,195 @@
+"""What single steps cost on this machine: seconds of a target step, a verify call, a draft step, an encoder.
+
+Every measurement runs many steps inside one compiled program, so that dispatch does not count. A step is a decode call
+and the argmax of its logits; the tokens it finds are fed to the next, so that nothing is hoisted or elided.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import sampling
+from specdec_jax.models.base import Network
+
+STEPS = 32
+
+
+class Spread(NamedTuple):
+    """Median, least and most of repeated measurements."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values) -> "Spread":
+        return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds of one call, the devices' work included: the median of a few where they are short.
+
+    An untimed call goes before: after a pause the first one also pays for sleeping threads and cold caches.
+    """
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        return time.perf_counter() - start
+
+    return float(np.median([once() for _ in range(1 if once() > 0.5 else 5)]))
+
+
+def rotated(arms: Mapping[str, object], turn: int) -> list[str]:
+    """Names of the arms, beginning with another one every turn: none always comes first."""
+    names = list(arms)
+    return names[turn % len(names) :] + names[: turn % len(names)]
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
+    """Feeds T tokens at the same positions `steps` times, each time those that the last step found.
+
+    Args:
+      tokens: `[B, T]`.
+      positions: `[B]`; positions + T must not exceed the cache's slots.
+
+    Returns: the last tokens `[B, T]`.
+    """
+
+    def body(_, carry):
+        tokens, cache = carry
+        logits, cache = network.decode(tokens, positions, cache)
+        return sampling.argmax(logits).astype(jnp.int32), cache
+
+    return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
+
+
+_prefill = jax.jit(Network.prefill, static_argnames="slots")
+
+
+def step_arm(network: Network, batch: int, input_length: int, slots: int, width: int) -> Callable[[], object]:
+    """A call of `STEPS` steps over `width` positions of `batch` rows, with inputs of `input_length` tokens."""
+    inputs, lengths = _inputs(network, batch, input_length)
+    cache = _prefill(network, inputs, lengths, slots=slots)
+    tokens = jnp.ones((batch, width), jnp.int32)
+    positions = jnp.full(batch, (slots - width) // 2, jnp.int32)
+    return lambda: decode_steps(network, tokens, positions, cache, steps=STEPS)
+
+
+def prefill_arm(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
+    """A call of the encoder and of everything else that happens once per request."""
+    inputs, lengths = _inputs(network, batch, input_length)
+    return lambda: _prefill(network, inputs, lengths, slots=slots)
+
+
+def _inputs(network: Network, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(0).integers(2, network.vocab_size, (batch, length), np.int32)
+    return ids, np.full(batch, length, np.int32)
+
+
+class Products(NamedTuple):
+    """The weights that one decoder step multiplies with.
+
+    Attributes:
+      kernels: all kernels `[K, N]` of the decoder and the head, apart from the keys and values of cross-attention, which
+        are multiplied with once per request.
+      axes: of each, the one that is summed over: 0, or 1 for a head that is the embedding `[V, D]`.
+    """
+
+    kernels: list[jax.Array]
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, network: Network) -> "Products":
+        kernels = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(network.params["decoder"]):
+            names = [key.key for key in path]
+            once = "encoder_decoder_attention" in names and names[-2] not in ("query", "out")
+            if names[-1] == "kernel" and not once:
+                kernels.append(leaf)
+        axes = [0] * len(kernels)
+        if network.module.config.logits_via_embedding:
+            kernels.append(network.params["token_embedder"]["embedding"])
+            axes.append(1)
+        return cls(kernels, tuple(axes))
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "steps"))
+def bare_products(kernels: list[jax.Array], x: jax.Array, *, axes: tuple[int, ...], steps: int) -> jax.Array:
+    """`steps` times the products `x [B, K] · kernel` of one decoder step and nothing else.
+
+    Each product's operand depends on the maximum of the one before, which no compiler can see through; the factor keeps
+    the numbers as they are.
+    """
+
+    def body(_, carry):
+        for kernel, axis in zip(kernels, axes, strict=True):
+            operand = (x[:, : kernel.shape[axis]] + carry).astype(kernel.dtype)
+            product = jax.lax.dot_general(
+                operand, kernel, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            carry = jnp.max(product) * 1e-9
+        return carry
+
+    return jax.lax.fori_loop(0, steps, body, jnp.float32(0))
+
+
+def products_arm(network: Network, batch: int) -> Callable[[], object]:
+    """A call of `STEPS` times the bare matrix products of one step of `batch` rows."""
+    kernels, axes = Products.of(network)
+    width = max(kernel.shape[axis] for kernel, axis in zip(kernels, axes, strict=True))
+    x = jax.random.normal(jax.random.key(0), (batch, width))
+    return lambda: bare_products(kernels, x, axes=axes, steps=STEPS)
+
+
+class Difference(NamedTuple):
+    """How far one token's choice is from a tie.
+
+    Attributes:
+      margin: between the target's two largest logits.
+      noise: largest difference between logits from calls over one position and over several, along the prefix.
+    """
+
+    margin: float
+    noise: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Either token can be the argmax in exact arithmetic: each of two logits may be off by `noise`."""
+        return self.margin < 2 * self.noise
+
+
+_decode = jax.jit(Network.decode)
+
+
+def difference(network: Network, inputs, prefix, width: int, batch: int = 1) -> Difference:
+    """`Difference` at the token after `prefix`.
+
+    Args:
+      inputs: ids of one encoder input.
+      prefix: decoder tokens, start token first.
+      width: positions of the wider call (γ + 1).
+      batch: rows; the input is repeated, since kernels differ with the number of rows.
+    """
+    inputs = np.tile(np.asarray(inputs, np.int32), (batch, 1))
+    lengths = np.full(batch, inputs.shape[1], np.int32)
+    padded = np.zeros(-(-len(prefix) // width) * width, np.int32)
+    padded[: len(prefix)] = prefix
+
+    def logits(step: int) -> np.ndarray:
+        cache, rows = _prefill(network, inputs, lengths, slots=len(padded)), []
+        for start in range(0, len(padded), step):
+            tokens = np.tile(padded[start : start + step], (batch, 1))
+            out, cache = _decode(network, tokens, np.full(batch, start, np.int32), cache)
+            rows.append(np.asarray(out[0]))
+        return np.concatenate(rows)[: len(prefix)]
+
+    single, wide = logits(1), logits(width)
+    second, first = np.partition(single[-1], -2)[-2:]
+    return Difference(float(first - second), float(np.max(np.abs(single - wide))))

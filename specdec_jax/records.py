@@ -1,0 +1,176 @@
+"""From measurements to a record: predictions, where the time goes, the machine, a summary for reading."""
+
+import dataclasses
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+from specdec_jax import analysis
+from specdec_jax.measure import Spread
+from specdec_jax.models.base import LanguageModel
+
+PACKAGES = ("specdec_jax", "jax", "jaxlib", "flax", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """Versions and hardware; names nobody and no path."""
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
+def model(model: LanguageModel) -> dict[str, Any]:
+    """Name, number of parameters, their dtype and the network's shape."""
+    leaves = jax.tree.leaves(model.params)
+    return {
+        "name": model.name,
+        "parameters": sum(leaf.size for leaf in leaves),
+        "parameter_dtype": ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
+        "config": dataclasses.asdict(model.config),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one batch asked of the models.
+
+    Attributes:
+      padded: length that its inputs are padded to.
+      calls: target calls.
+      draft_calls: draft steps; None without a drafter, whose encoder then does not run.
+    """
+
+    padded: int
+    calls: float
+    draft_calls: float | None = None
+
+
+def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
+    """Seconds that the measured single steps give for `work`, by part; nothing for the loop around them."""
+    target_call = times[f"verify {gamma}" if gamma else "target step"].median
+    parts = {"target encoder": 0.0, "drafter encoder": 0.0, "draft steps": 0.0, "target calls": 0.0}
+    for item in work:
+        parts["target encoder"] += times[f"target encoder {item.padded}"].median
+        parts["target calls"] += item.calls * target_call
+        if item.draft_calls is not None:
+            parts["drafter encoder"] += times[f"drafter encoder {item.padded}"].median
+            parts["draft steps"] += item.draft_calls * times["draft step"].median
+    return parts
+
+
+def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: int, alpha: float) -> list[Work]:
+    """Work by α and the output lengths alone: a batch runs until its last row is done.
+
+    Args:
+      padded: of each batch.
+      lengths: of each batch, new tokens of its rows.
+    """
+    work = []
+    for size, rows in zip(padded, lengths, strict=True):
+        calls = max(analysis.expected_calls(alpha, gamma, int(length)) for length in rows)
+        work.append(Work(size, calls, gamma * calls if gamma else None))
+    return work
+
+
+def predictions(
+    gamma: int, alpha: float, times: Mapping[str, Spread], padded, lengths, counted: Sequence[Work]
+) -> dict[str, float]:
+    """Expected improvement, from the paper's formula to one that counts everything but the loop itself.
+
+    Returns:
+      cost_ratio, verify_cost: the measured c and v(γ + 1).
+      theorem_3_8: E[tokens] / (γc + 1). with_verify_cost: E[tokens] / (γc + v).
+      with_lengths: as that, with the encoders and the real output lengths.
+      with_counts: as that, with the calls that were really made instead of those that α lets expect.
+    """
+    step = times["target step"].median
+    c, v = times["draft step"].median / step, times[f"verify {gamma}"].median / step
+    plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
+    total = lambda work: sum(cost(work, gamma, times).values())
+    return {
+        "cost_ratio": c,
+        "verify_cost": v,
+        "theorem_3_8": analysis.improvement(alpha, gamma, c),
+        "with_verify_cost": analysis.improvement(alpha, gamma, c, v),
+        "with_lengths": plain / total(expected_work(padded, lengths, gamma, alpha)),
+        "with_counts": plain / total(counted),
+    }
+
+
+def shares(parts: Mapping[str, float], measured: float) -> dict[str, float]:
+    """Each part's share of the measured seconds; "rest" is the loop, the host and what the single steps do not show."""
+    return {**{name: part / measured for name, part in parts.items()}, "rest": 1 - sum(parts.values()) / measured}
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """A record as text for reading."""
+    host, plain, steps = record["machine"], record["plain"], record["steps"]
+    lines = [
+        f"{record['target']['name']} ({record['target']['parameters']:,} parameters, {record['target']['parameter_dtype']})"
+        + (f" with {record['drafter']['name']} ({record['drafter']['parameters']:,})" if record["drafter"] else ""),
+        f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {record['options']['repeats']} passes; "
+        f"{host['processor']}, {host['cores']} cores, {host['device']}, jax {host['jax']}",
+        "",
+        f"plain          {_seconds(plain['seconds'])}, {plain['tokens']} tokens, "
+        f"{1e3 * plain['seconds_per_token']:.2f} ms each; compilation {plain['compile_seconds']:.1f} s",
+        f"target step    {_seconds(steps['target step'])}; bare matrix products {_seconds(steps['products'])}",
+        f"  step over products {record['step_over_products']:.3f}, "
+        f"plain decoding over products {record['plain_over_products']:.3f} (encoder apart)",
+    ]
+    if "draft step" in steps:
+        lines.append(f"draft step     {_seconds(steps['draft step'])}; c = {record['cost_ratio']:.3f}")
+    for gamma, v in record["verify_cost"].items():
+        lines.append(f"v({int(gamma) + 1}) = {v:.3f}")
+    for arm in record["speculative"]:
+        lines += ["", *_arm_lines(arm)]
+    return "\n".join(lines)
+
+
+def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
+    gain, predicted = arm["improvement"], arm["predicted"]
+    lines = [
+        f"gamma {arm['gamma']}        {_seconds(arm['seconds'])}, {arm['tokens']} tokens; "
+        f"compilation {arm['compile_seconds']:.1f} s",
+        f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
+    ]
+    alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
+    if predicted is None:
+        return [*lines, "  nothing was examined: no alpha, no prediction"]
+    lines += [
+        f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call",
+        f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
+        f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as counted)",
+        f"  measured over predicted {arm['measured_over_predicted']:.3f}; most of the time: {arm['limiting_term']}",
+        "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
+    ]
+    for item in arm["differences"]:
+        kind = "near-tie" if item["near_tie"] else "not a near-tie"
+        lines.append(
+            f"  differs from plain: input {item['input']}, token {item['position']}, {kind} "
+            f"(margin {item['margin']:.2e}, noise {item['noise']:.2e})"
+        )
+    return lines
+
+
+def _seconds(spread: Mapping[str, float]) -> str:
+    scale, unit = (1, "s") if spread["median"] >= 1 else (1e3, "ms")
+    return f"{scale * spread['median']:.3f} {unit} ({scale * spread['least']:.3f} to {scale * spread['most']:.3f})"

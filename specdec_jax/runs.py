@@ -1,0 +1,165 @@
+"""What a training run keeps and shows: checkpoints, a log, a bar or lines; and signals that wait for a good moment."""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import orbax.checkpoint as ocp
+import rich.console
+import rich.progress
+
+from specdec_jax.losses import TrainState
+
+
+class Checkpoints:
+    """The two newest states, and the parameters with the lowest validation loss.
+
+    Saving is synchronous: the next step donates the buffers that would still be written.
+    """
+
+    def __init__(self, output: pathlib.Path, resume: bool = False):
+        """Args: output: the run's folder. resume: also remove what a kill left half written."""
+        options = functools.partial(
+            ocp.CheckpointManagerOptions, enable_async_checkpointing=False, cleanup_tmp_directories=resume
+        )
+        loss = lambda metrics: metrics["validation_loss"]
+        for folder in ("checkpoints", "best"):
+            (output / folder).mkdir(parents=True, exist_ok=True)
+        self.newest = ocp.CheckpointManager(output / "checkpoints", options=options(max_to_keep=2))
+        self.best = ocp.CheckpointManager(
+            output / "best", options=options(max_to_keep=1, best_fn=loss, best_mode="min")
+        )
+
+    def restore(self, state: TrainState) -> TrainState:
+        """The newest state; `state` gives shapes and dtypes."""
+        step = self.newest.latest_step()
+        try:
+            return self.newest.restore(step, args=ocp.args.StandardRestore(state))
+        except (ValueError, KeyError, TypeError) as error:
+            folder = self.newest.directory / str(step)
+            raise ValueError(
+                f"{folder}: got a checkpoint of another model, expected that of the settings: {error}"
+            ) from error
+
+    def keep_best(self, step: int, params: dict, loss: float) -> bool:
+        """Keeps `params` if `loss` is the lowest; returns whether it is."""
+        best = self.best.best_step()
+        if best is not None and self.best.metrics(best)["validation_loss"] <= loss:
+            return False
+        if step in self.best.all_steps():  # taken before the run was resumed, under other settings
+            self.best.delete(step)
+        # `force`: after a resumption the step may lie before the best of the time before it.
+        self.best.save(step, args=ocp.args.StandardSave(params), metrics={"validation_loss": loss}, force=True)
+        return True
+
+
+class Reporter:
+    """Context manager around a loop of steps: progress on `console`, records appended to a log of JSON lines."""
+
+    def __init__(self, console: rich.console.Console, log: pathlib.Path, start: int, steps: int):
+        """Args: log: its records of steps after `start`, left by a run that was killed, are removed."""
+        self._console, self._start, self._steps = console, start, steps
+        trim_log(log, start)
+        self._log = open(log, "a", encoding="utf-8")
+        columns = (
+            rich.progress.TextColumn("step"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[text]}"),
+            rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        self._bar = rich.progress.Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=steps, completed=start, text="compiling")
+
+    def __enter__(self) -> "Reporter":
+        self._begin = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.stop()
+        self._log.close()
+
+    def advance(self, step: int) -> None:
+        """`step` steps are done."""
+        self._bar.update(self._task, completed=step)
+
+    def training(self, step: int, loss: float, pieces_per_second: float, **more: float) -> None:
+        """Mean loss and speed since the last call; `more` goes to the log only."""
+        self._write(step, loss=loss, pieces_per_second=pieces_per_second, **more)
+        text = f"loss {loss:.3f}, {pieces_per_second:,.0f} pieces/s"
+        self._bar.update(self._task, text=text)
+        if not self._console.is_terminal:
+            seconds = (self._steps - step) * (time.monotonic() - self._begin) / (step - self._start)
+            left = f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+            self.message(f"step {step}/{self._steps}: {text}, {left} left")
+
+    def validation(self, step: int, loss: float, by_file: dict[str, float], best: bool) -> None:
+        """Validation loss over all files and of each; `best`: the lowest so far."""
+        self._write(step, validation_loss=loss, validation_losses=by_file)
+        parts = ", ".join(f"{name} {value:.4f}" for name, value in by_file.items()) if len(by_file) > 1 else ""
+        self.message(
+            f"step {step}/{self._steps}: validation loss {loss:.4f}{parts and f' ({parts})'}{' (best)' * best}"
+        )
+
+    def message(self, text: str) -> None:
+        """One line, above the bar."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def _write(self, step: int, **values) -> None:
+        self._log.write(json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n")
+        self._log.flush()
+
+
+def trim_log(path: pathlib.Path, last: int) -> None:
+    """Keeps the records of steps up to `last` of a log of JSON lines; a line that a kill cut short goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            if json.loads(line)["step"] <= last:
+                kept.append(line + "\n")
+    write_atomically(path, "".join(kept).encode())
+
+
+def write_atomically(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """Turns the first SIGINT or SIGTERM into an item of the list; a second one acts as usual.
+
+    Outside the main thread Python handles no signals, and the list stays empty.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore():
+        for number, handler in usual.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def note(number, frame):
+        received.append(number)
+        restore()
+
+    for number in usual:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()

@@ -1,0 +1,126 @@
+"""Writes tiny checkpoints in every layout that `load` reads, from flat `{T5X name: array}` dicts."""
+
+import json
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import safetensors.numpy
+import tensorstore
+from flax import serialization
+
+from specdec_jax.formats.huggingface import tensor_name
+from specdec_jax.formats.leaves import parameter_shapes, unflatten
+from specdec_jax.models.t5 import T5Config
+
+TINY = T5Config(40, 16, 2, 4, 2, 3, 24)
+TINY_1_0 = T5Config(40, 16, 2, 4, 2, 2, 24, mlp_activations=("relu",), logits_via_embedding=True)
+HF_CONFIG = {
+    "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 40, "d_model": 16,
+    "num_heads": 2, "d_kv": 4, "num_layers": 2, "num_decoder_layers": 3, "d_ff": 24,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-6,
+}  # fmt: skip
+
+
+def random_params(config: T5Config, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in parameter_shapes(config).items()}
+
+
+def to_tensors(params: dict[str, np.ndarray], dtype=np.float32) -> dict[str, np.ndarray]:
+    """Tensors under Hugging Face's names, `[out, in]`."""
+    turned = lambda name, x: x.T if name.endswith(("/kernel", "/rel_embedding")) else x
+    return {tensor_name(name): np.ascontiguousarray(turned(name, x)).astype(dtype) for name, x in params.items()}
+
+
+def write_hf(folder: pathlib.Path, tensors: dict, shards: int = 1, **config) -> pathlib.Path:
+    """A Hugging Face folder of one or several safetensors files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG | config))
+    if shards == 1:
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map = {}
+    for shard in range(shards):
+        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(tensors.items())[shard::shards])
+        safetensors.numpy.save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def write_hf_flax(folder: pathlib.Path, params: dict, **config) -> pathlib.Path:
+    """A Hugging Face folder with flax_model.msgpack only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG | config))
+    tree = {}
+    for name, x in params.items():
+        *parents, _ = tensor_name(name).split(".")
+        embedding = name.endswith(("/embedding", "/rel_embedding"))
+        last = "embedding" if embedding else "kernel" if name.endswith("/kernel") else "weight"
+        tree["/".join([*parents, last])] = np.ascontiguousarray(x.T) if name.endswith("/rel_embedding") else x
+    (folder / "flax_model.msgpack").write_bytes(serialization.to_bytes(unflatten(tree)))
+    return folder
+
+
+def write_t5x_legacy(
+    folder: pathlib.Path, params: dict, driver="file", top_level_path=False, inline=(), optimizer=True
+):
+    """`checkpoint` in msgpack with zarr arrays beside it, as T5X wrote them before Orbax."""
+    folder.mkdir(parents=True)
+
+    def stored(name, x):
+        if name in inline:
+            return x
+        path = "target." + name.replace("/", ".")
+        dtype = "bfloat16" if x.dtype == ml_dtypes.bfloat16 else "<f4"
+        chunks = [max(1, -(-size // 2)) for size in x.shape]
+        metadata = {"shape": list(x.shape), "chunks": chunks, "compressor": {"id": "gzip", "level": 1}}
+        kvstore = {"driver": "file", "path": str(folder / path)}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata | {"dtype": dtype}}
+        tensorstore.open(spec, create=True).result().write(x).result()
+        spec = {"driver": "zarr", "dtype": x.dtype.name, "kvstore": {"driver": driver}, "metadata": metadata}
+        (spec if top_level_path else spec["kvstore"])["path"] = path + "/"
+        return spec
+
+    target = unflatten({name: stored(name, x) for name, x in params.items()})
+    state = {"state": {"step": np.int32(7), "param_states": {"v": np.zeros(3)}}} if optimizer else {}
+    tree = {"version": 3, "optimizer": {"target": target, **state}}
+    (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(tree))
+    return folder
+
+
+def write_t5x_orbax(folder: pathlib.Path, params: dict, optimizer: bool = True) -> pathlib.Path:
+    """`checkpoint_<step>/state/` as T5X's Orbax manager writes it: an OCDBT database of `target.…` and `state.…`."""
+    tree = {"target": unflatten(params)}
+    if optimizer:
+        tree["state"] = {"step": np.asarray(7), "param_states": {"v": unflatten(params)}}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+        checkpointer.save(folder.absolute() / "state", args=ocp.args.PyTreeSave(tree))
+    return folder
+
+
+def stack_layers(params: dict, heads: int | None = None, tables: str = "equal") -> dict[str, np.ndarray]:
+    """`scalable_t5`'s form: layers stacked on axis 1 under `decoder/decoder`; with `heads`, kernels `[D, H, K]`.
+
+    tables: "equal": every layer holds the same position table; "different"; "one": beside the stacks, not in them.
+    """
+    stacked, groups = {}, {}
+    layers = {
+        stack: len({name.split("/")[1] for name in params if name.startswith(f"{stack}/layers_")})
+        for stack in ("encoder", "decoder")
+    }
+    for name, x in params.items():
+        stack, *path = name.split("/")
+        if path[0].startswith("layers_"):
+            if heads and "attention" in path[1] and path[-1] == "kernel":
+                x = x.reshape(heads, -1, x.shape[1]) if path[2] == "out" else x.reshape(x.shape[0], heads, -1)
+            groups.setdefault("/".join([stack, stack, *path[1:]]), []).append(x)
+        elif path[0] == "relpos_bias" and tables != "one":
+            copies = [x + (i if tables == "different" else 0) for i in range(layers[stack])]
+            groups["/".join([stack, stack, *path])] = copies
+        else:
+            stacked[name] = x
+    return stacked | {name: np.stack(parts, axis=1) for name, parts in groups.items()}

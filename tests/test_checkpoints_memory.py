@@ -1,0 +1,62 @@
+"""Parameters stream in: loading takes little memory beside the weights, whatever the format and the stored dtype."""
+
+import pathlib
+import subprocess
+import sys
+
+import make_checkpoints as make
+import ml_dtypes
+import pytest
+
+from specdec_jax.formats import leaves
+from specdec_jax.models.t5 import T5Config
+
+# 30 million parameters; as in the T5 1.1 sizes from base on, the embedding is at most a sixth of them.
+CONFIG = T5Config(8000, 512, 8, 64, 4, 4, 1408)
+HF_SHAPE = dict(vocab_size=8000, d_model=512, num_heads=8, d_kv=64, num_layers=4, num_decoder_layers=4, d_ff=1408)
+
+MEASURE = """
+import os, sys, re
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp
+import orbax.checkpoint, tensorstore  # imports are not what is measured
+from specdec_jax import checkpoints
+folder, small, dtype = sys.argv[1:]
+checkpoints.load(small, dtype)  # nor are the thread pools of a first load
+status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = status("VmRSS")
+model = checkpoints.load(folder, dtype)
+weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
+print((status("VmHWM") - before) / weights)
+"""
+
+FORMATS = {
+    "safetensors, float32": lambda path, p, shape: make.write_hf(path, make.to_tensors(p), **shape),
+    "safetensors, bfloat16": lambda path, p, shape: make.write_hf(
+        path, make.to_tensors(p, ml_dtypes.bfloat16), **shape
+    ),
+    "flax": lambda path, p, shape: make.write_hf_flax(path, p, **shape),
+    "t5x legacy": lambda path, p, shape: make.write_t5x_legacy(path / "checkpoint_1", p),
+    "t5x orbax": lambda path, p, shape: make.write_t5x_orbax(path / "checkpoint_1", p, optimizer=False),
+    "t5x orbax, scanned": lambda path, p, shape: make.write_t5x_orbax(
+        path / "checkpoint_1", make.stack_layers(p), False
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_peak_memory_is_at_most_a_fifth_above_the_weights(form, dtype, tmp_path):
+    FORMATS[form](tmp_path / "large", make.random_params(CONFIG), HF_SHAPE)
+    FORMATS[form](tmp_path / "small", make.random_params(make.TINY), {})
+    weights = leaves.parameter_count(CONFIG) * (4 if dtype == "float32" else 2)
+    assert weights > 50e6
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "large"), str(tmp_path / "small"), dtype]
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    ratio = float(done.stdout)
+    print(f"{form} -> {dtype}: {ratio:.3f}")
+    assert 0.9 < ratio <= 1.2

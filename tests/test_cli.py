@@ -1,0 +1,391 @@
+"""The command line, through `main(argv)` and once or twice as a process: results, errors, gin, standard streams."""
+
+import gzip
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import specdec_jax as sd
+from specdec_jax import benchmark, cli, demo, inference
+from specdec_jax.data import SentencePieceVocabulary
+
+CONFIG = sd.T5Config(64, 16, 2, 8, 1, 1, 24)
+TEXT = [
+    "Tom is learning German.",
+    "The weather is nice.",
+    "She asked where the book was.",
+    "We leave before eight.",
+] * 3
+SENTENCES = ["We asked", "Tom", "", "She was", "We"]  # all of one padded length: few shapes to compile
+MODELS = ("--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", "--max_new_tokens=6", "--gamma=2")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a target, a drafter with its vocabulary, and one with another."""
+    folder = tmp_path_factory.mktemp("models")
+    vocabulary = SentencePieceVocabulary.train(TEXT, 36)
+    other = SentencePieceVocabulary.train(TEXT, 35)
+    for seed, (name, pieces) in enumerate([("target", vocabulary), ("drafter", vocabulary), ("stranger", other)]):
+        sd.save(sd.LanguageModel.random(CONFIG, seed=seed, vocabulary=pieces, name=name), folder / name)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """One compilation cache for all tests here, and JAX as it was afterwards."""
+    base = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    yield base / "specdec_jax"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def compilations():
+    """Seconds of every compilation from here on."""
+    seconds = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seconds
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def specdec(capsys, pair):
+    """Runs a command, with folders for TARGET, DRAFTER and STRANGER; returns (exit code, standard output, standard error)."""
+
+    def run(*argv):
+        argv = [str(argument) for argument in argv]
+        for name in ("target", "drafter", "stranger"):
+            argv = [argument.replace(f"={name.upper()}", f"={pair / name}") for argument in argv]
+        code = cli.main(argv)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def generate(specdec):
+    """Runs `specdec generate` with the tiny pair, short outputs and two rows a batch."""
+    return lambda *argv: specdec("generate", *MODELS, "--batch_size=2", *argv)
+
+
+def expected(pair, sentences=SENTENCES, **options):
+    """The texts that the library gives, one sentence at a time and without a drafter."""
+    target = sd.load(pair / "target", dtype="float32")
+    return [sd.generate(target, [text], max_new_tokens=6, **options).texts[0] for text in sentences]
+
+
+# Help.
+
+
+def test_help(specdec):
+    code, out, err = specdec("--help")
+    assert code == 0 and not err
+    assert all(name in out for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_help_of_a_command_names_every_setting(specdec, name):
+    code, out, err = specdec(name, "--help")
+    assert code == 0 and not err
+    cls, _ = cli.COMMANDS[name].load()
+    prefix = "--" if cli.COMMANDS[name].by_flags else ""
+    assert all(f"{prefix}{field}" in out for field in [*cls.__dataclass_fields__, "gin_file", "gin_search_paths"])
+
+
+def test_no_command(specdec):
+    code, out, err = specdec()
+    assert code == 2 and not out and "usage" in err
+
+
+def test_version(specdec):
+    assert specdec("--version") == (0, f"specdec {sd.__version__}\n", "")
+
+
+# specdec generate.
+
+
+def test_sentences_from_arguments_in_order(generate, pair, compilations):
+    code, out, err = generate(*SENTENCES)
+    assert compilations  # so that the fixture is known to notice
+    assert (code, err) == (0, "")
+    assert out.splitlines() == expected(pair)
+
+
+@pytest.mark.parametrize("name", ["sentences.txt", "sentences.txt.gz"])
+def test_sentences_from_a_file(generate, pair, tmp_path, name):
+    content = "".join(f"{text}\n" for text in SENTENCES).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    code, out, _ = generate("--input_file", tmp_path / name, "--gamma=0", "--batch_size=1")
+    assert code == 0 and out.splitlines() == expected(pair)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_sentences_from_standard_input(generate, pair, monkeypatch, end):
+    text = "".join(f"{sentence}{end}" for sentence in SENTENCES)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code, out, _ = generate()
+    assert code == 0 and out.splitlines() == expected(pair)
+
+
+def test_json(generate, pair):
+    code, out, _ = generate("--json", *SENTENCES)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [record["text"] for record in records] == expected(pair)
+    for text, record in zip(SENTENCES, records, strict=True):
+        stats = record["stats"]
+        assert len(record["tokens"]) == len(record["log_probs"]) <= 6
+        assert bool(record["tokens"]) == bool(text)
+        assert sum(stats["accepted_by_position"]) == stats["accepted"] <= stats["drafted"]
+        assert len(stats["examined_by_position"]) == 2
+
+
+def test_a_sample_does_not_depend_on_its_batch(generate):
+    arguments = ["--temperature=1", "--seed=7"]
+    together = generate(*arguments, *SENTENCES)
+    assert together[0] == 0
+    assert together == generate(*arguments, "--batch_size=1", *SENTENCES)
+    assert together != generate(*arguments[:-1], "--seed=8", *SENTENCES)
+
+
+def test_sampling_settings_arrive():
+    options = inference.GenerateOptions(target="target", temperature=0.5, top_k=3, top_p=0.9)
+    assert options.sampling() == sd.SamplingConfig(temperature=0.5, top_k=3, top_p=0.9)
+
+
+def test_outputs_appear_window_by_window(pair, monkeypatch):
+    """Sorting within a window must not change the order of outputs or of the random keys."""
+    target = sd.load(pair / "target", dtype="float32")
+    inputs = inference.encode(target, SENTENCES, 512)
+    drafter = sd.ModelDrafter(sd.load(pair / "drafter", dtype="float32"))
+    options = dict(batch_size=2, seed=3, drafter=drafter, gamma=2, max_new_tokens=6)
+    options["sampling"] = sd.SamplingConfig(temperature=1.0)
+    whole = list(inference.decode_all(target, inputs, **options))
+    monkeypatch.setattr(inference, "_WINDOW", 1)
+    windows = inference.decode_all(target, inputs, **options)
+    assert [output.tokens for output in windows] == [output.tokens for output in whole]
+
+
+# The other commands.
+
+
+def test_demo_marks_without_colours(specdec):
+    code, out, err = specdec("demo", *MODELS, "--repeats=1", "Tom", "We")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out and "\nTom\n" in out and "\nWe\n" in out
+    assert "{+" in out and "ratio" in out and "tokens per target call" in out
+
+
+def test_demo_colours():
+    parts = [("committed", "Tom"), ("accepted", " lernt"), ("rejected", " sehr"), ("corrected", " Deutsch")]
+    assert demo.render(parts, colours=False).plain == "Tom lernt [-sehr-] {+Deutsch+}"
+    line = demo.render(parts, colours=True)
+    assert line.plain == "Tom lernt sehr Deutsch"
+    styles = {line.plain[span.start : span.end]: span.style for span in line.spans}
+    assert styles == {"Tom": "dim", "lernt": "green", "sehr": "red strike", "Deutsch": "blue bold"}
+
+
+def test_trace_lines_add_up_to_the_output(pair):
+    target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
+    options = dict(drafter=sd.ModelDrafter(drafter), gamma=2, max_new_tokens=6)
+    lines = demo.trace_lines(sd.trace(target, SENTENCES[0], **options), target)
+    tokens = sd.generate(target, [SENTENCES[0]], **options)
+    whole = "".join(text for kind, text in lines[-1] if kind != "rejected")
+    assert whole == "".join(demo._surface(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]])
+
+
+def test_benchmark(specdec, tmp_path):
+    (tmp_path / "sentences.txt").write_text("Tom\nWe\nShe\n", encoding="utf-8")
+    files = ["--input_file", tmp_path / "sentences.txt", "--output", tmp_path / "record.json"]
+    code, out, err = specdec("benchmark", *MODELS, "--repeats=1", "--limit=2", "--json", *files)
+    assert (code, err) == (0, "")
+    record = json.loads(out)
+    assert record == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["sentences"] == 2 and [arm["gamma"] for arm in record["speculative"]] == [2]
+
+
+def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):
+    """The record is written, the exit code is 1."""
+    monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
+    code, out, err = specdec("benchmark", *MODELS, "--json", "--output", tmp_path / "record.json")
+    assert code == 1 and json.loads(out) == {"a": 1} == json.loads((tmp_path / "record.json").read_text())
+    assert err == "specdec: error: gamma 2: got other tokens\n"
+
+
+# gin.
+
+
+def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "base.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from specdec_jax import inference\n"
+        f"inference.GenerateOptions.target = '{pair / 'target'}'\n"
+        "inference.GenerateOptions.dtype = 'float32'\n"
+        "inference.GenerateOptions.json = True\n"
+        "inference.GenerateOptions.max_new_tokens = %TOKENS\n"
+        "TOKENS = 2\n"
+    )
+    (folder / "more.gin").write_text("include 'base.gin'\nTOKENS = 3\n")
+
+    def tokens(*argv):
+        code, out, err = specdec("generate", f"--gin_search_paths={tmp_path},{folder}", *argv, "Tom")
+        assert code == 0, err
+        return len(json.loads(out)["tokens"])
+
+    assert tokens("--gin_file=base.gin") == 2
+    assert tokens("--gin_file=more.gin") == 3
+    assert tokens("--gin_file=base.gin", "--gin_file=more.gin") == 3
+    assert tokens("--gin_file=base.gin", "--gin.TOKENS=4") == 4
+    assert tokens("--gin_file=base.gin", "--gin.GenerateOptions.max_new_tokens=5") == 5
+    assert tokens("--gin_file=base.gin", "--max_new_tokens=6") == 6
+
+
+def test_gin_without_a_file(specdec):
+    settings = ["--gin.GenerateOptions.json=True", "--gin.inference.GenerateOptions.max_new_tokens=6"]
+    code, out, _ = specdec("generate", "--target=TARGET", "--dtype=float32", *settings, "")
+    assert code == 0 and json.loads(out)["text"] == ""
+
+
+def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
+    from specdec_jax import train
+
+    seen = []
+    monkeypatch.setattr(train, "fit", seen.append)
+    config = pathlib.Path(__file__).parent.parent / "configs/train/smoke.gin"
+    settings = [f"--gin.DATA_DIR='{tmp_path}'", f"--gin.OUTPUT_DIR='{tmp_path / 'run'}'", "--gin.TrainConfig.seed=5"]
+    assert specdec("train", f"--gin_file={config}", f"--gin_search_paths={config.parent},/", *settings) == (0, "", "")
+    (options,) = seen
+    assert isinstance(options, train.TrainConfig) and isinstance(options.model, sd.T5Config)
+    assert options.seed == 5 and options.output_dir == str(tmp_path / "run")
+
+
+# Bad input: one clear line, exit code 2, nothing compiled.
+
+BAD = {
+    "unknown command": (["translate"], "got 'translate', expected one of demo, generate"),
+    "unknown flag": (["generate", "--gama=3"], "Unknown command line flag 'gama'"),
+    "flag of another command": (["generate", "--repeats=3"], "Unknown command line flag 'repeats'"),
+    "not a number": (["generate", "--gamma=many"], "gamma"),
+    "arguments to benchmark": (["benchmark", "hello"], "got 'hello', expected flags only"),
+    "no target": (["generate", "hello"], "target: got nothing, expected"),
+    "missing checkpoint": (["generate", "--target=no/such/folder", "hello"], "no/such/folder"),
+    "dtype": (["generate", "PAIR", "--dtype=float8", "hello"], "got 'float8', expected float32 or bfloat16"),
+    "other vocabulary": (["generate", "PAIR", "--drafter=STRANGER", "hello"], "got a vocabulary of 35 pieces"),
+    "gamma": (["generate", "PAIR", "--gamma=-1", "hello"], "gamma: got -1, expected"),
+    "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
+    "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),
+    "gammas": (["benchmark", "PAIR", "--gamma=2,x"], "gamma: got '2,x', expected"),
+    "temperature": (["generate", "PAIR", "--temperature=-0.5", "hello"], "temperature: got -0.5, expected"),
+    "temperature NaN": (["generate", "PAIR", "--temperature=nan", "hello"], "temperature: got nan, expected"),
+    "top_k": (["generate", "PAIR", "--top_k=-1", "hello"], "top_k: got -1, expected"),
+    "top_p 0": (["generate", "PAIR", "--top_p=0", "hello"], "top_p: got 0.0, expected"),
+    "top_p 1.5": (["generate", "PAIR", "--top_p=1.5", "hello"], "top_p: got 1.5, expected"),
+    "max_new_tokens": (["generate", "PAIR", "--max_new_tokens=0", "hello"], "max_new_tokens: got 0, expected at least 1"),
+    "batch_size": (["generate", "PAIR", "--batch_size=0", "hello"], "batch_size: got 0, expected at least 1"),
+    "missing file": (["generate", "PAIR", "--input_file=no.txt"], "input_file: got 'no.txt', which is no file"),
+    "empty file": (["generate", "PAIR", "--input_file=EMPTY"], "got no lines from"),
+    "not UTF-8": (["generate", "PAIR", "--input_file=LATIN1"], "line 2: got bytes that are not UTF-8"),
+    "two sources": (["generate", "PAIR", "--input_file=LATIN1", "hello"], "expected one of the two"),
+    "too long": (["generate", "PAIR", "--max_input_length=5", "hello " * 9], "sentence 1: got"),
+    "too long for the benchmark": (["benchmark", "PAIR", "--max_input_length=5"], "sentence 1: got"),
+    "too long for the demo": (["demo", "PAIR", "--max_input_length=5"], "sentence 1: got"),
+    "gin name": (["generate", "PAIR", "--gin.Nothing.x=1", "hello"], "No configurable matching 'Nothing'"),
+    "gin field": (["generate", "PAIR", "--gin.GenerateOptions.gama=1", "hello"], "doesn't have a parameter named 'gama'"),
+    "gin macro": (["generate", "PAIR", "--gin.GAMMA=1", "hello"], "got --gin.GAMMA, expected a name that `specdec generate` uses"),
+    "gin under a flag": (["generate", "PAIR", "--gamma=1", "--gin.GenerateOptions.gamma=2", "hello"], "expected a name that"),
+    "gin value": (["generate", "PAIR", "--gin.GenerateOptions.gamma=1.5", "hello"], "gamma: got 1.5, expected int"),
+    "gin syntax": (["generate", "PAIR", "--gin.GenerateOptions.gamma=[", "hello"], "gin: "),
+    "gin form": (["generate", "PAIR", "--gin.GAMMA", "hello"], "expected --gin.NAME=value"),
+    "gin file": (["generate", "PAIR", "--gin_file=no.gin", "hello"], "gin_file: got 'no.gin', expected a file in"),
+    "train without settings": (["train"], "expected --gin_file or --gin.NAME=value"),
+    "train with half of them": (["train", "--gin.TrainConfig.steps=3"], "gin: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input(specdec, pair, tmp_path, compilations, case):
+    (tmp_path / "empty").touch()
+    (tmp_path / "latin1").write_bytes("gut\nschön\n".encode("latin-1"))
+    argv, message = BAD[case]
+    filled = []
+    for argument in argv:
+        argument = argument.replace("EMPTY", str(tmp_path / "empty")).replace("LATIN1", str(tmp_path / "latin1"))
+        filled += MODELS[:3] if argument == "PAIR" else [argument]
+    code, out, err = specdec(*filled)
+    assert code == 2 and not out
+    assert err.startswith("specdec: error: ") and err.count("\n") == 1
+    assert message in err
+    assert not compilations
+
+
+def test_the_default_dtype_is_said(specdec):
+    code, _, err = specdec("generate", "--target=TARGET", "--max_input_length=1", "Tom")
+    assert (
+        code == 2 and "float32" in err.splitlines()[0] and err.splitlines()[-1].startswith("specdec: error: sentence 1")
+    )
+
+
+def test_empty_standard_input(generate, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    code, out, err = generate()
+    assert (code, out) == (2, "") and "got no lines from standard input" in err
+
+
+def test_standard_input_not_utf8(generate, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"sch\xf6n\n")))
+    code, out, err = generate()
+    assert (code, out) == (2, "") and "standard input: got bytes that are not UTF-8" in err
+
+
+def test_debug_shows_the_traceback(generate):
+    with pytest.raises(ValueError, match="gamma"):
+        generate("--gamma=-1", "--debug", "hello")
+
+
+def test_interrupt(generate, monkeypatch):
+    monkeypatch.setattr(inference, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert generate("hello") == (130, "", "specdec: interrupted\n")
+
+
+# As a process.
+
+
+def process(*argv, environment, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "specdec_jax.cli", *map(str, argv)], capture_output=True, encoding="utf-8",
+        env=os.environ | environment, **options,
+    )  # fmt: skip
+
+
+def test_process_reads_writes_and_keeps_what_it_compiled(pair, tmp_path):
+    argv = ["generate", "--target", pair / "target", "--dtype=float32", "--max_new_tokens=6", "--batch_size=1"]
+    done = process(*argv, environment={"XDG_CACHE_HOME": str(tmp_path)}, input="Tom\n\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "\n".join([*expected(pair, ["Tom"]), "", ""])
+    assert any((tmp_path / "specdec_jax").iterdir())
+
+
+def test_process_error():
+    done = process("generate", "--target=no/such/model", "hello", environment={})
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("specdec: error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,64 @@
+"""Models saved by Hugging Face transformers give its logits and its greedy tokens, padded batches included."""
+
+import numpy as np
+import pytest
+from golden_models import golden_hf_models, greedy_tokens
+
+from specdec_jax.checkpoints import load
+
+MODELS = {name: (folder, io) for name, folder, io in golden_hf_models()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def golden(request):
+    folder, io = MODELS[request.param]
+    return load(folder, "float32"), io
+
+
+def test_logits_of_a_padded_batch(golden):
+    model, io = golden
+    logits = model.logits(io["inputs"], io["decoder_tokens"], io["input_lengths"])
+    np.testing.assert_allclose(logits, io["logits"], rtol=0, atol=1e-4)
+
+
+def test_greedy_tokens_of_a_padded_batch(golden):
+    model, io = golden
+    assert io["greedy_margin"].min() > 0.01  # far above what logits may differ by
+    tokens = greedy_tokens(model, io["inputs"], io["input_lengths"], 16, model.eos_ids)
+    np.testing.assert_array_equal(tokens, io["greedy"])
+
+
+def test_greedy_tokens_with_another_eos(golden):
+    model, io = golden
+    tokens = greedy_tokens(model, io["inputs"], io["input_lengths"], 16, (int(io["early_eos_id"]),))
+    assert (tokens == 0).any()
+    np.testing.assert_array_equal(tokens, io["greedy_early"])
+
+
+def test_greedy_tokens_of_a_row_alone_without_padding():
+    folder, io = MODELS["hf_t5_1_0"]
+    model = load(folder, "float32")
+    row, length = 1, io["input_lengths"][1]  # the shortest; the batch above pads it
+    tokens = greedy_tokens(model, io["inputs"][row : row + 1, :length], [length], 16, model.eos_ids)
+    np.testing.assert_array_equal(tokens, io["greedy_alone"][row : row + 1])
+    np.testing.assert_array_equal(io["greedy_alone"], io["greedy"])
+
+
+def test_special_ids_come_from_the_generation_config():
+    models = {name: load(folder, "float32") for name, (folder, _) in MODELS.items()}
+    assert {name: (model.start_token, model.eos_ids) for name, model in models.items()} == {
+        "hf_t5_1_0": (0, (1,)),
+        "hf_t5_1_1": (0, (1, 95)),
+        "hf_mt5": (2, (1,)),
+    }
+
+
+def test_the_three_cover_tied_scaled_separate_and_sharded():
+    configs = {name: load(folder, "float32").config for name, (folder, _) in MODELS.items()}
+    assert {name: (c.logits_via_embedding, c.scale_decoder_outputs) for name, c in configs.items()} == {
+        "hf_t5_1_0": (True, True),
+        "hf_t5_1_1": (False, False),
+        "hf_mt5": (False, False),
+    }
+    assert configs["hf_t5_1_1"].num_decoder_layers == 3 != configs["hf_t5_1_1"].num_encoder_layers
+    assert len(list(MODELS["hf_t5_1_1"][0].glob("model-*.safetensors"))) > 2

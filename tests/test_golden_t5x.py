@@ -1,0 +1,36 @@
+"""T5X's own checkpoint, loaded without T5X, gives T5X's logits and greedy tokens."""
+
+import numpy as np
+import pytest
+from golden_models import greedy_tokens, unpack_t5x
+
+from specdec_jax.checkpoints import load
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    folder, io = unpack_t5x(tmp_path_factory.mktemp("t5x"))
+    return load(folder, "float32"), folder, io
+
+
+def test_logits(golden):
+    model, _, io = golden
+    logits = model.logits(io["encoder_input_tokens"], io["decoder_input_tokens"])
+    np.testing.assert_allclose(logits, io["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("decode", ["greedy_eos1", "greedy_noeos", "greedy_eos_early", "greedy_prompt3"])
+def test_greedy_tokens(golden, decode):
+    model, _, io = golden
+    eos_ids = {"greedy_eos1": (1,), "greedy_eos_early": (int(io["eos_early_id"]),)}.get(decode, ())
+    prefix = io["prompt_decoder_input_tokens"][:, 1:4] if decode == "greedy_prompt3" else None
+    lengths = (io["encoder_input_tokens"] > 0).sum(axis=1)
+    tokens = greedy_tokens(model, io["encoder_input_tokens"], lengths, 16, eos_ids, prefix)
+    np.testing.assert_array_equal(tokens, io[decode])
+
+
+def test_the_checkpoint_holds_an_optimizer_state_which_is_not_read(golden):
+    model, folder, _ = golden
+    assert list(folder.glob("checkpoint_7/state.param_states.*"))
+    assert load(folder / "checkpoint_7", "float32").config == model.config
+    assert (model.config.num_heads, model.config.head_dim, model.config.mlp_activations) == (2, 16, ("gelu", "linear"))

@@ -1,0 +1,253 @@
+"""The law of what the engine really draws, through its own keys: G-tests of the joint law of three positions.
+
+The false-alarm rate of one test is 1e-9. `DRAWS` is what `draws_needed` says for a smallest deviation worth finding:
+a joint law of 16³ cells that is off by 7 % (root mean square, relative: E_p[(q/p − 1)²] = 0.0049) must be found with
+probability 0.999. `test_the_sample_is_large_enough` repeats the calculation.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import scipy.stats
+import toy
+from toy_models import HashModel, tiny_t5
+
+from specdec_jax import sampling, verification
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.generate import advance, prepare
+from specdec_jax.sampling import SamplingConfig
+
+V, POSITIONS, EOS, GAMMA = 16, 3, 5, 2
+DRAWS, ROWS = 200_000, 20_000
+FALSE_ALARM, POWER, DEVIATION = 1e-9, 0.999, 0.07
+INPUTS = [3, 7, 1]
+
+
+def draws_needed(cells: int) -> int:
+    """Draws with which a G-test over `cells` cells finds `DEVIATION` with probability `POWER`.
+
+    Under a wrong law G is noncentral χ² with noncentrality draws · E_p[(q/p − 1)²].
+    """
+    freedom = cells - 1
+    critical = scipy.stats.chi2.isf(FALSE_ALARM, freedom)
+    low, high = 1, 10**9
+    while low < high:
+        middle = (low + high) // 2
+        enough = scipy.stats.ncx2.sf(critical, freedom, middle * DEVIATION**2) >= POWER
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return low
+
+
+def test_the_sample_is_large_enough():
+    assert 150_000 < draws_needed(V**POSITIONS) <= DRAWS
+    assert draws_needed(V**2) < DRAWS / 3
+
+
+def joint_law(model, config: SamplingConfig) -> np.ndarray:
+    """`[V³]` probabilities of the first three ids (0 after an EOS), teacher-forced over all prefixes, in float64."""
+    pairs = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, 2)
+    decoder = np.concatenate([np.full((len(pairs), 1), model.start_token), pairs], axis=1)
+    logits = np.asarray(model.logits(np.tile(INPUTS, (len(pairs), 1)), decoder, np.full(len(pairs), len(INPUTS))))
+    probs = toy.adjusted_probs(logits, config.temperature, config.top_k, config.top_p)
+    first, second, third = probs[0, 0], probs[::V, 1], probs[:, 2].reshape(V, V, V)
+    joint = first[:, None, None] * second[:, :, None] * third
+    after = np.zeros((V, V, V))
+    after[:, :, 0] = joint.sum(axis=2)  # what follows an EOS is written as 0
+    joint[:, EOS] = after[:, EOS]
+    joint[EOS] = 0
+    joint[EOS, 0, 0] = first[EOS]
+    return joint.ravel()
+
+
+def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
+    """p-value of `counts` under `probs`; cells that expect fewer than 20 are taken together; Williams's correction."""
+    assert counts[probs == 0].sum() == 0, "drawn although its probability is 0"
+    draws = counts.sum()
+    small = probs * draws < 20
+    observed = np.append(counts[~small], counts[small].sum())
+    expected = np.append(probs[~small], probs[small].sum()) * draws
+    if expected[-1] == 0:
+        observed, expected = observed[:-1], expected[:-1]
+    freedom = len(observed) - 1
+    seen = observed > 0
+    statistic = 2 * np.sum(observed[seen] * np.log(observed[seen] / expected[seen]))
+    correction = 1 + (np.sum(draws / expected) - 1) / (6 * draws * freedom)
+    return float(scipy.stats.chi2.sf(statistic / correction, freedom))
+
+
+def sample(target, drafter, config, draws: int, run=advance, **options):
+    """Joint counts `[V³]` over `draws` rows, each with a key of its own, in batches."""
+    counts, stats = np.zeros(V**POSITIONS), []
+    for start in range(0, draws, ROWS):
+        key = jax.random.fold_in(jax.random.key(0), start)
+        state, request = prepare(
+            target, np.tile(INPUTS, (ROWS, 1)), input_lengths=np.full(ROWS, 3), drafter=drafter, gamma=GAMMA,
+            sampling=config, max_new_tokens=POSITIONS, eos_ids=[EOS], key=key, **options,
+        )  # fmt: skip
+        state = run(target.network, request.drafter, state, np.int32(99))
+        tokens, counted = jax.device_get((state.tokens[:, 1 : 1 + POSITIONS], state.counts))
+        live = np.arange(POSITIONS) < np.asarray(state.lengths)[:, None] - 1
+        tokens = np.where(live, tokens, 0)
+        counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**POSITIONS)
+        stats.append([counted.examined_by_position.sum(axis=0), counted.accepted_by_position.sum(axis=0)])
+    return counts, np.sum(stats, axis=0)
+
+
+@functools.cache
+def t5_pair():
+    return tiny_t5(0, V, decoder_layers=1), tiny_t5(1, V, decoder_layers=1)
+
+
+def hash_pair():
+    return HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.3)
+
+
+SPREAD = SamplingConfig(temperature=1.0)
+FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)
+
+
+@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
+def test_t5_law(speculative_):
+    target, draft = t5_pair()
+    config = SamplingConfig(temperature=1.0)
+    counts, (examined, accepted) = sample(target, ModelDrafter(draft) if speculative_ else None, config, DRAWS)
+    assert g_test(counts, joint_law(target, config)) > FALSE_ALARM
+    if speculative_:
+        assert 0.2 < accepted.sum() / examined.sum() < 0.9, "the test says little where all or nothing is accepted"
+        assert g_test(counts, joint_law(draft, config)) < FALSE_ALARM, "and nothing if both laws were the same"
+
+
+@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
+def test_law_under_top_k_and_top_p(speculative_):
+    target, draft = hash_pair()
+    counts, _ = sample(target, ModelDrafter(draft) if speculative_ else None, FILTERED, DRAWS)
+    probs = joint_law(target, FILTERED)
+    assert np.count_nonzero(probs) < V**POSITIONS / 4
+    assert g_test(counts, probs) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("vocab", [11, 23], ids=["narrower", "wider"])
+def test_law_with_a_drafter_of_another_width(vocab):
+    """Ids that the drafter lacks have draft probability 0, ids that the target lacks are never drafted."""
+    target, draft = HashModel(V, 0, spread=3.0), HashModel(vocab, 1, spread=3.0, likeness=0.3)
+    counts, _ = sample(target, ModelDrafter(draft), FILTERED, 2 * ROWS)
+    assert g_test(counts, joint_law(target, FILTERED)) > FALSE_ALARM
+
+
+def test_acceptance_is_the_sum_of_minima():
+    """Per position of the first draft, two-sided: the drafted ids and the target's are coupled no better, no worse."""
+    target, draft = hash_pair()
+    shares = []
+    for model in (target, draft):
+        decoder = np.concatenate([np.zeros((V, 1), int), np.arange(V)[:, None]], axis=1)
+        logits = model.logits(np.tile(INPUTS, (V, 1)), decoder, np.full(V, 3))
+        shares.append(toy.adjusted_probs(logits, FILTERED.temperature, FILTERED.top_k, FILTERED.top_p))
+    p, q = shares
+    both = np.minimum(p, q)
+    first = both[0, 0]
+    # The second is examined after a first that stood and was no EOS.
+    reach = np.where(np.arange(V) == EOS, 0, first)
+    expected = [first.sum(), reach @ both[:, 1].sum(axis=1) / reach.sum()]
+    once = lambda *args: advance(*args[:3], np.int32(1))
+    _, (examined, accepted) = sample(target, ModelDrafter(draft), FILTERED, ROWS * 4, run=once)
+    assert examined[0] == ROWS * 4
+    assert abs(examined[1] - examined[0] * reach.sum()) < 6 * np.sqrt(examined[0] * reach.sum() * (1 - reach.sum()))
+    for seen, stood, rate in zip(examined, accepted, expected):
+        assert 0.2 < rate < 0.9
+        assert abs(stood - seen * rate) < 6 * np.sqrt(seen * rate * (1 - rate))
+
+
+# --- Mutants of the production code, which the same test must find in far fewer draws ---
+
+verify_tokens, uniforms, draw = verification.verify_tokens, sampling.uniforms, sampling.draw
+
+
+def residual_from_target(monkeypatch):
+    def verify(target, draft, draft_tokens, num_drafted, accept, final):
+        found = verify_tokens(target, draft, draft_tokens, num_drafted, accept, final)
+        here = np.arange(len(draft_tokens)), found.num_accepted
+        return found._replace(next_token=draw(target.row(found.num_accepted), final[here]))
+
+    monkeypatch.setattr(verification, "verify_tokens", verify)
+
+
+def constant_acceptance(value):
+    def patch(monkeypatch):
+        def verify(target, draft, draft_tokens, num_drafted, accept, final):
+            return verify_tokens(target, draft, draft_tokens, num_drafted, accept * 0 + value, final)
+
+        monkeypatch.setattr(verification, "verify_tokens", verify)
+
+    return patch
+
+
+def tag_shared(a, b):
+    return lambda monkeypatch: monkeypatch.setattr(sampling, a, getattr(sampling, b))
+
+
+def same_at_every_offset(monkeypatch):
+    patched = lambda keys, lengths, offsets, tag: uniforms(keys, lengths, offsets * 0, tag)
+    monkeypatch.setattr(sampling, "uniforms", patched)
+
+
+def same_at_every_iteration(monkeypatch):
+    patched = lambda keys, lengths, offsets, tag: uniforms(keys, lengths * 0, offsets, tag)
+    monkeypatch.setattr(sampling, "uniforms", patched)
+
+
+def same_in_every_row(monkeypatch):
+    patched = lambda keys, *args: uniforms(jax.numpy.broadcast_to(keys[:100], (ROWS // 100, 100)).ravel(), *args)
+    monkeypatch.setattr(sampling, "uniforms", patched)
+
+
+def draft_by_argmax(monkeypatch):
+    """The drafter returns its softmax law but drafts the most probable id."""
+    monkeypatch.setattr(sampling, "draw", lambda weights, uniform: sampling.argmax(weights))
+
+
+def draft_from_another_law(monkeypatch):
+    """The law that is returned lacks the filters that the draft was drawn with."""
+    monkeypatch.setattr(
+        sampling, "draw", lambda weights, uniform: draw(jax.numpy.where(weights < 0.1, 0, weights), uniform)
+    )
+
+
+MUTANTS = {
+    "residual from p": residual_from_target,
+    "acceptance uniform 0": constant_acceptance(0.0),
+    "acceptance uniform 0.5": constant_acceptance(0.5),
+    "draft and acceptance share a tag": tag_shared("ACCEPT", "DRAFT"),
+    "acceptance and residual share a tag": tag_shared("RESIDUAL", "ACCEPT"),
+    "draft and residual share a tag": tag_shared("RESIDUAL", "DRAFT"),
+    "one uniform at every position": same_at_every_offset,
+    "one uniform at every iteration": same_at_every_iteration,
+    "one uniform in many rows": same_in_every_row,
+    "draft by argmax, softmax in the ratio": draft_by_argmax,
+    "draft from another law than returned": draft_from_another_law,
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_statistics_catch(name, monkeypatch):
+    target, draft = hash_pair()
+    MUTANTS[name](monkeypatch)
+    fresh = jax.jit(lambda *args: advance.__wrapped__(*args))  # traced anew, with the patch
+    counts, _ = sample(target, ModelDrafter(draft), SPREAD, ROWS, run=fresh)
+    assert g_test(counts, joint_law(target, SPREAD)) < FALSE_ALARM
+
+
+def test_without_a_mutant_the_small_sample_passes():
+    target, draft = hash_pair()
+    counts, _ = sample(target, ModelDrafter(draft), SPREAD, ROWS)
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+
+
+def test_seed_zero_and_token_zero_are_ordinary():
+    """Key 0 draws like any other, and id 0 is drawn as often as its probability says."""
+    target, _ = hash_pair()
+    counts, _ = sample(target, None, SPREAD, ROWS)
+    probs = joint_law(target, SPREAD).reshape(V, -1).sum(axis=1)
+    seen = counts.reshape(V, -1).sum(axis=1)
+    assert 0.01 < probs[0] and abs(seen[0] - ROWS * probs[0]) < 6 * np.sqrt(ROWS * probs[0])

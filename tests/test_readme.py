@@ -1,0 +1,48 @@
+"""The README: its Python example runs as it stands, and its list of files is complete."""
+
+import pathlib
+import re
+
+import pytest
+
+import specdec_jax as sd
+
+ROOT = pathlib.Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_python_example(capsys):
+    if not sd.bundled():
+        pytest.skip("the bundled pair is not there")
+    (example,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    texts, figures = capsys.readouterr().out.splitlines()
+    assert "Tom" in texts and "Deutsch" in texts
+    rate, per_call = map(float, figures.split())
+    assert 0 < rate <= 1 < per_call <= 5
+
+
+def test_every_file_is_listed():
+    section = TEXT.partition("\n## Files\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+    folders = [path.rstrip("/") for path in listed if path.endswith("/")]
+    there = {
+        str(path.relative_to(ROOT))
+        for pattern in ("specdec_jax/**/*.py", "configs/**/*.gin", "scripts/*.py", "tests/*.py", ".ci/*")
+        for path in ROOT.glob(pattern)
+        if path.name != "__init__.py" and not any(str(path.relative_to(ROOT)).startswith(folder) for folder in folders)
+    }
+    assert {path for path in listed if not path.endswith("/")} == there
+
+
+def test_links_inside_lead_somewhere():
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+ (.*)", TEXT, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
+
+
+def test_commands_exist():
+    from specdec_jax.cli import COMMANDS
+
+    assert set(re.findall(r"^specdec (\w+)", TEXT, re.MULTILINE)) == set(COMMANDS)

@@ -1,0 +1,228 @@
+"""Sampling laws against a sort in numpy, and draws over whole grids of uniforms."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from specdec_jax import sampling
+from specdec_jax.sampling import SamplingConfig
+
+LAST = np.float32(1 - 2**-24)  # the largest float32 below 1
+draw = jax.jit(sampling.draw)
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def standardized(logits, rows, mode):
+    law = sampling.standardize(logits, rows, mode)
+    return law.probs(), law.row(jnp.zeros(logits.shape[0], jnp.int32)), law.prob(jnp.zeros(logits.shape[:2], jnp.int32))
+
+
+def probs_of(logits, **config):
+    """`[B, T, V]` from the package."""
+    config = SamplingConfig(**config)
+    return np.asarray(standardized(np.asarray(logits), config.rows(len(logits)), config.mode)[0])
+
+
+def some_logits(rng, batch, vocab):
+    """Continuous, tied, signed-zero and −inf logits."""
+    logits = rng.normal(size=(batch, 2, vocab)).astype(np.float32) * 3
+    logits[::3] = np.round(logits[::3])
+    logits[1::4] *= np.where(rng.random(logits[1::4].shape) < 0.3, -0.0, 1).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    logits[..., 0] = 0.5
+    return logits
+
+
+@pytest.mark.parametrize("vocab", [5, 130, 300])
+def test_every_processor_equals_a_sort(vocab):
+    """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off row by row."""
+    rng, batch = np.random.default_rng(vocab), 48
+    logits = some_logits(rng, batch, vocab)
+    temperature = rng.choice([0.0, 0.3, 1.0, 2.5], batch).astype(np.float32)
+    top_k = rng.choice([0, 1, 2, 3, vocab - 1, vocab, vocab + 7], batch)
+    # Thresholds that no mass of float32 sums meets by rounding.
+    top_p = rng.choice([1.0, 0.05123, 0.51237, 0.90171, 0.99903], batch).astype(np.float32)
+    for use_k, use_p in ((False, False), (True, False), (False, True), (True, True)):
+        k, p = (top_k if use_k else np.zeros_like(top_k)), (top_p if use_p else np.ones_like(top_p))
+        found = probs_of(logits, temperature=temperature.tolist(), top_k=k.tolist(), top_p=p.tolist())
+        expected = np.stack([toy.adjusted_probs(*row) for row in zip(logits, temperature, k, p)])
+        np.testing.assert_array_equal(found > 0, expected > 0)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_ties_with_the_last_kept_stay():
+    tied = np.array([[[2.0, 1, 1, 1, 0]]], np.float32)
+    assert np.count_nonzero(probs_of(tied, temperature=1.0, top_k=2)) == 4
+    assert np.count_nonzero(probs_of(tied, temperature=1.0, top_k=1)) == 1
+    assert np.count_nonzero(probs_of(tied, temperature=1.0, top_p=0.6)) == 4
+    equal = np.zeros((1, 1, 8), np.float32)
+    np.testing.assert_allclose(probs_of(equal, temperature=1.0, top_k=1, top_p=0.1), 1 / 8)
+
+
+def test_top_p_comes_after_top_k():
+    """Of (0.4, 0.3, 0.2, 0.1), k = 2 leaves (4/7, 3/7): p = 0.55 then keeps one id, before top-k it would keep two."""
+    logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]], np.float32))
+    np.testing.assert_allclose(probs_of(logits, temperature=1.0, top_k=2, top_p=0.55)[0, 0], [1, 0, 0, 0])
+    assert np.count_nonzero(probs_of(logits, temperature=1.0, top_p=0.55)) == 2
+
+
+def test_temperature_comes_first():
+    logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]], np.float32))
+    assert np.count_nonzero(probs_of(logits, temperature=0.1, top_p=0.9)) == 1
+    assert np.count_nonzero(probs_of(logits, temperature=10.0, top_p=0.9)) == 4
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-3])
+def test_a_tiny_temperature_is_argmax_not_nan(temperature):
+    found = probs_of(np.array([[[1.0, 12, -np.inf, 11.5]]], np.float32), temperature=temperature)
+    np.testing.assert_array_equal(found, [[[0, 1, 0, 0]]])
+
+
+def test_temperature_zero_is_one_hot_in_a_sampled_batch():
+    """Ties go to the first id, as in `argmax`."""
+    logits = np.array([[[1.0, 3, 3]], [[1.0, 3, 3]]], np.float32)
+    found = probs_of(logits, temperature=[0.0, 1.0], top_k=2, top_p=0.9)
+    np.testing.assert_array_equal(found[0, 0], [0, 1, 0])
+    np.testing.assert_allclose(found[1, 0], [0, 0.5, 0.5], atol=1e-6)
+
+
+def test_bfloat16_logits_are_cast_before_the_temperature():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 50)) * 4, jnp.bfloat16)
+    config = dict(temperature=0.7, top_p=0.9)
+    np.testing.assert_array_equal(probs_of(logits, **config), probs_of(logits.astype(jnp.float32), **config))
+    assert probs_of(logits, **config).dtype == np.float32
+
+
+def test_law_gives_the_same_numbers_three_ways():
+    logits = some_logits(np.random.default_rng(1), 4, 20)
+    config = SamplingConfig(temperature=0.8, top_k=7)
+    probs, row, prob = standardized(logits, config.rows(4), config.mode)
+    np.testing.assert_array_equal(row, probs[:, 0])
+    np.testing.assert_array_equal(prob, probs[..., 0])
+
+
+def test_argmax_takes_the_first_of_equals():
+    logits = np.array([[0.0, 2, 2], [-np.inf, -np.inf, -1], [-0.0, 0.0, -1], [5, 1, 5]], np.float32)
+    np.testing.assert_array_equal(sampling.argmax(logits), [1, 2, 0, 0])
+    assert 0 <= int(sampling.argmax(np.full(4, np.nan, np.float32))) < 4
+
+
+@pytest.mark.parametrize("vocab", [3, 128, 129, 400])
+def test_draw_inverts_the_distribution_function(vocab):
+    """Over all uniforms k/4096 an id comes up exactly 4096 · weight times, and in order."""
+    grid = np.arange(4096, dtype=np.float32) / 4096
+    counts = np.random.default_rng(vocab).multinomial(1024, np.random.default_rng(1).dirichlet(np.full(vocab, 0.1)))
+    weights = np.broadcast_to((counts / 1024).astype(np.float32), (4096, vocab))
+    for scale in (1, 0.25):  # weights need not sum to 1
+        ids = np.asarray(draw(weights * np.float32(scale), grid))
+        np.testing.assert_array_equal(ids, np.repeat(np.arange(vocab), counts * 4))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, LAST])
+@pytest.mark.parametrize("vocab", [4, 128, 1000, 40000])
+def test_draw_never_takes_weight_zero(vocab, uniform):
+    rng = np.random.default_rng(vocab)
+    weights = (rng.random((32, vocab)) * (rng.random((32, vocab)) < 0.3)).astype(np.float32)
+    weights[:, 0] = weights[:, -1] = 0
+    weights[:, 2] = 0.1
+    weights[0], weights[0, 1] = 0, 1e-30
+    ids = np.asarray(draw(weights, np.full(32, uniform, np.float32)))
+    assert np.all(np.take_along_axis(weights, ids[:, None], axis=1) > 0)
+
+
+def test_draw_never_takes_weight_zero_where_sums_round():
+    """More than 256 blocks: XLA's cumulative sums are then no longer monotone, and rise at blocks of weight zero."""
+    vocab, rows = 1000 * 128, 8
+    rng = np.random.default_rng(0)
+    blocks = (rng.random((rows, 1000)) * (rng.random((rows, 1000)) < 0.3)).astype(np.float32)
+    cumulative = np.asarray(jax.jit(lambda x: jnp.cumsum(x, axis=-1))(blocks))
+    row, before = np.nonzero((np.diff(cumulative, axis=1) != 0) & (blocks[:, 1:] == 0))
+    if not len(row):
+        pytest.skip("cumulative sums do not round here")
+    row, before = row[:64], before[:64]
+    weights = np.zeros((len(row), vocab), np.float32)
+    weights[:, ::128] = blocks[row]
+    # Uniforms that put the goal at, and just below and above, the sum before the rise.
+    centre = cumulative[row, before] / cumulative[row, -1]
+    for uniform in (centre, np.nextafter(centre, np.float32(0)), np.nextafter(centre, np.float32(1))):
+        ids = np.asarray(draw(weights, uniform))
+        assert np.all(np.take_along_axis(weights, ids[:, None], axis=1) > 0)
+
+
+@hypothesis.given(st.integers(0, 2**32 - 1))
+def test_laws_and_draws_are_sound(seed):
+    """Any logits with a finite one, any parameters: a law, on finite logits only; a draw of positive probability."""
+    rng, batch, vocab = np.random.default_rng(seed), 8, 11
+    logits = some_logits(rng, batch, vocab) * np.float32(10.0 ** rng.integers(-3, 4))
+    config = SamplingConfig(
+        temperature=rng.choice([0, 1e-6, 0.1, 1, 50], batch).tolist(),
+        top_k=[*rng.integers(0, vocab + 2, batch - 1), 3],
+        top_p=[*(1 - rng.random(batch - 1)), 0.5],
+    )
+    probs = np.asarray(standardized(logits, config.rows(batch), config.mode)[0])
+    assert np.all((probs >= 0) & (probs <= 1 + 1e-6))
+    assert np.all(probs[np.isneginf(logits)] == 0)
+    np.testing.assert_allclose(probs.sum(axis=-1), 1, atol=1e-5)
+    best = np.take_along_axis(probs, np.argmax(logits, axis=-1)[..., None], axis=-1)[..., 0]
+    assert np.all(best >= probs.max(axis=-1) - 1e-6)
+    ids = np.asarray(draw(probs[:, 0], rng.choice([0, 0.3, LAST], batch).astype(np.float32)))
+    assert np.all(np.take_along_axis(probs[:, 0], ids[:, None], axis=1) > 0)
+
+
+def test_uniforms_are_apart():
+    """No two of (request, committed length, offset, use) share a uniform; the batch index plays no part."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    lengths, offsets = jnp.array([1, 2, 2, 3]), jnp.broadcast_to(jnp.arange(5), (4, 5))
+    tags = (sampling.DRAFT, sampling.ACCEPT, sampling.RESIDUAL, sampling.BONUS)
+    assert len(set(tags)) == 4
+    values = [np.asarray(sampling.uniforms(keys, lengths, offsets, tag)) for tag in tags]
+    later = np.asarray(sampling.uniforms(keys, lengths + 10, offsets, sampling.DRAFT))
+    everything = np.concatenate([np.ravel(value) for value in (*values, later)])
+    assert len(np.unique(everything)) == len(everything)
+    assert np.all((everything >= 0) & (everything < 1))
+    turned = sampling.uniforms(keys[::-1], lengths[::-1], offsets, sampling.DRAFT)
+    np.testing.assert_array_equal(turned[::-1], values[0])
+    alone = sampling.uniforms(keys[2:3], lengths[2:3], offsets[:1, 3:], sampling.DRAFT)
+    np.testing.assert_array_equal(alone, values[0][2:3, 3:])
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (dict(temperature=-0.1), "temperature: got -0.1, expected a finite number of at least 0"),
+        (dict(temperature=float("nan")), "temperature: got nan"),
+        (dict(temperature=[0.5, float("inf")]), "temperature: got inf"),
+        (dict(temperature=1e39), "temperature: got 1e[+]39"),
+        (dict(top_k=-1), "top_k: got -1, expected an integer of at least 0"),
+        (dict(top_k=2.5), "top_k: got 2.5"),
+        (dict(top_k=float("nan")), "top_k: got nan"),
+        (dict(top_k=float("inf")), "top_k: got inf"),
+        (dict(top_p=0.0), r"top_p: got 0.0, expected a number in \(0, 1\]"),
+        (dict(top_p=1.01), "top_p: got 1.01"),
+        (dict(top_p=float("nan")), "top_p: got nan"),
+    ],
+    ids=str,
+)
+def test_bad_configurations_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**config)
+
+
+def test_one_value_or_one_per_input():
+    rows = SamplingConfig(temperature=[0.1, 0.2], top_p=0.5).rows(2)
+    np.testing.assert_allclose(rows.temperature, [0.1, 0.2])
+    np.testing.assert_allclose(rows.top_p, [0.5, 0.5])
+    with pytest.raises(ValueError, match="temperature: got 2 values, expected one or 3"):
+        SamplingConfig(temperature=[0.1, 0.2]).rows(3)
+
+
+def test_mode_is_what_is_on():
+    assert SamplingConfig().mode == (True, False, False)
+    assert SamplingConfig(temperature=[0, 1], top_k=[0, 3], top_p=[1, 0.5]).mode == (False, True, True)
+    assert SamplingConfig(temperature=1.0, top_k=0, top_p=1.0).mode == (False, False, False)

@@ -1,0 +1,173 @@
+"""Vocabularies against Hugging Face's tokenisers (golden ids), sentinels included."""
+
+import gzip
+import json
+import pathlib
+
+import pytest
+from golden_models import GOLDEN
+
+from specdec_jax import data
+from specdec_jax.formats import huggingface
+
+FOLDER = GOLDEN / "hf_tokenizer"
+IDS = json.loads((FOLDER / "ids.json").read_text(encoding="utf-8"))
+TEXTS = pathlib.Path(__file__).parents[2] / "shared" / "data"
+
+
+def vocabularies():
+    return {
+        "spiece.model": data.SentencePieceVocabulary.load(FOLDER / "spiece.model", IDS["extra_ids"]),
+        "tokenizer.json": data.TokenizerJsonVocabulary.load(FOLDER / "tokenizer.json"),
+    }
+
+
+VOCABULARIES = vocabularies()
+
+
+@pytest.mark.parametrize("record", IDS["records"], ids=lambda record: record["text"][:20])
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_ids_equal_hugging_faces(kind, record):
+    vocabulary = VOCABULARIES[kind]
+    assert vocabulary.encode(record["text"]) + list(vocabulary.eos_ids) == record["ids"]
+
+
+@pytest.mark.parametrize("record", IDS["records"], ids=lambda record: record["text"][:20])
+def test_byte_ids_equal_hugging_faces(record):
+    assert data.ByteVocabulary().encode(record["text"]) + [data.EOS_ID] == record["byt5_ids"]
+
+
+def test_both_files_make_the_same_vocabulary():
+    spiece, tokenizer = VOCABULARIES.values()
+    assert spiece.size == tokenizer.size == IDS["size"]
+    assert spiece.fingerprint() == tokenizer.fingerprint()
+    assert spiece.fingerprint() != data.SentencePieceVocabulary(spiece.model, 19).fingerprint()
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_decoding(kind):
+    vocabulary = VOCABULARIES[kind]
+    text = "The river froze early that year."
+    ids = vocabulary.encode(text)
+    assert vocabulary.decode([0, *ids, 1, 0]) == text
+    assert vocabulary.decode([*ids, vocabulary.size, 10**6]) == text  # ids of the logits' padding
+    assert vocabulary.decode([]) == ""
+    assert "".join(map(vocabulary.piece, ids)) == " " + text
+    assert vocabulary.piece(vocabulary.size) == f"<{vocabulary.size}>"
+
+
+@pytest.mark.parametrize(
+    "text", ["The <extra_id_0> stayed on <extra_id_1>", "<extra_id_0> The river <extra_id_1> froze"]
+)
+def test_sentinels_survive_a_round_trip(text):
+    vocabulary = VOCABULARIES["spiece.model"]
+    ids = vocabulary.encode(text)
+    assert vocabulary.size - 1 in ids and vocabulary.size - 2 in ids
+    assert vocabulary.decode(ids) == text
+
+
+@pytest.mark.parametrize("record", IDS["records"], ids=lambda record: record["text"][:20])
+def test_tokenizer_json_decodes_as_hugging_face_does(record):
+    """It writes no space before a sentinel."""
+    assert VOCABULARIES["tokenizer.json"].decode(record["ids"]) == record["decoded"]
+
+
+def test_seqio_would_give_the_same_ids_where_a_sentinel_starts_a_word():
+    """seqio appends user-defined pieces `▁<extra_id_i>` to the model: here the text around them is encoded apart."""
+    plain = data.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
+    size = IDS["size"]
+    expected = [*plain.encode("The river"), size - 1, *plain.encode("froze"), size - 2]
+    assert VOCABULARIES["spiece.model"].encode("The river <extra_id_0> froze <extra_id_1>") == expected
+
+
+def test_without_extra_ids_a_sentinel_is_text():
+    plain = data.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
+    assert max(plain.encode("<extra_id_0>")) < plain.size
+    assert len(plain.encode("<extra_id_0>")) > 1
+
+
+def test_bytes():
+    vocabulary = data.ByteVocabulary()
+    assert vocabulary.size == 384
+    text = "Grüße <extra_id_3> 漢"
+    ids = vocabulary.encode(text)
+    assert vocabulary.decode([0, *ids, 1]) == text
+    assert vocabulary.decode(ids[:-1]) == "Grüße <extra_id_3> "  # a cut character is dropped
+    assert len({vocabulary.piece(i) for i in range(vocabulary.size)}) == vocabulary.size
+
+
+def test_a_tokenizers_truncation_and_padding_are_ignored():
+    content = json.loads(VOCABULARIES["tokenizer.json"].text)
+    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 30}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>",
+    }  # fmt: skip
+    text = "The river froze early that year."
+    assert data.TokenizerJsonVocabulary(json.dumps(content)).encode(text) == VOCABULARIES["tokenizer.json"].encode(text)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: data.SentencePieceVocabulary(b"no model"),
+    lambda: data.SentencePieceVocabulary(b""),
+    lambda: data.TokenizerJsonVocabulary("{}"),
+    lambda: data.TokenizerJsonVocabulary(VOCABULARIES["tokenizer.json"].text.replace("</s>", "<end>")),
+])  # fmt: skip
+def test_what_is_no_vocabulary_is_refused(make):
+    with pytest.raises(ValueError, match=r"^got .*, expected "):
+        make()
+
+
+FOLDERS = {
+    # files beside spiece.model -> sentinels
+    "default": ({}, 100),
+    "extra_ids": ({"tokenizer_config.json": {"extra_ids": 7}}, 7),
+    "none": ({"tokenizer_config.json": {"extra_ids": 0, "additional_special_tokens": None}}, 0),
+    "listed": ({"tokenizer_config.json": {"additional_special_tokens": ["<extra_id_0>", "<extra_id_1>"]}}, 2),
+    "map": ({"special_tokens_map.json": {"additional_special_tokens": ["<extra_id_0>"], "eos_token": "</s>"}}, 1),
+    "decoder": (
+        {
+            "tokenizer_config.json": {
+                "added_tokens_decoder": {"200": {"content": "<extra_id_1>"}, "201": {"content": "<extra_id_0>"}}
+            }
+        },
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
+    files, extra_ids = FOLDERS[case]
+    (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    vocabulary = huggingface.open_vocabulary(tmp_path, None)
+    assert (type(vocabulary), vocabulary.extra_ids) == (data.SentencePieceVocabulary, extra_ids)
+
+
+def test_which_tokenizer_a_folder_has(tmp_path):
+    assert huggingface.open_vocabulary(tmp_path, None) is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}))
+    vocabulary = huggingface.open_vocabulary(tmp_path, None)
+    assert (type(vocabulary), vocabulary.size) == (data.ByteVocabulary, 384)
+    assert type(huggingface.open_vocabulary(FOLDER, (1,))) is data.TokenizerJsonVocabulary
+
+
+@pytest.mark.parametrize("added", [{"<sep>": 200}, {"<extra_id_0>": 150}])
+def test_added_tokens_that_spiece_model_does_not_give_are_refused(added, tmp_path):
+    (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    with pytest.raises(ValueError, match="got added token .* expected only sentinels"):
+        huggingface.open_vocabulary(tmp_path, None)
+
+
+@pytest.mark.skipif(not TEXTS.is_dir(), reason=f"real text not beside the checkout ({TEXTS.name}/)")
+@pytest.mark.parametrize("name", ["ende/test.tsv.gz", "wiki_pe/test.tsv.gz"])
+def test_the_two_files_agree_on_real_text(name):
+    """transformers made tokenizer.json of spiece.model: two independent tokenisers, thousands of real sentences."""
+    with gzip.open(TEXTS / name, "rt", encoding="utf-8") as file:
+        texts = [text for line in file for text in line.rstrip("\n").split("\t")]
+    spiece, tokenizer = VOCABULARIES.values()
+    different = [text for text in texts if spiece.encode(text) != tokenizer.encode(text)]
+    assert len(texts) > 1000 and different == []

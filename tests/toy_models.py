@@ -1,0 +1,136 @@
+"""Small models with the interface of `LanguageModel`: tiny T5s, and one whose logits are a known hash of its tokens."""
+
+import dataclasses
+import types
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models.base import LanguageModel, padded_lengths
+from specdec_jax.models.t5 import T5Config
+
+
+def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) -> LanguageModel:
+    """A random T5 1.1 of width 16."""
+    shape = dict(emb_dim=16, num_heads=2, head_dim=8, num_encoder_layers=1, mlp_dim=32)
+    return LanguageModel.random(T5Config(vocab, num_decoder_layers=decoder_layers, **{**shape, **overrides}), seed)
+
+
+def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageModel:
+    """`model` with noise of `scale` times each parameter's spread added: a drafter that is right most of the time."""
+    rng = np.random.default_rng(seed)
+    noisy = lambda x: jnp.asarray(x + scale * np.std(x) * rng.normal(size=x.shape), x.dtype)
+    params = jax.tree.map(noisy, model.params)
+    return LanguageModel(model.config, params, start_token=model.start_token, eos_ids=model.eos_ids)
+
+
+@flax.struct.dataclass
+class HashCache:
+    """tokens `[B, S]` int32: what was fed at each slot; inputs `[B]` uint32: a number made of the row's inputs."""
+
+    tokens: jax.Array
+    inputs: jax.Array
+
+
+def _mix(h, value):
+    """One round of murmur3 over uint32."""
+    h = (h ^ value) * np.uint32(0xCC9E2D51)
+    h = (h << np.uint32(15)) | (h >> np.uint32(17))
+    h = h * np.uint32(0x1B873593) + np.uint32(0xE6546B64)
+    return h ^ (h >> np.uint32(13))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hash:
+    """Logits as a hash of (seed, inputs, the last two tokens fed, id), the same in numpy and in JAX.
+
+    Attributes:
+      vocab_size: V.
+      seed: which law.
+      spread: logits lie in [0, spread).
+      likeness: share of the logits that comes from seed 0's law, so that laws of different seeds resemble each other.
+    """
+
+    vocab_size: int
+    seed: int = 0
+    spread: float = 4.0
+    likeness: float = 0.0
+
+    def logits(self, inputs, previous, current):
+        """`[..., V]` float32 of uint32 arrays of one shape."""
+        ids = np.arange(self.vocab_size, dtype=np.uint32)
+
+        def one(seed):
+            h = _mix(_mix(_mix(np.uint32(seed * 7919 + 17) ^ (inputs * 0), inputs), previous), current)[..., None]
+            h = _mix(_mix(h, ids), ids ^ np.uint32(0x9E3779B9))
+            return (h >> np.uint32(8)).astype(np.float32) * np.float32(2**-24 * self.spread)
+
+        if not self.likeness:
+            return one(self.seed)
+        return one(0) * np.float32(self.likeness) + one(self.seed) * np.float32(1 - self.likeness)
+
+
+@flax.struct.dataclass
+class HashNetwork:
+    """`Network` of a `Hash`; its cache holds the tokens themselves, so a stale or missing slot changes the logits."""
+
+    law: Hash = flax.struct.field(pytree_node=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.law.vocab_size
+
+    def prefill(self, inputs, input_lengths, slots):
+        live = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        number = input_lengths.astype(jnp.uint32)
+        for column in range(inputs.shape[1]):
+            number = jnp.where(live[:, column], _mix(number, inputs[:, column].astype(jnp.uint32)), number)
+        return HashCache(jnp.full((inputs.shape[0], slots), -1, jnp.int32), number)
+
+    def decode(self, tokens, positions, cache):
+        row, queries = jnp.arange(tokens.shape[0])[:, None], tokens.shape[1]
+        slots = positions[:, None] + jnp.arange(queries)
+        stored = cache.tokens.at[row, slots].set(tokens)
+        previous = jnp.where(slots > 0, stored[row, jnp.maximum(slots - 1, 0)], 0)
+        number = jnp.broadcast_to(cache.inputs[:, None], tokens.shape)
+        logits = self.law.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
+        return logits, cache.replace(tokens=stored)
+
+
+class HashModel:
+    """`LanguageModel` of a `Hash`: rows with different inputs have different laws."""
+
+    def __init__(self, vocab_size: int, seed: int = 0, *, eos_ids=(1,), start_token=0, vocabulary=None, **law):
+        self.law = Hash(vocab_size, seed, **law)
+        self.network, self.config = HashNetwork(self.law), types.SimpleNamespace(vocab_size=vocab_size)
+        self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, start_token, tuple(eos_ids), "hash"
+
+    def logits(self, inputs, decoder_tokens, input_lengths=None):
+        """Teacher-forced logits `[B, T, V]` in numpy."""
+        inputs, tokens = np.asarray(inputs), np.asarray(decoder_tokens, np.uint32)
+        lengths = padded_lengths(inputs) if input_lengths is None else np.asarray(input_lengths)
+        number = lengths.astype(np.uint32)
+        for column in range(inputs.shape[1]):
+            number = np.where(column < lengths, _mix(number, inputs[:, column].astype(np.uint32)), number)
+        previous = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+        return self.law.logits(np.broadcast_to(number[:, None], tokens.shape), previous, tokens)
+
+
+def teacher_forced_greedy(model, row, limit: int, eos_ids=(), prefix=()) -> tuple[list[int], list[float]]:
+    """The slow reference for one row: argmax of the whole teacher-forced sequence, one token at a time.
+
+    Returns the new ids and their log-probabilities.
+    """
+    tokens, log_probs = [model.start_token, *prefix], []
+    inputs = np.array([[*row, *[0] * (8 - len(row))]], np.int32)  # one shape for all rows: one compilation
+    while len(log_probs) < limit:
+        padded = np.array([tokens + [0] * (16 - len(tokens))], np.int32)
+        logits = np.asarray(model.logits(inputs, padded, [len(row)]), np.float64)[0, len(tokens) - 1]
+        token = int(np.argmax(logits))
+        log_probs.append(logits[token] - np.log(np.sum(np.exp(logits - logits.max()))) - logits.max())
+        tokens.append(token)
+        if token in eos_ids:
+            break
+    return tokens[1 + len(prefix) :], log_probs
