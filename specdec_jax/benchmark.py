@@ -145,7 +145,8 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | No
     def model(preset: str) -> LanguageModel:
         config = dataclasses.replace(PRESETS[preset], dtype=options.dtype or "float32")
         random = LanguageModel.random(config, name=preset)
-        return LanguageModel(config, random.params, eos_ids=(), name=preset)  # no EOS: every output has full length
+        random.eos_ids = ()  # every output has full length
+        return random
 
     assert options.preset
     target = model(options.preset)
@@ -202,7 +203,7 @@ def _step_arms(target, drafter, batches, gammas, max_new_tokens) -> dict[str, Ca
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     longest, slots = lengths[-1], bucket(1 + max_new_tokens) + max(gammas, default=0) + 1
     arms = {
-        "products": measure.products_arm(target.network, rows),
+        **measure.products_arms(target.network, rows),
         "target step": measure.step_arm(target.network, rows, longest, slots, 1),
     }
     for gamma in gammas:
@@ -251,6 +252,7 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
     calls = sum(int(result.lengths.max()) for result in plain.results)
     encoders = sum(times[f"target encoder {length}"].median for length in padded)
     seconds = Spread.of(plain.seconds)
+    products = min(spread.median for name, spread in times.items() if name.startswith("products"))
     gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
     return {
         "machine": records.machine(),
@@ -259,8 +261,8 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
         "drafter": records.model(drafter.model) if drafter is not None else None,
         "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
         "steps": {name: spread._asdict() for name, spread in times.items()},
-        "step_over_products": step / times["products"].median,
-        "plain_over_products": (seconds.median - encoders) / max(calls, 1) / times["products"].median,
+        "step_over_products": step / products,
+        "plain_over_products": (seconds.median - encoders) / max(calls, 1) / products,
         "cost_ratio": times["draft step"].median / step if drafter is not None else None,
         "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
         "plain": {

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.formats import huggingface, own, t5x
+from specdec_jax.formats.allocator import returning_freed_memory
 from specdec_jax.formats.leaves import Checkpoint, check, parameter_count, parameter_shapes, unflatten
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
@@ -59,12 +60,13 @@ def load(
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
     dtype = _choose_dtype(dtype, path, say)
     _check_memory(checkpoint.config, dtype, folder)
-    params = read_params(checkpoint, dtype)
     eos_ids = checkpoint.eos_ids or (vocabulary.eos_ids if vocabulary else (1,))
     network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
     start = checkpoint.start_token or 0
     ids = dict(start_token=start, eos_ids=eos_ids)
-    return LanguageModel(network, params, vocabulary, **ids, name=str(path), donate_params=True)
+    with returning_freed_memory():
+        params = read_params(checkpoint, dtype)
+        return LanguageModel(network, params, vocabulary, **ids, name=str(path), donate_params=True)
 
 
 def save(model: LanguageModel, path, dtype=None) -> None:
@@ -172,7 +174,7 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
 def _beside(step: pathlib.Path, config: T5Config) -> Vocabulary | None:
     places = [place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES]
     path = next((place for place in places if place.is_file()), None)
-    return path and _read_vocabulary(path, config)
+    return _read_vocabulary(path, config) if path else None
 
 
 def _read_vocabulary(path, config: T5Config) -> Vocabulary:

@@ -100,7 +100,8 @@ class BucketedBatches:
         self.per_epoch = int(sum(-(-count // rows) for count, rows in zip(counts, self._rows)))
         if not self.per_epoch:
             raise ValueError(f"got {len(pairs)} pairs, expected at least one of at most {self._buckets[-1]} pieces")
-        self._epoch, self._plan = None, []
+        self._epoch: int | None = None
+        self._plan: list[tuple[int, np.ndarray]] = []
 
     def _plan_epoch(self, epoch: int):
         rng = np.random.default_rng((self._seed, epoch))

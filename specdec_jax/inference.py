@@ -66,9 +66,8 @@ class DecodingOptions:
           ValueError: with what was got and what was expected.
         """
         if not self.target:
-            raise ValueError(
-                "target: got nothing, expected a checkpoint's folder or one of " + ", ".join(checkpoints.bundled())
-            )
+            expected = " or ".join(["a checkpoint's folder", *checkpoints.bundled()])
+            raise ValueError(f"target: got nothing, expected {expected}")
         self.check_decoding()
 
     def check_decoding(self) -> None:

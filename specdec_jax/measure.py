@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import sampling
+from specdec_jax.models import packing
 from specdec_jax.models.base import Network
+from specdec_jax.models.layers import apply_kernel
 
 STEPS = 32
 
@@ -97,20 +99,22 @@ class Products(NamedTuple):
     """The weights that one decoder step multiplies with.
 
     Attributes:
-      kernels: all kernels `[K, N]` of the decoder and the head, apart from the keys and values of cross-attention, which
-        are multiplied with once per request.
-      axes: of each, the one that is summed over: 0, or 1 for a head that is the embedding `[V, D]`.
+      kernels: all kernels of the decoder and the head, `[D, F]` or panels, apart from the keys and values of
+        cross-attention, which are multiplied with once per request.
+      axes: of each, the one of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is the embedding `[V, D]`.
     """
 
     kernels: list[jax.Array]
     axes: tuple[int, ...]
 
     @classmethod
-    def of(cls, network: Network) -> "Products":
+    def of(cls, network: Network, packed: bool = True) -> "Products":
+        """In the loop's own layout, or in the checkpoint's (new arrays, where the two differ)."""
+        decoder = {"decoder": network.params["decoder"]}
         kernels = []
-        for path, leaf in jax.tree_util.tree_leaves_with_path(network.params["decoder"]):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(decoder if packed else packing.unpack(decoder)):
             names = [key.key for key in path]
-            once = "encoder_decoder_attention" in names and names[-2] not in ("query", "out")
+            once = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
             if names[-1] == "kernel" and not once:
                 kernels.append(leaf)
         axes = [0] * len(kernels)
@@ -130,22 +134,33 @@ def bare_products(kernels: list[jax.Array], x: jax.Array, *, axes: tuple[int, ..
 
     def body(_, carry):
         for kernel, axis in zip(kernels, axes, strict=True):
-            operand = (x[:, : kernel.shape[axis]] + carry).astype(kernel.dtype)
-            product = jax.lax.dot_general(
-                operand, kernel, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
-            )
+            width = kernel.shape[-1] if axis else kernel.shape[-2]  # panels are [F/64, D, 64]
+            operand = (x[:, :width] + carry).astype(kernel.dtype)
+            if axis:
+                product = jax.lax.dot_general(
+                    operand, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+                )
+            else:
+                product = apply_kernel(operand, kernel, jnp.float32)
             carry = jnp.max(product) * 1e-9
         return carry
 
     return jax.lax.fori_loop(0, steps, body, jnp.float32(0))
 
 
-def products_arm(network: Network, batch: int) -> Callable[[], object]:
-    """A call of `STEPS` times the bare matrix products of one step of `batch` rows."""
-    kernels, axes = Products.of(network)
-    width = max(kernel.shape[axis] for kernel, axis in zip(kernels, axes, strict=True))
+def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object]]:
+    """Calls of `STEPS` times the bare matrix products of one step of `batch` rows: in the loop's own layout of the weights
+    and, where another is used for several positions, in the checkpoint's, which may be the faster one for one position."""
+    layouts = {"products": Products.of(network)}
+    if any(kernel.ndim == 3 for kernel in layouts["products"].kernels):
+        layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
+    config = network.module.config
+    width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
     x = jax.random.normal(jax.random.key(0), (batch, width))
-    return lambda: bare_products(kernels, x, axes=axes, steps=STEPS)
+    return {
+        name: functools.partial(bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS)
+        for name, weights in layouts.items()
+    }
 
 
 class Difference(NamedTuple):

@@ -40,7 +40,7 @@ def _processor() -> str:
 
 def model(model: LanguageModel) -> dict[str, Any]:
     """Name, number of parameters, their dtype and the network's shape."""
-    leaves = jax.tree.leaves(model.params)
+    leaves = jax.tree.leaves(model.network.params)
     return {
         "name": model.name,
         "parameters": sum(leaf.size for leaf in leaves),
@@ -132,8 +132,9 @@ def summary(record: Mapping[str, Any]) -> str:
         "",
         f"plain          {_seconds(plain['seconds'])}, {plain['tokens']} tokens, "
         f"{1e3 * plain['seconds_per_token']:.2f} ms each; compilation {plain['compile_seconds']:.1f} s",
-        f"target step    {_seconds(steps['target step'])}; bare matrix products {_seconds(steps['products'])}",
-        f"  step over products {record['step_over_products']:.3f}, "
+        f"target step    {_seconds(steps['target step'])}; "
+        + ", ".join(f"bare {name} {_seconds(steps[name])}" for name in steps if name.startswith("products")),
+        f"  step over products (the faster) {record['step_over_products']:.3f}, "
         f"plain decoding over products {record['plain_over_products']:.3f} (encoder apart)",
     ]
     if "draft step" in steps:

@@ -34,7 +34,7 @@ class TrainConfig:
       vocabulary_size: pieces of the vocabulary.
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
-      learning_rate: of Muon's matrices (consistent root-mean-square 0.2) and of Adam's rest.
+      learning_rate: size of a step relative to the root mean square of the array that it changes.
       batch_tokens: padded pieces of one side of a batch.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
       label_smoothing: mass spread over the vocabulary.
@@ -56,7 +56,7 @@ class TrainConfig:
     steps: int = 2000
     warmup_steps: int = 100
     decay_steps: int = 500
-    learning_rate: float = 4e-3
+    learning_rate: float = 0.01
     batch_tokens: int = 4096
     buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
     label_smoothing: float = 0.1
@@ -112,22 +112,27 @@ def learning_rate(config: TrainConfig, step):
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Muon on the matrices inside the layers, Adam on embeddings, head, norms and position biases."""
+    """Muon on the matrices inside the layers, Adam on embeddings, head, norms and position biases, both times the
+    root mean square of the array they change.
+
+    The scaling by the array, as in Adafactor, is what makes this work for T5: its queries start 1/√K smaller than the
+    other kernels, and steps of one size would soon saturate the attention, whose scores T5 does not scale down.
+    """
     matrices = lambda params: jax.tree_util.tree_map_with_path(
         lambda path, leaf: optax.contrib.MuonDimensionNumbers() if _is_matrix(path) else None, params
     )
-    schedule = functools.partial(learning_rate, config)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            schedule,
+            1.0,
             ns_steps=3,
             preconditioning="aol",
-            consistent_rms=0.2,
+            consistent_rms=1.0,
             adam_b2=0.98,
-            adam_learning_rate=schedule,
             muon_weight_dimension_numbers=matrices,
         ),
+        optax.scale_by_param_block_rms(),
+        optax.scale_by_schedule(functools.partial(learning_rate, config)),
     )
 
 
@@ -340,7 +345,7 @@ def _record_settings(config: TrainConfig, output: pathlib.Path, step: int | None
         }
         same = shape(before["model"]) == shape(settings["model"])
         _expect(same, "model", settings["model"], f"that of the run in {config.output_dir}: {before['model']}")
-        changed = [name for name in settings if before.get(name) != settings[name]]
+        changed = [name for name in settings if name != "output_dir" and before.get(name) != settings[name]]
         lines = [f"changed since step {step}: {name} {before.get(name)} -> {settings[name]}" for name in changed]
     write_atomically(path, json.dumps(settings, indent=1).encode())
     return lines

@@ -78,7 +78,7 @@ def test_summary_says_what_the_record_says(measured):
     record, _ = measured
     text = records.summary(record)
     assert f"{record['plain']['tokens']} tokens" in text
-    assert "alpha 1.000" in text and "v(4) = " in text and "bare matrix products" in text
+    assert "alpha 1.000" in text and "v(4) = " in text and "bare products" in text
 
 
 def corrupt(monkeypatch, change):
@@ -123,11 +123,12 @@ def test_difference_knows_ties(target):
     assert measure.Difference(margin=1e-6, noise=1e-6).near_tie
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_products_are_those_of_one_step(tied):
+def test_products_are_those_of_one_step(tied, packed):
     """Count the weights of one step by hand."""
     config = dataclasses.replace(CONFIG, logits_via_embedding=tied)
-    kernels, axes = measure.Products.of(LanguageModel.random(config).network)
+    kernels, axes = measure.Products.of(LanguageModel.random(config).network, packed)
     inner = config.num_heads * config.head_dim
     layer = (
         6 * config.emb_dim * inner + 3 * config.emb_dim * config.mlp_dim
@@ -135,6 +136,13 @@ def test_products_are_those_of_one_step(tied):
     head = config.vocab_size * config.emb_dim
     assert sum(kernel.size for kernel in kernels) == config.num_decoder_layers * layer + head
     assert sum(axes) == tied
+
+
+def test_both_layouts_of_the_products_are_timed():
+    config = dataclasses.replace(CONFIG, mlp_dim=64)  # wide enough for panels, on a CPU in float32
+    arms = measure.products_arms(LanguageModel.random(config).network, batch=1)
+    assert list(arms) == ["products", "products, checkpoint's layout"]
+    assert float(arms["products"]()) == pytest.approx(float(arms["products, checkpoint's layout"]()), rel=1e-3)
 
 
 def test_bare_products_multiply():

@@ -87,7 +87,7 @@ def test_bad_batches(buckets, batch_tokens, lengths, message):
 
 
 def test_read_pairs_takes_plain_and_compressed_files(tmp_path):
-    (tmp_path / "a.tsv").write_bytes("Hello.\tHallo.\r\nYes.\tJa.".encode())
+    (tmp_path / "a.tsv").write_bytes(b"Hello.\tHallo.\r\nYes.\tJa.")
     (tmp_path / "b.tsv.gz").write_bytes(gzip.compress("Über\tover\n".encode()))
     expected = [("Hello.", "Hallo."), ("Yes.", "Ja."), ("Über", "over")]
     assert data.read_pairs([tmp_path / "a.tsv", tmp_path / "b.tsv.gz"]) == expected

@@ -18,7 +18,14 @@ LAYERS = [
     {"drafters", "drafters.model"},
     {"generate"},
     {
-        *("formats", "formats.leaves", "formats.flax_msgpack", "formats.huggingface", "formats.own"),
+        *(
+            "formats",
+            "formats.allocator",
+            "formats.leaves",
+            "formats.flax_msgpack",
+            "formats.huggingface",
+            "formats.own",
+        ),
         *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),
         *("checkpoints", "data", "losses", "runs", "train"),
     },

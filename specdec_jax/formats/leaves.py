@@ -76,7 +76,7 @@ def parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
             ("self_attention", "cross_attention", "mlp"),
         ),
     ):
-        layer = dict(mlp)
+        layer: dict[str, tuple[int, ...]] = dict(mlp)
         for attention in attentions:
             layer |= {f"{attention}/{name}/kernel": (width, inner) for name in ("query", "key", "value")}
             layer[f"{attention}/out/kernel"] = (inner, width)
@@ -128,7 +128,7 @@ def check(checkpoint: Checkpoint, path) -> None:
             )
 
 
-_BLOCK_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 22
 
 
 def fill_rows(shape, dtype, read_rows, transpose: bool = False, multiple: int = 1) -> np.ndarray:

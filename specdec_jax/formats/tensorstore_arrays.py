@@ -24,22 +24,23 @@ def open_array(spec: dict, name: str, path) -> Leaf:
         store = tensorstore.open(spec, read=True).result()
     except ValueError as error:
         raise ValueError(f"{path}: parameter {name}: got {_reason(error)}, expected an array there") from None
-    shape, dtype = tuple(store.shape), store.dtype.name
-    if dtype not in _FLOATS:
-        raise ValueError(f"{path}: parameter {name}: got dtype {dtype}, expected one of {', '.join(_FLOATS)}")
-
-    def read_rows(start: int, stop: int) -> np.ndarray:
-        try:
-            return np.asarray((store[start:stop] if shape else store).read().result())
-        except ValueError as error:
-            raise ValueError(
-                f"{path}: parameter {name}: got {_reason(error)}, expected {dtype} of shape {shape}"
-            ) from None
+    shape, stored = tuple(store.shape), store.dtype.name
+    if stored not in _FLOATS:
+        raise ValueError(f"{path}: parameter {name}: got dtype {stored}, expected one of {', '.join(_FLOATS)}")
 
     def read(dtype, transpose: bool) -> np.ndarray:
-        # A chunk is decoded whole whatever part of it is asked for, so blocks must be runs of whole chunks.
-        rows = store.chunk_layout.read_chunk.shape[0] if shape else 1
-        return fill_rows(shape, dtype, read_rows, transpose, multiple=rows)
+        source = tensorstore.cast(store, dtype.name)  # so that no copy in the stored dtype is made
+        try:
+            # A chunk is decoded whole whatever part of it is asked for, so blocks are runs of whole chunks.
+            rows = store.chunk_layout.read_chunk.shape[0] if shape else 1
+            if rows >= (shape or (1,))[0] and not transpose:
+                return np.asarray(source.read().result())
+            read_rows = lambda start, stop: np.asarray(source[start:stop].read().result())
+            return fill_rows(shape, dtype, read_rows, transpose, multiple=rows)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: parameter {name}: got {_reason(error)}, expected {stored} of shape {shape}"
+            ) from None
 
     return Leaf(shape, read)
 

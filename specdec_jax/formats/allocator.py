@@ -1,0 +1,29 @@
+"""Keeps the C library from holding on to freed arrays while a model is loaded."""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_MAX_MMAP_THRESHOLD = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
+
+
+@contextlib.contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Within it, freed blocks of half a mebibyte and more go back to the system at once; glibc only, elsewhere nothing.
+
+    glibc raises the size from which it maps blocks by themselves up to 32 MiB as it sees them freed; smaller ones stay
+    with the heap of the thread that asked for them. Loading frees an array for each one it keeps, in TensorStore's
+    threads too, and would leave the process at twice the weights for models whose kernels are below that size.
+    Afterwards the thresholds are where glibc's own adjustment ends, so that the decode loop's buffers are kept.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, 1 << 19)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _MAX_MMAP_THRESHOLD)

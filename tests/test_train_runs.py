@@ -1,0 +1,247 @@
+"""Runs of training: the log, the best model, resuming, distillation, signals and kills."""
+
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import rich.console
+from toy_training import CONFIGS, TINY, config_of, quick_compilation, write_language
+
+from specdec_jax import checkpoints, data, losses, runs, train
+from specdec_jax.models.t5 import T5, T5Config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_language(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """A run of 12 steps, how often the step was compiled, and its parameters."""
+    config = config_of(folder, tmp_path_factory.mktemp("run"), buckets=(8, 16))
+    before = losses.train_step._cache_size()
+    params = train.fit(config)
+    return config, losses.train_step._cache_size() - before, params
+
+
+def records(output):
+    return [json.loads(line) for line in (pathlib.Path(output) / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_logs_and_writes_a_model(finished, folder):
+    config, compiled, params = finished
+    output, log = pathlib.Path(config.output_dir), records(config.output_dir)
+    assert compiled == 2  # once for each bucket
+    training, validation = ([r for r in log if name in r] for name in ("pieces_per_second", "validation_loss"))
+    assert [r["step"] for r in training] == [4, 8, 12] and [r["step"] for r in validation] == [6, 12]
+    assert training[-1]["loss"] < training[0]["loss"] and all(r["pieces_per_second"] > 0 for r in training)
+    assert set(validation[0]["validation_losses"]) == {"validation.tsv", "more.tsv"}
+    assert sorted(os.listdir(output / "checkpoints")) == ["12", "8"]
+    model = checkpoints.load(output / "model")
+    assert model.vocabulary.size == 40 and (model.config.matmul_dtype, model.config.dropout_rate) == (None, 0)
+    text = model.vocabulary.encode("bara ceni") + [1]
+    got, tokens = model.logits([text], [[0] + text]), np.array([text], np.int32)
+    expected = T5(TINY).apply({"params": params}, tokens, tokens > 0, np.array([[0] + text]))
+    assert model.logits([text], [[0] + text]).dtype == np.float32
+    np.testing.assert_allclose(got, expected, atol=0.05)  # the parameters are stored in bfloat16
+
+
+def test_export_takes_the_best_or_the_newest(finished, tmp_path):
+    config, _, params = finished
+    output = pathlib.Path(config.output_dir)
+    saved = runs.Checkpoints(output)
+    assert saved.best.all_steps() == [12]
+    worse = jax.tree.map(jnp.zeros_like, params)
+    assert not saved.keep_best(13, worse, 99.0) and saved.best.all_steps() == [12]
+    better = jax.tree.map(jnp.ones_like, params)
+    lowest = records(output)[-1]["validation_loss"] - 1
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", output, copy], check=True)
+    saved = runs.Checkpoints(copy)
+    assert saved.keep_best(3, better, lowest) and saved.best.all_steps() == [3]  # before the former best
+    assert saved.keep_best(3, worse, lowest - 1) and saved.best.all_steps() == [3]
+    config = dataclasses.replace(config, output_dir=str(copy))
+    (copy / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    train.export(copy, tmp_path / "best", dtype=None)
+    train.export(copy, tmp_path / "newest", "newest", dtype=None)
+    same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    assert same(checkpoints.load(tmp_path / "best").params, worse)
+    assert same(checkpoints.load(tmp_path / "newest").params, params)
+    with pytest.raises(ValueError, match="which: got 'last'"):
+        train.export(copy, tmp_path / "x", "last")
+    with pytest.raises(ValueError, match="got a folder without config.json"):
+        train.export(tmp_path, tmp_path / "x")
+
+
+def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, folder, tmp_path, capsys):
+    output = tmp_path / "run"
+    subprocess.run(["cp", "-r", finished[0].output_dir, output], check=True)
+    config = config_of(folder, output, steps=20, decay_steps=8)
+    train.fit(config)
+    said = capsys.readouterr().err
+    assert "resumed at step 12 of 20" in said and "changed since step 12: steps 12 -> 20" in said
+    assert [r["step"] for r in records(output)] == [4, 6, 8, 12, 12, 16, 18, 20, 20]
+    train.fit(config)
+    assert "resumed at step 20 of 20" in capsys.readouterr().err and len(records(output)) == 9
+    with pytest.raises(ValueError, match="steps: got 12, expected at least the 20 steps"):
+        train.fit(dataclasses.replace(config, steps=12))
+    with pytest.raises(ValueError, match="model: got .*, expected that of the run"):
+        train.fit(dataclasses.replace(config, model=dataclasses.replace(TINY, mlp_dim=48)))
+    with pytest.raises(ValueError, match="vocabulary: got '40 pieces in .*', expected vocabulary_size = 39"):
+        train.fit(dataclasses.replace(config, vocabulary_size=39))
+
+
+def test_distillation_brings_the_student_nearer_to_its_teacher(finished, folder, tmp_path):
+    teacher = str(pathlib.Path(finished[0].output_dir) / "model")
+    student = T5Config(64, 16, 2, 8, 1, 1, 16)
+    config = config_of(folder, tmp_path / "run", model=student, teacher=teacher, distill_weight=1.0, steps=24)
+    train.fit(config)
+    log = [r["validation_loss"] for r in records(tmp_path / "run") if "validation_loss" in r]
+    assert 0 < log[-1] < 0.5 * log[0]
+    assert (
+        checkpoints.load(tmp_path / "run/model").vocabulary.fingerprint()
+        == checkpoints.load(teacher).vocabulary.fingerprint()
+    )
+    other = str(tmp_path / "other.model")
+    texts = (folder / "train.tsv").read_text().split("\n")
+    pathlib.Path(other).write_bytes(data.SentencePieceVocabulary.train(texts, 38).model)
+    with pytest.raises(ValueError, match="expected the teacher's pieces"):
+        train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "c"), vocabulary=other, vocabulary_size=38))
+    with pytest.raises(ValueError, match="teacher: got '64 logits', expected model.vocab_size = 72"):
+        wide = dataclasses.replace(student, vocab_size=72)
+        train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "d"), model=wide))
+
+
+@pytest.mark.parametrize("loss, scale, step", [(np.nan, 1.0, 4), (1.0, np.inf, 3)])
+def test_a_run_that_is_not_finite_stops(folder, tmp_path, monkeypatch, loss, scale, step):
+    def diverge(state, *arguments, **more):
+        params = jax.tree.map(lambda leaf: leaf * scale, state.params)
+        return state.replace(params=params), losses.Metrics(np.float32(loss), np.float32(1), np.float32(1))
+
+    monkeypatch.setattr(train, "train_step", diverge)
+    with pytest.raises(ValueError, match=f"step {step}: got .* not finite|step {step}: got a loss of nan.* lower"):
+        train.fit(config_of(folder, tmp_path, save_every=3))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == (["3"] if step == 4 else [])
+
+
+def test_the_log_loses_what_a_kill_left_behind(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 2, "loss": 1}\n{"step": 6, "loss": 1}\n{"step": 3, "validation_loss": 1}\n{"step": 4, "lo')
+    runs.trim_log(log, 4)
+    assert log.read_text() == '{"step": 2, "loss": 1}\n{"step": 3, "validation_loss": 1}\n'
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_step_loss_speed_and_time_left(tmp_path, terminal):
+    console = rich.console.Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with runs.Reporter(console, tmp_path / "log.jsonl", 10, 20) as reporter:
+        reporter.advance(15)
+        reporter.training(15, 3.25, 1234.5)
+        reporter.validation(15, 3.5, {"a": 3.0, "b": 4.0}, best=True)
+    said = console.file.getvalue()
+    assert "loss 3.250, 1,234 pieces/s" in said and "validation loss 3.5000 (a 3.0000, b 4.0000) (best)" in said
+    assert ("15/20" in said) and (("━" in said) == terminal) and re.search(r"[\d-]:[\d-]{2}:[\d-]{2}", said)
+    assert [r["step"] for r in records(tmp_path)] == [15, 15]
+
+
+# Being killed.
+
+
+@pytest.fixture
+def command(folder):
+    """Starts the command line in a process of its own."""
+    processes = []
+
+    def start(output):
+        arguments = [
+            f"--gin_file={CONFIGS / 'smoke.gin'}",
+            f'--gin.DATA_DIR="{folder}"',
+            f'--gin.OUTPUT_DIR="{output}"',
+        ]
+        settings = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "specdec_jax.cli", "train", *arguments],
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=CONFIGS.parent.parent,
+                env={**os.environ, **settings},
+            )  # fmt: skip
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def final_params(output, step=40):
+    manager = ocp.CheckpointManager(output / "checkpoints")
+    assert manager.latest_step() == step
+    return manager.restore(step)["params"]
+
+
+def wait_for(process, condition, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            pytest.fail(process.communicate()[1])
+        time.sleep(0.0005)
+
+
+def unfinished(output):
+    """Whether a checkpoint is being written."""
+    for path in (output / "checkpoints").glob("*"):
+        if path.name != "2" and not (path / "_CHECKPOINT_METADATA").exists():
+            return True
+    return False
+
+
+def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tmp_path):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    reference = command(straight)
+    process = command(broken)
+    wait_for(process, lambda: unfinished(broken))
+    process.kill()  # while a checkpoint is being written
+    assert process.communicate() and process.returncode == -signal.SIGKILL
+    process = command(broken)
+    finished = lambda: {int(p.name) for p in (broken / "checkpoints").glob("*[0-9]")}
+    first = max(finished(), default=0)
+    wait_for(process, lambda: max(finished(), default=0) > first + 4)
+    process.terminate()
+    said = process.communicate()[1]
+    assert process.returncode == 130 and "is saved; the same command goes on from there" in said, said
+    process = command(broken)
+    said = process.communicate()[1]
+    assert process.returncode == 0 and "resumed at step" in said, said
+    said = reference.communicate()[1]
+    assert reference.returncode == 0, said
+    assert jax.tree.all(jax.tree.map(np.array_equal, final_params(straight), final_params(broken)))
+    validation = lambda output: [r["validation_losses"] for r in records(output) if "validation_losses" in r]
+    assert validation(straight) == validation(broken) and len(validation(straight)) == 2

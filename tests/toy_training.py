@@ -1,0 +1,52 @@
+"""A tiny language and settings for tests of training."""
+
+import contextlib
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+
+from specdec_jax import train
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5Config
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs" / "train"
+TINY = T5Config(64, 16, 2, 8, 1, 1, 32)
+
+
+def write_tsv(path, count, seed):
+    """Sentences of one to three of 40 words, and their words in reverse."""
+    words = [a + b for a in "ba ce di fo gu hal jem kin".split() for b in "ra te ni so mu".split()]
+    rng = np.random.default_rng(seed)
+    rows = [[words[i] for i in rng.integers(len(words), size=rng.integers(1, 4))] for _ in range(count)]
+    path.write_text("".join(f"{' '.join(row)}\t{' '.join(reversed(row))}\n" for row in rows))
+
+
+def write_language(folder):
+    """Files for training and validation in `folder`, which is returned."""
+    write_tsv(folder / "train.tsv", 400, 0)
+    write_tsv(folder / "validation.tsv", 50, 1)
+    write_tsv(folder / "more.tsv", 20, 2)
+    return folder
+
+
+@contextlib.contextmanager
+def quick_compilation():
+    """Programs that run for milliseconds need no optimisation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def config_of(folder, output, **settings):
+    defaults = dict(
+        model=TINY, train_files=("train.tsv",), validation_files=("validation.tsv", "more.tsv"), output_dir=str(output),
+        data_dir=str(folder), vocabulary_size=40, steps=12, warmup_steps=2, decay_steps=4, learning_rate=1e-2,
+        batch_tokens=256, buckets=(16, 32), log_every=4, save_every=4, evaluate_every=6,
+    )  # fmt: skip
+    return train.TrainConfig(**{**defaults, **settings})
+
+
+def random_params(config=TINY, seed=0):
+    return LanguageModel.random(dataclasses.replace(config, dtype="float32"), seed).params
