@@ -97,9 +97,9 @@ def read_params(checkpoint: Checkpoint, dtype: str) -> dict:
 
 
 def required_bytes(config: T5Config, dtype: str) -> int:
-    """Memory that the parameters take while they are loaded: all of them, and the largest twice."""
+    """Memory that loading takes: the parameters, and the largest twice more while it is brought into the loop's layout."""
     largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
-    return (parameter_count(config) + largest) * jnp.dtype(dtype).itemsize
+    return (parameter_count(config) + 2 * largest) * jnp.dtype(dtype).itemsize
 
 
 def available_bytes(device: jax.Device | None = None) -> int | None:

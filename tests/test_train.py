@@ -204,7 +204,7 @@ def test_bad_files_are_told_before_anything_compiles(folder, tmp_path, settings,
 
 
 @pytest.mark.parametrize(
-    "name, parameters", [("ende_target", 17_111_808), ("ende_drafter", 2_016_384), ("smoke", None)]
+    "name, parameters", [("ende_target", 17_111_808), ("ende_drafter", 2_058_480), ("smoke", None)]
 )
 def test_configurations(name, parameters, tmp_path):
     gin.clear_config()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import sampling
-from specdec_jax.models.base import LanguageModel, Network
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.sampling import Law
 from specdec_jax.speculative import DecodeState, Draft
 
