@@ -44,9 +44,7 @@ class KVCache:
           positions: `[B]` int32, the first slot written in each row. `positions[b] + T` must not exceed S: XLA
             clamps the start of a slice, and would overwrite live slots instead. The decode loop sizes S so.
         """
-        return KVCache(
-            key=_write_rows(self.key, key, positions), value=_write_rows(self.value, value, positions)
-        )
+        return KVCache(key=_write_rows(self.key, key, positions), value=_write_rows(self.value, value, positions))
 
 
 def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:

@@ -244,7 +244,9 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         draft, drafted, stood = (np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted))
         accepted = new[:stood]
         steps.append(
-            TraceStep(accepted, int(draft[stood]) if stood < drafted else None, new[stood] if len(new) > stood else None)
+            TraceStep(
+                accepted, int(draft[stood]) if stood < drafted else None, new[stood] if len(new) > stood else None
+            )
         )
     return steps
 
@@ -261,7 +263,9 @@ def warm_up(
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
     for batch in batch_sizes:
         for length in lengths:
-            inputs = np.full((batch, min(length, max_input_length)), target.eos_ids[0] if target.eos_ids else 1, np.int32)
+            inputs = np.full(
+                (batch, min(length, max_input_length)), target.eos_ids[0] if target.eos_ids else 1, np.int32
+            )
             state, request = prepare(
                 target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
                 max_input_length=max_input_length, **options,
@@ -290,10 +294,14 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
     else:
         array = np.asarray(inputs)
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]")
+            raise ValueError(
+                f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
+            )
         input_lengths = padded_lengths(array) if input_lengths is None else np.asarray(input_lengths, np.int32)
         if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
-            raise ValueError(f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}")
+            raise ValueError(
+                f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}"
+            )
     inside = np.arange(array.shape[1]) < input_lengths[:, None]
     if np.any(inside & ((array < 0) | (array >= target.config.vocab_size))):
         raise ValueError(f"inputs: got ids outside the vocabulary, expected 0 to {target.config.vocab_size - 1}")

@@ -211,7 +211,9 @@ class RelativePositionBias(nn.Module):
         return jnp.take(table.astype(jnp.float32), buckets, axis=1).transpose(1, 0, 2)
 
 
-def relative_position_bucket(distance: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int) -> np.ndarray:
+def relative_position_bucket(
+    distance: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
+) -> np.ndarray:
     """T5's bucket of each distance (key position − query position): exact near zero, logarithmic up to `max_distance`."""
     offset = np.zeros_like(distance)
     if bidirectional:

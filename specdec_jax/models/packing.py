@@ -43,7 +43,9 @@ def _pack(name: str, node: dict, panels: bool) -> dict:
             value = _to_panels(value) if panels and value.shape[1] % PANEL == 0 else value
         elif isinstance(value, dict):
             # Cross-attention keys and values are products over the encoder's whole output, not over a few rows.
-            value = _pack(child, value, panels and not (name == "encoder_decoder_attention" and child in ("key", "value")))
+            value = _pack(
+                child, value, panels and not (name == "encoder_decoder_attention" and child in ("key", "value"))
+            )
         node[child] = value
     return node
 

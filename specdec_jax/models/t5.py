@@ -48,7 +48,15 @@ class T5Config:
 
     def __post_init__(self):
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-        for name in ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim"):
+        for name in (
+            "vocab_size",
+            "emb_dim",
+            "num_heads",
+            "head_dim",
+            "num_encoder_layers",
+            "num_decoder_layers",
+            "mlp_dim",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"T5Config.{name}: got {getattr(self, name)}, expected at least 1")
         if not self.mlp_activations or any(name not in ACTIVATIONS for name in self.mlp_activations):
@@ -59,7 +67,15 @@ class T5Config:
 
 def _t5_1_0(emb_dim, num_heads, head_dim, layers, mlp_dim):
     return T5Config(
-        32128, emb_dim, num_heads, head_dim, layers, layers, mlp_dim, mlp_activations=("relu",), logits_via_embedding=True
+        32128,
+        emb_dim,
+        num_heads,
+        head_dim,
+        layers,
+        layers,
+        mlp_dim,
+        mlp_activations=("relu",),
+        logits_via_embedding=True,
     )
 
 
