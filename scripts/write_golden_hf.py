@@ -1,4 +1,4 @@
-"""Writes tests/golden/hf_*: tiny T5-family models and a tokenizer, as Hugging Face transformers itself computes and saves them.
+"""Writes tests/golden/hf_*: tiny T5-family models and a tokenizer, as transformers itself computes and saves them.
 
 Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself needs neither torch nor
 transformers. Run from the repository root: `python scripts/write_golden_hf.py [tests/golden]`. Every model is randomly
@@ -178,7 +178,7 @@ def write_model(name: str, folder: pathlib.Path) -> None:
 
 
 def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
-    """A SentencePiece model, the tokenizer.json that transformers makes of it, and the ids both must give (with EOS)."""
+    """A SentencePiece model, the tokenizer.json transformers makes of it, and the ids both must give, with EOS."""
     import io
 
     import sentencepiece

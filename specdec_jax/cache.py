@@ -44,7 +44,9 @@ class KVCache:
           positions: `[B]` int32, the first slot written in each row. `positions[b] + T` must not exceed S: XLA
             clamps the start of a slice, and would overwrite live slots instead. The decode loop sizes S so.
         """
-        return KVCache(key=_write_rows(self.key, key, positions), value=_write_rows(self.value, value, positions))
+        written = _write_rows(self.key, key, positions), _write_rows(self.value, value, positions)
+        # Without the barrier XLA repeats the writes inside their readers, and must copy the cache to keep the old one.
+        return KVCache(*jax.lax.optimization_barrier(written))
 
 
 def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:

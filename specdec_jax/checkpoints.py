@@ -97,7 +97,7 @@ def read_params(checkpoint: Checkpoint, dtype: str) -> dict:
 
 
 def required_bytes(config: T5Config, dtype: str) -> int:
-    """Memory that loading takes: the parameters, and the largest twice more while it is brought into the loop's layout."""
+    """Memory that loading takes: the parameters, and the largest twice more while the loop's layout is made of it."""
     largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
     return (parameter_count(config) + 2 * largest) * jnp.dtype(dtype).itemsize
 

@@ -11,7 +11,7 @@ HF_MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_mt5")
 
 
 def golden_hf_models() -> Iterator[tuple[str, pathlib.Path, dict[str, np.ndarray]]]:
-    """(name, model folder, arrays) of each Hugging Face model; `scripts/write_golden_hf.py` says what the arrays are."""
+    """(name, model folder, arrays) of each Hugging Face model; scripts/write_golden_hf.py says what the arrays are."""
     for name in HF_MODELS:
         yield name, GOLDEN / name, dict(np.load(GOLDEN / name / "io.npz"))
 

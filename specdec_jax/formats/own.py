@@ -1,4 +1,4 @@
-"""This package's own model folder: config.json, a vocabulary file here or in the parent folder, Orbax arrays in params/."""
+"""This package's own model folder: config.json, a vocabulary file here or in the folder above, Orbax arrays in params/."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
 """Tensors of safetensors files, read by rows with plain file reads.
 
-A memory map would be simpler, but the pages it touches count as the process's memory beside the parameters made of them.
+A memory map would be simpler, but the pages it touches count as the process's memory beside the parameters.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""T5X checkpoints, without t5x: the legacy layout (msgpack beside zarr arrays) and Orbax's (OCDBT), scanned layers too."""
+"""T5X checkpoints, without t5x: legacy (msgpack beside zarr arrays) and Orbax (OCDBT), scanned layers too."""
 
 import functools
 import pathlib
@@ -145,7 +145,7 @@ def _shared_table(leaf: Leaf, name: str, folder: pathlib.Path) -> Leaf:
 
 
 def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
-    """The configuration that parameter shapes tell; gated feed-forward is taken for gelu, the distance limit for 128."""
+    """The configuration that parameter shapes tell; gated feed-forward is taken for gelu, the distance limit is 128."""
 
     def shape(name: str, rank: int) -> tuple[int, ...]:
         if name not in leaves:

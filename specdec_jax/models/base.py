@@ -84,10 +84,10 @@ class LanguageModel:
         self.network = Network(packing.pack(params, panels), T5(config, fused=True))
 
     @classmethod
-    def random(cls, config: T5Config, seed: int = 0, vocabulary=None, name: str = "random") -> "LanguageModel":
+    def random(cls, config: T5Config, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
         """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
         params = _random_params(jax.random.key(seed), module=T5(config), dtype=config.dtype)
-        return cls(config, params, vocabulary, name=name, donate_params=True)
+        return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True)
 
     @property
     def params(self) -> dict:

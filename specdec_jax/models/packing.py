@@ -7,6 +7,7 @@ a `[D, F]` kernel repacks the kernel in every call (a call over 5 positions then
 batched product over panels does not (about 1.2 times).
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,18 +26,16 @@ def wants_panels(backend: str, dtype) -> bool:
 def pack(params: dict, panels: bool) -> dict:
     """The loop's tree, made from `params` (T5X's tree), whose nested dicts are emptied on the way.
 
-    Leaf by leaf, so that the two never exist side by side.
+    Leaf by leaf, so that the two never exist side by side; jitted, so that a kernel is copied once.
     """
     return {name: _pack(name, params.pop(name), panels and name == "decoder") for name in list(params)}
 
 
 def _pack(name: str, node: dict, panels: bool) -> dict:
-    if not isinstance(node, dict):
-        return node
     fused, parts = _FUSED.get(name, _GATED)
     if all(part in node for part in parts):
         kernels = [node.pop(part)["kernel"] for part in parts]
-        node[fused] = {"kernel": _module(kernels[0]).concatenate(kernels, axis=1)}
+        node[fused] = {"kernel": _join(kernels)}
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
@@ -46,7 +45,7 @@ def _pack(name: str, node: dict, panels: bool) -> dict:
             value = _pack(
                 child, value, panels and not (name == "encoder_decoder_attention" and child in ("key", "value"))
             )
-        node[child] = value
+        node[child] = value if isinstance(value, dict) else jnp.asarray(value)  # NumPy's would be copied every call
     return node
 
 
@@ -63,24 +62,26 @@ def _unpack(name: str, node):
     for child, value in node.items():
         if child == fused:
             kernel = _from_panels(value["kernel"])
-            for part, piece in zip(parts, _module(kernel).split(kernel, len(parts), axis=1)):
+            for part, piece in zip(parts, jnp.split(kernel, len(parts), axis=1)):
                 result[part] = {"kernel": piece}
         else:
             result[child] = _from_panels(value) if child == "kernel" else _unpack(child, value)
     return result
 
 
+@jax.jit
 def _to_panels(kernel):
     inputs, outputs = kernel.shape
     return kernel.reshape(inputs, outputs // PANEL, PANEL).transpose(1, 0, 2)
 
 
+@jax.jit
 def _from_panels(kernel):
     if kernel.ndim == 2:
         return kernel
     return kernel.transpose(1, 0, 2).reshape(kernel.shape[1], -1)
 
 
-def _module(array):
-    """numpy for numpy arrays and jax.numpy for JAX arrays, so that nothing is moved."""
-    return np if isinstance(array, np.ndarray) else jnp
+@jax.jit
+def _join(kernels):
+    return jnp.concatenate(kernels, axis=1)
