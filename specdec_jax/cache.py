@@ -1,7 +1,7 @@
 """Key/value cache of one attention layer: fixed shape, one length per row, slots overwritten.
 
-Slot `s` of a row holds the key and value of the token at position `s`. Nothing here is cleared: a row is rewound by
-lowering its length, after which the slots past it are stale and must be masked by whoever reads them.
+Slot `s` of a row holds the key and value of the token at position `s`. A row is rewound by lowering its length, after
+which the slots past it are stale: readers mask their scores, and each write clears their values (0 · NaN is NaN).
 """
 
 import flax.struct
@@ -18,8 +18,12 @@ class KVCache:
     """Keys and values of one layer.
 
     Attributes:
-      key: `[B, H, S, K]`, S slots of K features for each of H heads.
-      value: `[B, H, S, K]`.
+      key: `[B, H, S, K]`, S slots of K features for each of H heads; without the batch axis where B = 1.
+      value: the same.
+
+    The loop must update both in place. XLA on a CPU repeats a write inside whatever reshapes its result, and then has
+    to copy the whole cache: hence no axis that a product would have to merge, and the clearing as part of the write
+    rather than of the reading.
     """
 
     key: jax.Array
@@ -28,15 +32,15 @@ class KVCache:
     @classmethod
     def empty(cls, batch: int, heads: int, slots: int, features: int, dtype) -> "KVCache":
         """A cache of zeros; the contents do not matter, since unwritten slots are masked."""
-        shape = (batch, heads, slots, features)
+        shape = (batch, heads, slots, features) if batch > 1 else (heads, slots, features)
         return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
 
     @property
     def slots(self) -> int:
-        return self.key.shape[2]
+        return self.key.shape[-2]
 
     def append(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> "KVCache":
-        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row.
+        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and clears the values past them.
 
         Args:
           key: `[B, H, T, K]`.
@@ -44,13 +48,16 @@ class KVCache:
           positions: `[B]` int32, the first slot written in each row. `positions[b] + T` must not exceed S: XLA
             clamps the start of a slice, and would overwrite live slots instead. The decode loop sizes S so.
         """
-        written = _write_rows(self.key, key, positions), _write_rows(self.value, value, positions)
-        # Without the barrier XLA repeats the writes inside their readers, and must copy the cache to keep the old one.
-        return KVCache(*jax.lax.optimization_barrier(written))
+        live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
+        live = live[:, None, :, None] if self.value.ndim == 4 else live[:, :, None]
+        value = jnp.where(live, _write_rows(self.value, value, positions), 0)
+        return KVCache(key=_write_rows(self.key, key, positions), value=value)
 
 
 def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
     update = update.astype(buffer.dtype)
+    if buffer.ndim == 3:
+        return jax.lax.dynamic_update_slice(buffer, update[0], (0, positions[0], 0))
     if buffer.shape[0] > MAX_UNROLLED_ROWS:
         write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0))
         return jax.vmap(write)(buffer, update, positions)

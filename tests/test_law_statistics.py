@@ -122,9 +122,9 @@ def test_t5_law(speculative_):
 @pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
 def test_law_under_top_k_and_top_p(speculative_):
     target, draft = hash_pair()
-    counts, _ = sample(target, ModelDrafter(draft) if speculative_ else None, FILTERED, DRAWS)
-    probs = joint_law(target, FILTERED)
-    assert np.count_nonzero(probs) < V**POSITIONS / 4
+    probs, draws = joint_law(target, FILTERED), DRAWS // 2
+    assert draws_needed(np.count_nonzero(probs)) <= draws
+    counts, _ = sample(target, ModelDrafter(draft) if speculative_ else None, FILTERED, draws)
     assert g_test(counts, probs) > FALSE_ALARM
 
 
@@ -173,14 +173,13 @@ def residual_from_target(monkeypatch):
     monkeypatch.setattr(verification, "verify_tokens", verify)
 
 
-def constant_acceptance(value):
-    def patch(monkeypatch):
-        def verify(target, draft, draft_tokens, num_drafted, accept, final):
-            return verify_tokens(target, draft, draft_tokens, num_drafted, accept * 0 + value, final)
+def always_accept(monkeypatch):
+    """The acceptance uniform is always 0: whatever has p(x) > 0 stands."""
 
-        monkeypatch.setattr(verification, "verify_tokens", verify)
+    def verify(target, draft, draft_tokens, num_drafted, accept, final):
+        return verify_tokens(target, draft, draft_tokens, num_drafted, accept * 0, final)
 
-    return patch
+    monkeypatch.setattr(verification, "verify_tokens", verify)
 
 
 def tag_shared(a, b):
@@ -194,11 +193,6 @@ def same_at_every_offset(monkeypatch):
 
 def same_at_every_iteration(monkeypatch):
     patched = lambda keys, lengths, offsets, tag: uniforms(keys, lengths * 0, offsets, tag)
-    monkeypatch.setattr(sampling, "uniforms", patched)
-
-
-def same_in_every_row(monkeypatch):
-    patched = lambda keys, *args: uniforms(jax.numpy.broadcast_to(keys[:100], (ROWS // 100, 100)).ravel(), *args)
     monkeypatch.setattr(sampling, "uniforms", patched)
 
 
@@ -216,14 +210,11 @@ def draft_from_another_law(monkeypatch):
 
 MUTANTS = {
     "residual from p": residual_from_target,
-    "acceptance uniform 0": constant_acceptance(0.0),
-    "acceptance uniform 0.5": constant_acceptance(0.5),
+    "always accept": always_accept,
     "draft and acceptance share a tag": tag_shared("ACCEPT", "DRAFT"),
     "acceptance and residual share a tag": tag_shared("RESIDUAL", "ACCEPT"),
-    "draft and residual share a tag": tag_shared("RESIDUAL", "DRAFT"),
     "one uniform at every position": same_at_every_offset,
     "one uniform at every iteration": same_at_every_iteration,
-    "one uniform in many rows": same_in_every_row,
     "draft by argmax, softmax in the ratio": draft_by_argmax,
     "draft from another law than returned": draft_from_another_law,
 }

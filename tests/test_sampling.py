@@ -78,7 +78,7 @@ def test_temperature_comes_first():
     assert np.count_nonzero(probs_of(logits, temperature=10.0, top_p=0.9)) == 4
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-3])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 2e-38, 1e-30, 1e-3])
 def test_a_tiny_temperature_is_argmax_not_nan(temperature):
     found = probs_of(np.array([[[1.0, 12, -np.inf, 11.5]]], np.float32), temperature=temperature)
     np.testing.assert_array_equal(found, [[[0, 1, 0, 0]]])

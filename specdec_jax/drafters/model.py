@@ -66,7 +66,8 @@ class ModelDrafter:
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
         law = None
         if not program.mode.greedy:
-            law = Law.of(jnp.zeros((len(last), program.gamma, program.vocab_size), jnp.float32))
+            shape = (len(last), program.gamma)
+            law = Law(jnp.zeros((*shape, program.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32))
 
         def more(carry):
             step, num_drafted = carry[0], carry[3]

@@ -112,3 +112,5 @@ def _write_params(params: dict, path: pathlib.Path) -> None:
 
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(path.absolute(), jax.tree.map(np.asarray, params))
+    # Orbax's marker of a finished save names the temporary folder, a path of this machine; the renaming says as much.
+    (path / "commit_success.txt").unlink(missing_ok=True)

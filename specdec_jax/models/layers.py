@@ -179,18 +179,17 @@ class Attention(nn.Module):
 
         Args:
           query: `[B, H, T, K]`.
-          cache: keys and values `[B, H, S, K]`.
-          mask: broadcastable to `[B, 1, T, S]`; False where a key must not be seen, whatever the slot holds.
+          cache: keys and values `[B, H, S, K]`, or `[H, S, K]` of one row; the values must be finite everywhere.
+          mask: broadcastable to `[B, 1, T, S]`; False where a key must not be seen, whatever the key is.
           bias: position bias broadcastable to `[B, H, T, S]`, or None.
         """
-        scores = jnp.einsum("bhtk,bhsk->bhts", query, cache.key, preferred_element_type=jnp.float32)
+        batch, query = query.shape[0], query if cache.key.ndim == 4 else query[0]
+        scores = jnp.einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
+        shape = scores.shape
         scores = scores if bias is None else scores + bias.astype(jnp.float32)
         weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype)
-        # A slot that no query may see can hold anything, NaN included, and 0 · NaN is NaN.
-        value = jnp.where(jnp.any(mask, axis=2)[..., None], cache.value, 0)
-        output = jnp.einsum("bhts,bhsk->bthk", weights, value)
-        output = output.reshape(*output.shape[:2], self.heads * self.features)
-        return self.out(output)
+        output = jnp.einsum("...hts,...hsk->...thk", weights.reshape(shape), cache.value)
+        return self.out(output.reshape(batch, -1, self.heads * self.features))
 
 
 class RelativePositionBias(nn.Module):
