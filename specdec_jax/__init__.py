@@ -2,9 +2,10 @@
 
 from specdec_jax.checkpoints import bundled, load, save
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import GenerationResult, Stats, advance, generate, trace, warm_up
+from specdec_jax.generate import GenerationResult, Piece, Stats, advance, generate, stream, trace, warm_up
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS, T5Config
+from specdec_jax.request import UnsupportedCombination
 from specdec_jax.sampling import SamplingConfig
 
 __version__ = "0.1.0"
@@ -14,14 +15,17 @@ __all__ = [
     "GenerationResult",
     "LanguageModel",
     "ModelDrafter",
+    "Piece",
     "SamplingConfig",
     "Stats",
     "T5Config",
+    "UnsupportedCombination",
     "advance",
     "bundled",
     "generate",
     "load",
     "save",
+    "stream",
     "trace",
     "warm_up",
 ]

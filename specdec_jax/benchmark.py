@@ -16,7 +16,7 @@ import numpy as np
 
 from specdec_jax import measure, records
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import GenerationResult, bucket, generate
+from specdec_jax.generate import GenerationResult, generate
 from specdec_jax.inference import (
     SENTENCES,
     DecodingOptions,
@@ -30,6 +30,8 @@ from specdec_jax.inference import (
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS
+from specdec_jax.request import bucket
+from specdec_jax.verification import LOSSY
 
 
 class CheckFailed(RuntimeError):
@@ -181,8 +183,8 @@ def benchmark(
 
     def arm(gamma: int) -> Arm:
         return Arm(gamma, lambda batch: generate(
-            target, batch.inputs, drafter=drafter if gamma else None, gamma=gamma, sampling=options.sampling(),
-            max_new_tokens=options.max_new_tokens, max_input_length=options.max_input_length, key=batch.keys,
+            target, batch.inputs, drafter=drafter if gamma else None, gamma=gamma, key=batch.keys,
+            **options.decoding(plain=not gamma),
         ))  # fmt: skip
 
     arms = {"plain": arm(0)} | ({} if options.preset else {f"gamma {gamma}": arm(gamma) for gamma in gammas})
@@ -288,6 +290,8 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate"]
     predicted = None if alpha is None else records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
     seconds = Spread.of(arm.seconds)
+    # Gumbel coupling repeats plain decoding's draws at every temperature.
+    same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY
     shares = records.shares(records.cost(counted, arm.gamma, times), seconds.median)
     return {
         "gamma": arm.gamma,
@@ -300,7 +304,7 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
         "measured_over_predicted": improvement.median / predicted["with_lengths"] if predicted else None,
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]),
-        "differences": _differences(arm, plain, target, batches) if options.temperature == 0 else [],
+        "differences": _differences(arm, plain, target, batches) if same_tokens else [],
     }
 
 

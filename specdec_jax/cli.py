@@ -147,7 +147,9 @@ def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
         bool: flags.DEFINE_boolean,
     }
     default, text = field.default, field.metadata["help"]
-    if typing.get_origin(kind) is tuple:
+    if kind == tuple[str, ...]:
+        flags.DEFINE_multi_string(field.name, list(default), text, flag_values=values)
+    elif typing.get_origin(kind) is tuple:
         flags.DEFINE_list(field.name, [str(item) for item in default], text, flag_values=values)
     else:
         define[kind](field.name, default, text, flag_values=values)
@@ -159,7 +161,9 @@ def _given(fields, values: flags.FlagValues) -> dict[str, Any]:
     for field in fields:
         if values[field.name].present:
             value = values[field.name].value
-            given[field.name] = _integers(field.name, value) if isinstance(value, list) else value
+            if isinstance(values[field.name].parser, flags.ListParser):
+                value = _integers(field.name, value)
+            given[field.name] = tuple(value) if isinstance(value, list) else value
     return given
 
 

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -46,23 +45,21 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     sentences = list(arguments) or list(SENTENCES)
     target, drafter = options.load()
     encode(target, sentences, options.max_input_length)
-    common: dict[str, Any] = dict(
-        sampling=options.sampling(), max_new_tokens=options.max_new_tokens, max_input_length=options.max_input_length
-    )
+    decoding = options.decoding()
     console = Console()
     colours = console.is_terminal and "NO_COLOR" not in os.environ
     show = lambda parts: console.print(render(parts, colours), soft_wrap=True)
     show([("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
           ("committed", "; by the target: "), ("corrected", "corrected")])  # fmt: skip
     for sentence in sentences:
-        steps = trace(target, sentence, drafter=drafter, gamma=options.gamma, **common)
+        steps = trace(target, sentence, drafter=drafter, gamma=options.gamma, **decoding)
         console.print(Text(f"\n{sentence}"), soft_wrap=True)
         for parts in trace_lines(steps, target):
             show(parts)
     print(file=sys.stdout)
     arms: dict[str, Callable[[str], GenerationResult]] = {
-        "plain": lambda text: generate(target, [text], **common),
-        "speculative": lambda text: generate(target, [text], drafter=drafter, gamma=options.gamma, **common),
+        "plain": lambda text: generate(target, [text], **options.decoding(plain=True)),
+        "speculative": lambda text: generate(target, [text], drafter=drafter, gamma=options.gamma, **decoding),
     }
     print(comparison(arms, sentences, options.repeats))
 

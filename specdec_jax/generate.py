@@ -1,8 +1,8 @@
 """Decoding: `advance`, the one jitted loop, and `generate`, from strings to strings around it."""
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,20 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import speculative
-from specdec_jax.models.base import LanguageModel, padded_lengths
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import Request, bucket, prepare
 from specdec_jax.sampling import SamplingConfig
-from specdec_jax.speculative import DecodeState, Drafter, Program
+from specdec_jax.speculative import DecodeState, Drafter
+from specdec_jax.stopping import cut, shown
 
-VERIFIERS = ("token",)
-MAX_GAMMA = 64
 _FOREVER = np.int32(2**31 - 1)
-# Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
-_BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-
-def bucket(length: int) -> int:
-    """The padded length for `length`: one of a few up to 512, multiples of 256 after."""
-    return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
+# Iterations between two looks for stop strings.
+_STOP_EVERY = 8
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -46,9 +41,6 @@ def advance(target, drafter, state: DecodeState, max_iterations) -> DecodeState:
         return iteration + 1, speculative.iterate(target, drafter, state)
 
     return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
-
-
-prefill = jax.jit(speculative.prefill, static_argnames=("program", "slots"))
 
 
 class Stats(NamedTuple):
@@ -82,7 +74,11 @@ class GenerationResult(NamedTuple):
       lengths: `[B]` int32, how many of them count.
       log_probs: `[B, max_new_tokens]` float32, log-probability of each token under the target's own law
         (temperature 1, no filter), then 0.
-      stats: see `Stats`.
+      stats: see `Stats`; of all that was committed, also of what a stop string has cut off.
+      adjusted_log_probs: `[B, max_new_tokens]` float32, the same under the law that was sampled (processors, temperature
+        and filters applied), then 0; −inf where a lossy verifier let pass what that law excludes.
+      finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string), "deadline", or "empty"
+        (nothing to decode).
     """
 
     texts: list[str] | None
@@ -90,6 +86,8 @@ class GenerationResult(NamedTuple):
     lengths: np.ndarray
     log_probs: np.ndarray
     stats: Stats
+    adjusted_log_probs: np.ndarray
+    finish_reasons: list[str]
 
 
 def generate(
@@ -100,14 +98,22 @@ def generate(
     gamma: int | Sequence[int] = 4,
     sampling: SamplingConfig = SamplingConfig(),
     verifier: str = "token",
+    lenience: float | Sequence[float] | None = None,
+    typical_epsilon: float | Sequence[float] | None = None,
+    typical_delta: float | Sequence[float] | None = None,
     max_new_tokens: int | Sequence[int] = 64,
     key=None,
+    num_samples: int = 1,
     input_lengths=None,
     max_input_length: int = 512,
     decoder_prefix=None,
     eos_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    deadline: float | None = None,
 ) -> GenerationResult:
-    """Decodes a batch: speculatively with a `drafter`, plainly without one; the output law is the target's either way.
+    """Decodes a batch: speculatively with a `drafter`, plainly without one.
+
+    The output law is the target's either way, but for the verifiers "lenient" and "typical", which say how far it is off.
 
     Args:
       target: the model whose law is sampled.
@@ -115,114 +121,162 @@ def generate(
         them 0 is padding). An empty string gives an empty output.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       gamma: γ ≥ 0, tokens drafted per target call, one or one per input.
-      sampling: argmax (the default), temperature, top-k, top-p.
-      verifier: "token" (Leviathan et al. 2023, algorithm 1).
+      sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
+      verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
+        that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
+        "lenient" and "typical". Each is explained in `verification.py`.
+      lenience: l in (0, 1], for "lenient", which needs it; one, or one per input.
+      typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
       key: one key (request i gets `fold_in(key, i)`) or B keys; `jax.random.key(0)` if None.
+      num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input.
       input_lengths: `[B]`, with an array of inputs only.
       max_input_length: longer inputs are refused.
       decoder_prefix: like `inputs` (B of them), without start token or EOS: forced first decoder tokens. Not repeated
         in the result; an EOS in it does not stop.
       eos_ids: ids that stop a row; the model's own if None.
+      stop: strings that stop a row; neither they nor a token that reaches into one are part of the result.
+      deadline: seconds, from the call on, after which the rows are returned as they are; looked at between iterations
+        (what has yet to compile takes its time from it, see `warm_up`).
 
     Raises:
+      UnsupportedCombination: options that make no sense together (a ValueError).
       ValueError: bad argument; says what was got and what was expected, before anything compiles.
     """
+    begun = time.monotonic()
     state, request = prepare(
-        target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier,
-        max_new_tokens=max_new_tokens, key=key, input_lengths=input_lengths, max_input_length=max_input_length,
-        decoder_prefix=decoder_prefix, eos_ids=eos_ids,
+        target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier, lenience=lenience,
+        typical_epsilon=typical_epsilon, typical_delta=typical_delta, max_new_tokens=max_new_tokens, key=key,
+        num_samples=num_samples, input_lengths=input_lengths, max_input_length=max_input_length,
+        decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
     )  # fmt: skip
-    state = advance(target.network, request.drafter, state, _FOREVER)
+    every = 1 if request.deadline else _STOP_EVERY if request.stop else _FOREVER
+    for state in _advance_by(target, state, request, np.int32(every), begun):
+        pass
     return finish(target, state, request)
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What the host keeps of a batch while it decodes.
+def _advance_by(target, state: DecodeState, request: Request, every, begun: float) -> Iterator[DecodeState]:
+    """The state after every `every` iterations, until all rows are done, have met a stop string, or time is up."""
+    while True:
+        state = advance(target.network, request.drafter, state, every)
+        if request.stop:
+            lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
+            met = [
+                cut(target.vocabulary, tokens[row, start : lengths[row]], request.stop) is not None
+                for row, start in enumerate(request.prefix_lengths)
+            ]
+            state = state.replace(done=jnp.asarray(done | met))
+        yield state
+        if every == _FOREVER or np.all(state.done):
+            return
+        if request.deadline and time.monotonic() - begun > request.deadline:
+            return
+
+
+class Piece(NamedTuple):
+    """What `stream` yields.
 
     Attributes:
-      drafter: the drafter really used: None where γ = 0.
-      prefix_lengths: `[B]` start token and decoder prefix.
-      max_new_tokens: width of the result.
+      row: which row it belongs to.
+      text: new text, whole characters; the pieces of a row joined are its text.
+      tokens: the new ids; those of a row joined are its ids.
+      finish_reason: as in `GenerationResult`, with a row's last piece; None before.
     """
 
-    drafter: Drafter | None
-    prefix_lengths: np.ndarray
-    max_new_tokens: int
+    row: int
+    text: str
+    tokens: list[int]
+    finish_reason: str | None
 
 
-def prepare(
-    target, inputs, *, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="token", max_new_tokens=64, key=None,
-    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None,
-) -> tuple[DecodeState, Request]:  # fmt: skip
-    """Checks the arguments of `generate` and runs the prefill; for callers that drive `advance` themselves."""
-    if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
-        inputs = list(inputs)  # read twice below
-    tokens, lengths = _as_ids(target, inputs, input_lengths, eos=True)
-    batch = len(lengths)
-    if batch == 0:
-        raise ValueError("inputs: got 0 inputs, expected at least 1")
-    if max(lengths) > max_input_length:
-        row = int(np.argmax(lengths))
-        raise ValueError(
-            f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {max_input_length}"
-        )
-    gammas = _per_row("gamma", gamma, batch, 0, MAX_GAMMA)
-    gammas = gammas if drafter is not None else np.zeros_like(gammas)
-    limits = _per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
-    if drafter is not None:
-        check_pair(target, drafter)
-    if verifier not in VERIFIERS:
-        raise ValueError(f"verifier: got {verifier!r}, expected one of {VERIFIERS}")
-    stops = tuple(target.eos_ids if eos_ids is None else eos_ids)
-    if any(not 0 <= token < target.config.vocab_size for token in stops):
-        raise ValueError(f"eos_ids: got {stops}, expected ids from 0 to {target.config.vocab_size - 1}")
-    rows, width = sampling.rows(batch), int(max(gammas))
-    prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
+def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Iterator[Piece]:
+    """Decodes a batch and yields the text of its rows as it is committed.
 
-    program = Program(width, sampling.mode, target.config.vocab_size, verifier)
-    drafter = drafter if width else None
-    state = prefill(
-        target.network, drafter, program,
-        # Room for a whole draft and its bonus token past any limit: a clamped slice would overwrite live slots.
-        bucket(int(max(prefix_lengths + limits))) + width + 1,
-        _pad(tokens, bucket(max(lengths))), lengths, prefix, prefix_lengths, _row_keys(key, batch), rows,
-        prefix_lengths + limits, _stop_ids(stops, batch), gammas, _empty(inputs, lengths),
-    )  # fmt: skip
-    return state, Request(drafter, prefix_lengths, int(max(limits)))
+    What may yet turn out to be a part of a character, or of a stop string, is held back. The pieces of a row make up what
+    `generate` returns for it.
+
+    Args:
+      every: iterations between two looks; more make fewer, longer pieces and less work for the host.
+      options: as for `generate`.
+    """
+    begun = time.monotonic()
+    if target.vocabulary is None:
+        raise ValueError("stream: got a model without a vocabulary, expected one, since text is what it yields")
+    if every < 1:
+        raise ValueError(f"every: got {every}, expected an integer of at least 1")
+    state, request = prepare(target, inputs, **options)
+    return _pieces(target, state, request, every, begun)
+
+
+def _pieces(target, state: DecodeState, request: Request, every: int, begun: float) -> Iterator[Piece]:
+    vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
+    for state in _advance_by(target, state, request, np.int32(every), begun):
+        tokens, lengths, done = jax.device_get((state.tokens, state.lengths, state.done))
+        for row, start in enumerate(request.prefix_lengths):
+            if done[row]:
+                continue
+            ids = tokens[row, start : lengths[row]].tolist()
+            count = shown(vocabulary, ids, request.stop)
+            text = _after(vocabulary, ids[:count], sent[row])
+            if text:
+                yield Piece(row, text, ids[sent[row] : count], None)
+                sent[row] = count
+        newly = [row for row in np.flatnonzero(done) if row not in closed]
+        closed.update(newly)
+        if newly:
+            yield from _last_pieces(target, state, request, newly, sent)
+    rest = [row for row in range(len(sent)) if row not in closed]
+    yield from _last_pieces(target, state, request, rest, sent)
+
+
+def _last_pieces(target, state: DecodeState, request: Request, rows, sent) -> Iterator[Piece]:
+    result = finish(target, state, request) if len(rows) else None
+    for row in map(int, rows):
+        ids = result.tokens[row, : result.lengths[row]].tolist()
+        yield Piece(row, _after(target.vocabulary, ids, sent[row]), ids[sent[row] :], result.finish_reasons[row])
+
+
+def _after(vocabulary, ids: list[int], count: int) -> str:
+    """The text of `ids` past that of the first `count`."""
+    return vocabulary.decode(ids)[len(vocabulary.decode(ids[:count])) :]
 
 
 def finish(target: LanguageModel, state: DecodeState, request: Request) -> GenerationResult:
     """Trims and detokenises what has been committed so far."""
-    tokens, lengths, log_probs, counts = jax.device_get((state.tokens, state.lengths, state.log_probs, state.counts))
-    width = request.max_new_tokens
-    lengths = lengths - request.prefix_lengths
-    columns = np.arange(width)
+    tokens, ends, done, log_probs, adjusted, counts = jax.device_get(
+        (state.tokens, state.lengths, state.done, state.log_probs, state.adjusted_log_probs, state.counts)
+    )
+    columns, starts = np.arange(max(request.limits)), request.prefix_lengths
+    committed = ends - starts
     # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
-    slots = np.minimum(request.prefix_lengths[:, None] + columns, tokens.shape[1] - 1)
+    slots = np.minimum(starts[:, None] + columns, tokens.shape[1] - 1)
+    tokens = np.take_along_axis(tokens, slots, axis=1)
+    reasons = _finish_reasons(tokens, committed, done, request)
+    lengths, texts = committed.copy(), None
+    for row in range(len(lengths)) if request.stop else ():
+        kept = cut(target.vocabulary, tokens[row, : committed[row]], request.stop)
+        if kept is not None:
+            lengths[row], reasons[row] = kept, "stop"
     live = columns < lengths[:, None]
-    new_tokens = np.where(live, np.take_along_axis(tokens, slots, axis=1), 0)
-    log_probs = np.where(live, np.take_along_axis(log_probs, slots, axis=1), np.float32(0))
-    texts = None
+    only_live = lambda values: np.where(live, values, values.dtype.type(0))
+    tokens, log_probs = only_live(tokens), only_live(np.take_along_axis(log_probs, slots, axis=1))
+    # Under a one-hot law every token that was chosen has log-probability 0.
+    adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
-        texts = [target.vocabulary.decode(row[:length]) for row, length in zip(new_tokens, lengths)]
-    return GenerationResult(texts, new_tokens, lengths, log_probs, _stats(counts, lengths))
+        texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
+    return GenerationResult(texts, tokens, lengths, log_probs, _stats(counts, committed), adjusted, reasons)
 
 
-def check_pair(target: LanguageModel, drafter) -> None:
-    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28)."""
-    model = getattr(drafter, "model", None)
-    if model is None:
-        return
-    ours, theirs = target.vocabulary, model.vocabulary
-    if ours is not None and theirs is not None and ours is not theirs and ours.fingerprint() != theirs.fingerprint():
-        raise ValueError(
-            f"drafter: got a vocabulary of {theirs.size} pieces that differs from the target's "
-            f"({ours.size} pieces), expected the same pieces with the same ids"
-        )
-    if model.start_token != target.start_token:
-        raise ValueError(f"drafter: got start token {model.start_token}, expected the target's {target.start_token}")
+def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:
+    def reason(row: int) -> str:
+        if request.empty[row]:
+            return "empty"
+        if lengths[row] and tokens[row, lengths[row] - 1] in request.eos_ids:
+            return "eos"
+        return "length" if lengths[row] >= request.limits[row] else "deadline"
+
+    return [reason(row) for row in range(len(done))]
 
 
 class TraceStep(NamedTuple):
@@ -272,96 +326,6 @@ def warm_up(
             )  # fmt: skip
             finish(target, advance(target.network, request.drafter, state, np.int32(1)), request)
     return len(lengths) * len(batch_sizes)
-
-
-def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array."""
-    if isinstance(inputs, str):
-        raise ValueError(f"inputs: got the string {inputs!r}, expected a list of strings or of ids")
-    if not hasattr(inputs, "shape"):
-        inputs = list(inputs)
-        if inputs and all(isinstance(text, str) for text in inputs):
-            if target.vocabulary is None:
-                raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
-            end = list(target.vocabulary.eos_ids[:1]) if eos else []
-            inputs = [target.vocabulary.encode(text) + end for text in inputs]
-        if input_lengths is not None:
-            raise ValueError("input_lengths: got them with a list of inputs, expected None (lists have lengths)")
-        input_lengths = np.array([len(row) for row in inputs], np.int32)
-        array = np.zeros((len(inputs), max(input_lengths, default=0)), np.int32)
-        for row, ids in enumerate(inputs):
-            array[row, : len(ids)] = ids
-    else:
-        array = np.asarray(inputs)
-        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(
-                f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
-            )
-        input_lengths = padded_lengths(array) if input_lengths is None else np.asarray(input_lengths, np.int32)
-        if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
-            raise ValueError(
-                f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}"
-            )
-    inside = np.arange(array.shape[1]) < input_lengths[:, None]
-    if np.any(inside & ((array < 0) | (array >= target.config.vocab_size))):
-        raise ValueError(f"inputs: got ids outside the vocabulary, expected 0 to {target.config.vocab_size - 1}")
-    return array.astype(np.int32), input_lengths
-
-
-def _empty(inputs, lengths: np.ndarray) -> np.ndarray:
-    """Rows with nothing to decode: empty strings, or no ids at all."""
-    if hasattr(inputs, "shape"):
-        return lengths == 0
-    return np.array([not (row.strip() if isinstance(row, str) else len(row)) for row in inputs])
-
-
-def _decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start token and forced first tokens `[B, P]`, padded to a few lengths, and their numbers `[B]`."""
-    if decoder_prefix is None:
-        return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
-    tokens, lengths = _as_ids(target, decoder_prefix, None, eos=False)
-    if len(lengths) != batch:
-        raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)")
-    width = bucket(int(max(lengths, default=0))) if max(lengths) else 0
-    tokens = np.concatenate([np.full((batch, 1), target.start_token, np.int32), _pad(tokens, width)], axis=1)
-    return tokens, lengths + 1
-
-
-def _pad(tokens: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
-
-
-def _per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
-    array = np.asarray(value)
-    if not np.issubdtype(array.dtype, np.integer) or np.any((array < least) | (array > most)):
-        raise ValueError(f"{name}: got {value}, expected an integer from {least} to {most}")
-    if array.ndim and array.shape != (batch,):
-        raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
-    return np.broadcast_to(array.astype(np.int32), (batch,))
-
-
-def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
-    """`[B, E]` with E a multiple of 4, padded with −1, so that another number of EOS ids rarely compiles anew."""
-    width = max(4, -(-len(eos_ids) // 4) * 4)
-    return np.broadcast_to(np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32), (batch, width))
-
-
-@jax.jit
-def _fold(key, rows):
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-
-
-def _row_keys(key, batch: int) -> jax.Array:
-    key = jax.random.key(0) if key is None else key
-    if not isinstance(key, jax.Array):
-        raise ValueError(f"key: got {key!r}, expected jax.random.key(seed), or one such key per input")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if key.ndim == 0:
-        return _fold(key, np.arange(batch))
-    if key.shape != (batch,):
-        raise ValueError(f"key: got {key.shape[0]} keys, expected one or {batch} (one per input)")
-    return key
 
 
 def _stats(counts: speculative.Counts, new_tokens: np.ndarray) -> Stats:

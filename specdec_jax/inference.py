@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +16,11 @@ from rich.console import Console
 
 from specdec_jax import checkpoints, data
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import MAX_GAMMA, GenerationResult, Stats, check_pair, generate
+from specdec_jax.generate import GenerationResult, Stats, generate, stream
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import MAX_GAMMA, UnsupportedCombination, check_pair
 from specdec_jax.sampling import SamplingConfig
+from specdec_jax.verification import LOSSY, VERIFIERS
 
 # Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
 _WINDOW = 64
@@ -52,12 +55,44 @@ class DecodingOptions:
     temperature: float = option(0.0, "0 takes the most probable token; otherwise logits are divided by it")
     top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
     top_p: float = option(1.0, "sample among the most probable tokens whose mass reaches p")
+    min_p: float = option(0.0, "sample among the tokens with at least this share of the greatest probability")
+    repetition_penalty: float = option(1.0, "above 1, tokens that were there before become less probable")
+    no_repeat_ngram: int = option(0, "forbid tokens that would repeat an n-gram of this size; 0: none")
+    min_new_tokens: int = option(0, "shortest output, in tokens before its end")
+    forbidden_tokens: tuple[int, ...] = option((), "comma-separated ids that are never chosen")
+    logit_bias: tuple[str, ...] = option((), "id:number to add to its logit; repeatable")
+    forced_tokens: tuple[str, ...] = option((), "place:id, the id that must stand at a place, from 0; repeatable")
+    verifier: str = option("token", f"how drafts are verified: {', '.join(VERIFIERS)}")
+    lenience: float | None = option(None, "of --verifier=lenient: accept up to 1/lenience times too often; 1 is strict")
+    typical_epsilon: float | None = option(None, "of --verifier=typical: accept above this probability (none: 0.09)")
+    typical_delta: float | None = option(None, "of --verifier=typical: or above this times exp(-entropy) (none: 0.3)")
     max_new_tokens: int = option(64, "longest output, in tokens")
     max_input_length: int = option(512, "longest input, in tokens; a longer one is an error, never cut")
     seed: int = option(0, "of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
 
     def sampling(self) -> SamplingConfig:
-        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        return SamplingConfig(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty, no_repeat_ngram=self.no_repeat_ngram,
+            min_new_tokens=self.min_new_tokens, forbidden_tokens=self.forbidden_tokens,
+            logit_bias=_pairs("logit_bias", self.logit_bias, float),
+            forced_tokens=_pairs("forced_tokens", self.forced_tokens, int),
+        )  # fmt: skip
+
+    def decoding(self, plain: bool = False) -> dict[str, Any]:
+        """Arguments of `generate` that every decoding command passes on, but for the drafter's.
+
+        With `plain`, those of decoding without one: a lossy verifier has nothing to judge there.
+        """
+        common = dict(
+            sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length
+        )
+        if plain and self.verifier in LOSSY:
+            return common
+        return common | dict(
+            verifier=self.verifier, lenience=self.lenience, typical_epsilon=self.typical_epsilon,
+            typical_delta=self.typical_delta,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Refuses what can be seen to be wrong before a model is loaded.
@@ -73,6 +108,8 @@ class DecodingOptions:
     def check_decoding(self) -> None:
         """As `check`, for commands that may do without a checkpoint."""
         self.sampling()
+        if self.verifier not in VERIFIERS:
+            raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
@@ -86,6 +123,14 @@ class DecodingOptions:
         drafter = ModelDrafter(load(self.drafter))
         check_pair(target, drafter)
         return target, drafter
+
+
+def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any]:
+    """`{5: value}` of `("5:value",)`."""
+    try:
+        return {int(key): kind(value) for key, value in (item.split(":") for item in items)}
+    except ValueError:
+        raise ValueError(f"{name}: got {', '.join(items)}, expected integer:{kind.__name__}") from None
 
 
 def check_gamma(gamma: int) -> None:
@@ -104,14 +149,25 @@ class GenerateOptions(DecodingOptions):
     """Options of `specdec generate`."""
 
     gamma: int = option(4, "tokens drafted per target call")
-    batch_size: int = option(8, "sentences decoded together")
+    batch_size: int | None = option(None, "sentences decoded together (none: 8, with --stream 1)")
+    num_samples: int = option(1, "outputs for every sentence, one after the other")
+    stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
+    deadline: float | None = option(None, "seconds for each batch, after which its outputs are taken as they are")
     input_file: str | None = option(None, "UTF-8 text, one sentence a line, gzip or not; -: standard input")
-    json: bool = option(False, "one JSON object a line: text, tokens, log_probs, stats")
+    json: bool = option(False, "one JSON object a line: text, tokens, log-probabilities, why it ended, statistics")
+    stream: bool = option(False, "print each output while it is decoded; with --json, one object for each piece")
 
     def check(self) -> None:
         super().check()
         check_gamma(self.gamma)
-        at_least(1, batch_size=self.batch_size)
+        at_least(1, batch_size=self.rows, num_samples=self.num_samples)
+        if self.stream and self.rows * self.num_samples > 1:
+            got = f"batch_size={self.rows}, num_samples={self.num_samples}"
+            raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
+
+    @property
+    def rows(self) -> int:
+        return self.batch_size if self.batch_size is not None else 1 if self.stream else 8
 
 
 def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str]:
@@ -168,18 +224,21 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
 
 
 class Output(NamedTuple):
-    """What one sentence gave: text, new token ids (EOS included), their log-probabilities, statistics."""
+    """What one sentence gave: text, new token ids (EOS included), their log-probabilities under the target's own and under
+    the sampled law, why it ended, statistics."""
 
     text: str
     tokens: list[int]
     log_probs: list[float]
+    adjusted_log_probs: list[float]
+    finish_reason: str
     stats: Stats
 
 
 def decode_all(
-    target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, **options
+    target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, num_samples: int = 1, **options
 ) -> Iterator[Output]:
-    """Outputs in the order of `inputs`, decoded in batches of like length.
+    """Outputs in the order of `inputs`, `num_samples` for each, decoded in batches of like length.
 
     Args:
       inputs: ids of every sentence, as from `encode`.
@@ -195,10 +254,12 @@ def decode_all(
             chosen = order[first : first + rows]
             filled = chosen + [chosen[-1]] * (rows - len(chosen))
             batch = [inputs[i] for i in chosen] + [[]] * (rows - len(chosen))
-            result = generate(target, batch, key=_fold_in(key, np.array(filled)), **options)
-            outputs.update({i: _output(result, row) for row, i in enumerate(chosen)})
+            keys = _fold_in(key, np.array(filled))
+            result = generate(target, batch, key=keys, num_samples=num_samples, **options)
+            for row, i in enumerate(chosen):
+                outputs[i] = [_output(result, row * num_samples + sample) for sample in range(num_samples)]
         for i in window:
-            yield outputs[i]
+            yield from outputs[i]
 
 
 @jax.jit
@@ -209,8 +270,12 @@ def _fold_in(key, rows):
 def _output(result: GenerationResult, row: int) -> Output:
     assert result.texts is not None and result.stats.per_row is not None
     length = result.lengths[row]
-    tokens, log_probs = result.tokens[row, :length].tolist(), result.log_probs[row, :length].tolist()
-    return Output(result.texts[row], tokens, log_probs, result.stats.per_row[row])
+    tokens, log_probs, adjusted = (
+        values[row, :length].tolist() for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
+    )
+    return Output(
+        result.texts[row], tokens, log_probs, adjusted, result.finish_reasons[row], result.stats.per_row[row]
+    )
 
 
 def stats_record(stats: Stats) -> dict:
@@ -226,15 +291,49 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
     sentences = read_sentences(arguments, options.input_file)
     target, drafter = options.load()
     inputs = encode(target, sentences, options.max_input_length)
+    decoding = dict(drafter=drafter, gamma=options.gamma, **options.decoding())
+    decoding.update(stop=options.stop, deadline=options.deadline)
+    if options.stream:
+        _print_pieces(target, inputs, options, decoding)
+        return
     outputs = decode_all(
-        target, inputs, batch_size=options.batch_size, seed=options.seed, drafter=drafter, gamma=options.gamma,
-        sampling=options.sampling(), max_new_tokens=options.max_new_tokens, max_input_length=options.max_input_length,
-    )  # fmt: skip
-    for output in track(outputs, len(inputs), "sentences"):
+        target, inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
+    )
+    for output in track(outputs, len(inputs) * options.num_samples, "sentences"):
         if options.json:
-            print(json.dumps({**output._asdict(), "stats": stats_record(output.stats)}, ensure_ascii=False))
+            print(_json({**output._asdict(), "stats": stats_record(output.stats)}))
         else:
-            print(" ".join(output.text.splitlines()))  # one line per sentence, whatever the model wrote
+            print(_one_line(output.text))
+
+
+def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:
+    """Every sentence alone, its text printed as it is committed."""
+    key = jax.random.key(options.seed)
+    for number, ids in enumerate(inputs):
+        for piece in stream(target, [ids], key=_fold_in(key, np.array([number])), **decoding):
+            if options.json:
+                print(_json({**piece._asdict(), "row": number}), flush=True)
+            else:
+                print(_one_line(piece.text), end="", flush=True)
+        if not options.json:
+            print()
+
+
+def _json(record: dict[str, Any]) -> str:
+    """One line; −inf, which JSON lacks, becomes null."""
+    finite = lambda value: (
+        [finite(item) for item in value]
+        if isinstance(value, list)
+        else None
+        if isinstance(value, float) and not np.isfinite(value)
+        else value
+    )
+    return json.dumps({name: finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False)
+
+
+def _one_line(text: str) -> str:
+    """`text` with spaces for line ends: one line per sentence, whatever the model wrote."""
+    return re.sub(r"\s*[\r\n]+\s*", " ", text)
 
 
 def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from specdec_jax import sampling, verification
 from specdec_jax.models.base import Network
-from specdec_jax.sampling import Law, SamplingMode, SamplingRows
+from specdec_jax.processors import Context
+from specdec_jax.sampling import Law, PointMass, SamplingMode, SamplingRows
+from specdec_jax.verification import Draws, Settings, Verification
 
 
 class Program(NamedTuple):
@@ -29,6 +31,16 @@ class Program(NamedTuple):
     mode: SamplingMode
     vocab_size: int
     verifier: str = "token"
+
+    @property
+    def strict_argmax(self) -> bool:
+        """Whether every token is the target's argmax: then no law over the vocabulary is ever built."""
+        return self.mode.greedy and self.verifier != "lenient"
+
+    @property
+    def asks_draft_law(self) -> bool:
+        """Whether the verifier looks at the law that the draft was drawn from."""
+        return not self.mode.greedy and self.verifier not in ("gumbel", "typical")
 
 
 @flax.struct.dataclass
@@ -66,9 +78,12 @@ class DecodeState:
       tokens: `[B, S]` int32: start token, decoder prefix, committed tokens; anything after a row's length.
       lengths: `[B]` int32 committed tokens, start token and prefix included.
       done: `[B]` bool.
+      starts: `[B]` int32 start token and prefix: how many of the tokens are not new.
       log_probs: `[B, S]` float32 under the target's own law (temperature 1, no filter), at the committed slots.
+      adjusted_log_probs: the same under the law after processors and filters; None where it is 0 throughout (argmax).
       keys: `[B]` typed keys, one per request.
-      sampling: per-row sampling parameters.
+      sampling: sampling parameters.
+      settings: of a lossy verifier, else None.
       limits: `[B]` int32, the length at which a row stops.
       eos_ids: `[B, E]` int32, ids that stop a row, padded with −1.
       gamma: `[B]` int32, tokens to draft per iteration, at most G.
@@ -83,9 +98,12 @@ class DecodeState:
     tokens: jax.Array
     lengths: jax.Array
     done: jax.Array
+    starts: jax.Array
     log_probs: jax.Array
+    adjusted_log_probs: jax.Array | None
     keys: jax.Array
     sampling: SamplingRows
+    settings: Settings | None
     limits: jax.Array
     eos_ids: jax.Array
     gamma: jax.Array
@@ -104,13 +122,14 @@ class Draft(NamedTuple):
     Attributes:
       tokens: `[B, G]` int32.
       num_drafted: `[B]` int32, how many of them count; at most the number asked for.
-      law: the law over `[B, G, V]` that they were really drawn from; None when greedy.
+      law: the law over `[B, G, V]` that they were really drawn from, a `PointMass` if they were not drawn; None where
+        `Program.asks_draft_law` is False.
       calls: `[B]` int32 calls of the drafter's model that the row took part in.
     """
 
     tokens: jax.Array
     num_drafted: jax.Array
-    law: Law | None
+    law: Law | PointMass | None
     calls: jax.Array
 
 
@@ -121,7 +140,7 @@ class Drafter(Protocol):
     """
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
-        """State for `inputs [B, L]` and decoder prefixes `tokens [B, P]` (start token first)."""
+        """State for `inputs [I, L]` and decoder prefixes `tokens [B, P]` (start token first), B/I rows for each input."""
 
     def draft(self, draft_state: Any, state: DecodeState, num_wanted: jax.Array) -> tuple[Any, Draft]:
         """Drafts up to `num_wanted [B]` tokens after each row's committed ones."""
@@ -129,25 +148,27 @@ class Drafter(Protocol):
 
 def prefill(
     target: Network, drafter: Drafter | None, program: Program, slots: int, inputs, input_lengths, tokens, prefix_lengths,
-    keys, rows: SamplingRows, limits, eos_ids, gamma, done,
+    keys, rows: SamplingRows, settings: Settings | None, limits, eos_ids, gamma, done,
 ) -> DecodeState:  # fmt: skip
     """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.
 
     Args:
       slots: S.
-      inputs: `[B, L]`. input_lengths: `[B]`.
+      inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which lie side by side.
+      input_lengths: `[I]`.
       tokens: `[B, P]` start token and decoder prefix, padded. prefix_lengths: `[B]`, at least 1.
-      keys, rows, limits, eos_ids, gamma, done: as in `DecodeState`.
+      keys, rows, settings, limits, eos_ids, gamma, done: as in `DecodeState`.
     """
     batch, prefix = tokens.shape
-    cache = target.prefill(inputs, input_lengths, slots)
+    cache = target.prefill(inputs, input_lengths, slots, batch // inputs.shape[0])
     if prefix > 1:
         _, cache = target.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
     draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots)
-    zeros = jnp.zeros(batch, jnp.int32)
+    zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
     return DecodeState(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
-        lengths=prefix_lengths, done=done, log_probs=jnp.zeros((batch, slots), jnp.float32), keys=keys, sampling=rows,
+        lengths=prefix_lengths, done=done, starts=prefix_lengths, log_probs=no_log_probs,
+        adjusted_log_probs=None if program.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
         limits=limits, eos_ids=eos_ids, gamma=gamma, target_cache=cache, draft_state=draft_state,
         counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
         last_drafted=zeros, last_accepted=zeros, program=program,
@@ -162,34 +183,66 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     if program.gamma:
         draft_state, draft = drafter.draft(state.draft_state, state, num_wanted)
     else:
-        zeros = jnp.zeros(batch, jnp.int32)
-        law = None if program.mode.greedy else Law.of(jnp.zeros((batch, 0, program.vocab_size)))
-        draft_state, draft = None, Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
+        draft_state, draft = None, _no_draft(batch, program)
 
     # Score the last committed token and the drafted ones in one call.
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
     logits, cache = target.decode(scored, state.lengths - 1, state.target_cache)
 
-    verified = _verify(state, draft, logits)
-    return _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits)
+    verified, adjusted = _verify(state, draft, logits)
+    return _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)
 
 
-def _verify(state: DecodeState, draft: Draft, logits: jax.Array) -> verification.Verification:
+def _no_draft(batch: int, program: Program) -> Draft:
+    zeros = jnp.zeros(batch, jnp.int32)
+    law = Law.of(jnp.zeros((batch, 0, program.vocab_size))) if program.asks_draft_law else None
+    return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
+
+
+def context(state: DecodeState, tokens: jax.Array | None = None, ahead: jax.Array | int = 0) -> Context:
+    """The prefixes after `ahead` of the tokens that follow the committed ones in `tokens [B, S]`."""
+    return Context(state.tokens if tokens is None else tokens, state.lengths + ahead, state.starts, state.eos_ids)
+
+
+def _verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verification, Law | None]:
+    """The outcome, and the target's adjusted law over the scored positions (None where every token is its argmax)."""
     program, keys, lengths = state.program, state.keys, state.lengths
-    if program.mode.greedy:
-        return verification.verify_greedy(sampling.argmax(logits), draft.tokens, draft.num_drafted)
-    offsets = jnp.broadcast_to(jnp.arange(program.gamma + 1), (len(lengths), program.gamma + 1))
+    tokens, width = state.tokens, program.gamma + 1
+    if program.mode.reads_prefix:
+        tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted) if program.gamma else tokens
+    prefixes = context(state, tokens)
+    processed = sampling.process(logits, prefixes, state.sampling, program.mode)
+    if program.strict_argmax:
+        return verification.verify_greedy(sampling.argmax(processed), draft.tokens, draft.num_drafted), None
+    law = sampling.standardize(logits, prefixes, state.sampling, program.mode)
+    greedy = None
+    if program.verifier == "lenient":  # judged before temperature 0 makes the law one-hot
+        greedy = verification.verify_greedy_leniently(
+            processed, draft.tokens, draft.num_drafted, state.settings.lenience
+        )
+        if program.mode.greedy:
+            return greedy, law
+    offsets = jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     accept = sampling.uniforms(keys, lengths, offsets[:, :-1], sampling.ACCEPT)
     # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
     residual = sampling.uniforms(keys, lengths, offsets, sampling.RESIDUAL)
     bonus = sampling.uniforms(keys, lengths, offsets, sampling.BONUS)
     final = jnp.where(offsets < draft.num_drafted[:, None], residual, bonus)
-    law = sampling.standardize(logits, state.sampling, program.mode)
-    return verification.verify_tokens(law, draft.law, draft.tokens, draft.num_drafted, accept, final)
+    noise = None
+    if program.verifier == "gumbel":
+        noise = sampling.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size)
+    verify = verification.VERIFIERS[program.verifier]
+    verified = verify(law, draft.law, draft.tokens, draft.num_drafted, Draws(accept, final, noise), state.settings)
+    if greedy is not None:
+        argmax = state.sampling.temperature == 0
+        verified = Verification(*(jnp.where(argmax, a, b) for a, b in zip(greedy, verified)))
+    return verified, law
 
 
-def _commit(state: DecodeState, draft: Draft, verified: verification.Verification, logits: jax.Array) -> DecodeState:
+def _commit(
+    state: DecodeState, draft: Draft, verified: Verification, logits: jax.Array, adjusted: Law | None
+) -> DecodeState:
     """Writes the accepted tokens and the next one, stops rows at EOS or limit, and counts."""
     width = state.program.gamma + 1
     active, num_accepted = ~state.done, verified.num_accepted
@@ -203,6 +256,9 @@ def _commit(state: DecodeState, draft: Draft, verified: verification.Verificatio
 
     token_logits = jnp.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
     log_probs = token_logits - jax.nn.logsumexp(logits, axis=-1)
+    adjusted_log_probs = state.adjusted_log_probs
+    if adjusted is not None:
+        adjusted_log_probs = _write(adjusted_log_probs, adjusted.log_prob(new), state.lengths, num_new)
     lengths = state.lengths + num_new
     done = state.done | (first_eos < width) & active | (lengths >= state.limits)
 
@@ -221,7 +277,7 @@ def _commit(state: DecodeState, draft: Draft, verified: verification.Verificatio
     return state.replace(
         tokens=_write(state.tokens, new, state.lengths, num_new),
         log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
-        lengths=lengths, done=done, counts=counts, last_draft=draft.tokens,
+        adjusted_log_probs=adjusted_log_probs, lengths=lengths, done=done, counts=counts, last_draft=draft.tokens,
         last_drafted=jnp.where(active, draft.num_drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
     )  # fmt: skip
 

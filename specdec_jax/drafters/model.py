@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specdec_jax import sampling
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.sampling import Law
-from specdec_jax.speculative import DecodeState, Draft
+from specdec_jax.speculative import DecodeState, Draft, context
 
 
 @flax.struct.dataclass
@@ -48,7 +48,7 @@ class ModelDrafter:
 
     def init(self, inputs, input_lengths, tokens, slots: int) -> ModelDraftState:
         batch, prefix = tokens.shape
-        cache = self.network.prefill(inputs, input_lengths, slots)
+        cache = self.network.prefill(inputs, input_lengths, slots, batch // inputs.shape[0])
         if prefix > 1:
             _, cache = self.network.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
         # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.
@@ -65,7 +65,7 @@ class ModelDrafter:
         program, last, slots = state.program, state.lengths - 1, jnp.arange(state.tokens.shape[1])
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
         law = None
-        if not program.mode.greedy:
+        if program.asks_draft_law:
             shape = (len(last), program.gamma)
             law = Law(jnp.zeros((*shape, program.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32))
 
@@ -78,7 +78,7 @@ class ModelDrafter:
             position = jnp.maximum(last + step, 0)
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             logits, cache = self.network.decode(fed, position, cache)
-            drawn, law = _draw(state, match_width(logits, program.vocab_size), step, law)
+            drawn, law = _draw(state, match_width(logits, program.vocab_size), tokens, step, law)
             drawing = (step >= 0) & (step < num_drafted)
             written = drawing[:, None] & (slots == (last + 1 + step)[:, None])
             tokens = jnp.where(written, drawn[:, None], tokens)
@@ -99,16 +99,26 @@ class ModelDrafter:
         return ModelDraftState(cache, cached), draft
 
 
-def _draw(state: DecodeState, logits: jax.Array, step: jax.Array, law: Law | None) -> tuple[jax.Array, Law | None]:
-    """One token `[B]` from `logits [B, 1, V]`, and `law` with the law it was drawn from at position `step`."""
-    if law is None:
-        return sampling.argmax(logits)[:, 0], None
-    here = sampling.standardize(logits, state.sampling, state.program.mode)
+def _draw(state: DecodeState, logits, tokens, step, law: Law | None) -> tuple[jax.Array, Law | None]:
+    """One token `[B]` from `logits [B, 1, V]`, and `law` with the law it was drawn from at position `step`.
+
+    `tokens [B, S]` holds what was drafted before. While catching up (step < 0) what is drawn is thrown away.
+    """
+    program, prefixes = state.program, context(state, tokens, jnp.maximum(step, 0))
+    if program.mode.greedy:
+        return sampling.argmax(sampling.process(logits, prefixes, state.sampling, program.mode))[:, 0], law
+    here = sampling.standardize(logits, prefixes, state.sampling, program.mode)
+    if program.verifier == "gumbel":
+        noise = sampling.gumbel_noise(state.keys, prefixes.lengths[:, None], program.vocab_size)
+        return sampling.argmax(here.logits + noise)[:, 0], law
     offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
     uniform = sampling.uniforms(state.keys, state.lengths, offsets, sampling.DRAFT)[:, 0]
-    # While catching up (step < 0) position 0 is written, which step 0 then overwrites.
-    write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
-    return sampling.draw(here.probs()[:, 0], uniform), Law(*map(write, law, here))
+    drawn = sampling.draw(here.probs()[:, 0], uniform)
+    if law is not None:
+        # While catching up position 0 is written, which step 0 then overwrites.
+        write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+        law = Law(*map(write, law, here))
+    return drawn, law
 
 
 def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:

@@ -28,8 +28,8 @@ class Network:
         """Width V of the logits."""
         return self.module.config.vocab_size
 
-    def prefill(self, inputs: jax.Array, input_lengths: jax.Array, slots: int) -> DecoderCache:
-        """Runs the encoder once and makes the decoder's cache.
+    def prefill(self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1) -> DecoderCache:
+        """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
 
         Args:
           inputs: `[B, L]` int32; ids at or past a row's length do not matter.
@@ -37,7 +37,7 @@ class Network:
           slots: S, positions that the self-attention caches hold.
         """
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self.module.apply({"params": self.params}, inputs, mask, slots, method="prefill")
+        return self.module.apply({"params": self.params}, inputs, mask, slots, copies, method="prefill")
 
     def decode(self, tokens: jax.Array, positions: jax.Array, cache: DecoderCache):
         """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.

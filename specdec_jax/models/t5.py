@@ -206,15 +206,19 @@ class Decoder(nn.Module):
             )
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def init_cache(self, encoded, cross_mask, slots: int) -> DecoderCache:
-        """Empty self-attention caches of `slots` slots beside the cross-attention keys and values of `encoded`."""
-        config = self.config
+    def init_cache(self, encoded, cross_mask, slots: int, copies: int) -> DecoderCache:
+        """Empty self-attention caches of `slots` slots beside the cross-attention keys and values of `encoded`.
+
+        Each input's are repeated for `copies` rows.
+        """
+        config, batch = self.config, encoded.shape[0] * copies
         empty = [
-            KVCache.empty(encoded.shape[0], config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
+            KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
             for _ in self.layers
         ]
-        cross = tuple(layer.cross_cache(encoded) for layer in self.layers)
-        return DecoderCache(tuple(empty), cross, cross_mask, self.relpos_bias(slots, slots))
+        repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
+        cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded)) for layer in self.layers)
+        return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.relpos_bias(slots, slots))
 
     def step(self, x, positions, cache: DecoderCache, embedding):
         """Logits `[B, T, V]` and the cache after writing T tokens at `positions [B]` of every row."""
@@ -283,9 +287,9 @@ class T5(nn.Module):
         """Encoder output `[B, L, D]` of `inputs [B, L]` with `mask [B, L]` True at tokens."""
         return self.encoder(self.token_embedder(inputs), mask, deterministic)
 
-    def prefill(self, inputs, mask, slots: int) -> DecoderCache:
-        """Runs the encoder once and prepares the decoder's cache."""
-        return self.decoder.init_cache(self.encode(inputs, mask), mask, slots)
+    def prefill(self, inputs, mask, slots: int, copies: int = 1) -> DecoderCache:
+        """Runs the encoder once and prepares the decoder's cache, with `copies` rows for each input."""
+        return self.decoder.init_cache(self.encode(inputs, mask), mask, slots, copies)
 
     def decode(self, tokens, positions, cache: DecoderCache):
         """Feeds `tokens [B, T]` at `positions [B]` onwards; returns logits `[B, T, V]` float32 and the new cache."""

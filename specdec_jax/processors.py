@@ -1,0 +1,101 @@
+"""Processors: what changes logits before temperature and filters, each a pure function of a row's prefix.
+
+Both models' logits pass through the same processors. Nothing is remembered from step to step: a drafted token that is
+rejected leaves no trace in what is penalised (PITFALLS row 22), since every position is computed from its own prefix.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# (prefix tokens `[N, S]`, 0 at and past the length; lengths `[N]`; logits `[N, V]`) -> logits `[N, V]`
+Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Context(NamedTuple):
+    """The prefixes that T positions of logits follow: that of position t holds `lengths[b] + t` tokens.
+
+    Attributes:
+      tokens: `[B, S]` int32: start token, decoder prefix, committed and drafted tokens.
+      lengths: `[B]` int32, tokens before the first of the T positions.
+      starts: `[B]` int32, start token and decoder prefix: how many of them are not new.
+      eos_ids: `[B, E]` int32, padded with −1.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    starts: jax.Array
+    eos_ids: jax.Array
+
+    def prefix_lengths(self, positions: int) -> jax.Array:
+        """`[B, T]` for T = `positions`."""
+        return self.lengths[:, None] + jnp.arange(positions)
+
+
+def penalize_repetition(logits: jax.Array, context: Context, penalty: jax.Array) -> jax.Array:
+    """Divides the positive and multiplies the negative logits of ids in the prefix (CTRL, arXiv 1909.05858, section 4.1).
+
+    As in Hugging Face's, the prefix includes the start token. `logits [B, T, V]`, `penalty [B]`, 1 changes nothing.
+    """
+    live = _live(context, logits.shape[1])
+    ids = jnp.broadcast_to(context.tokens[:, None], live.shape)
+    seen = jnp.take_along_axis(logits, ids, axis=-1)
+    penalty = penalty[:, None, None]
+    return _put(logits, ids, live, jnp.where(seen > 0, seen / penalty, seen * penalty))
+
+
+def forbid_repeated_ngrams(logits: jax.Array, context: Context, size: int) -> jax.Array:
+    """−inf for ids that would complete an n-gram of `size` ids which the prefix holds already, start token included."""
+    tokens, lengths = context.tokens, context.prefix_lengths(logits.shape[1])
+    windows = tokens.shape[1] - size + 1
+    if windows <= 0:
+        return logits
+    same = jnp.arange(windows) + size - 1 < lengths[..., None]  # the n-gram lies inside the prefix
+    for offset in range(size - 1):
+        latest = jnp.take_along_axis(tokens, jnp.maximum(lengths - size + 1 + offset, 0), axis=1)
+        same &= tokens[:, None, offset : offset + windows] == latest[..., None]
+    completing = jnp.broadcast_to(tokens[:, None, size - 1 :], same.shape)
+    return _put(logits, completing, same, -jnp.inf)
+
+
+def forbid_early_end(logits: jax.Array, context: Context, min_new_tokens: jax.Array) -> jax.Array:
+    """−inf for the EOS ids until a row has `min_new_tokens [B]` new tokens before one."""
+    ids = jnp.arange(logits.shape[-1])
+    is_eos = jnp.any(ids == context.eos_ids[:, :, None], axis=1)
+    early = _new_tokens(context, logits.shape[1]) < min_new_tokens[:, None]
+    return jnp.where(early[..., None] & is_eos[:, None], -jnp.inf, logits)
+
+
+def force(logits: jax.Array, context: Context, forced: jax.Array) -> jax.Array:
+    """All mass on `forced[i]` at the i-th new token, where that is an id; `forced [F]` int32, −1 forces nothing."""
+    new = _new_tokens(context, logits.shape[1])
+    ids = jnp.where(new < len(forced), forced[jnp.minimum(new, len(forced) - 1)], -1)[..., None]
+    only = jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf)
+    return jnp.where(ids >= 0, only, logits)
+
+
+def apply_own(logits: jax.Array, context: Context, processor: Processor) -> jax.Array:
+    """A user's function, given every prefix with what follows it blanked."""
+    batch, positions, vocab = logits.shape
+    prefixes = jnp.where(_live(context, positions), context.tokens[:, None], 0)
+    lengths = context.prefix_lengths(positions)
+    rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), logits.reshape(-1, vocab))
+    return rows.astype(logits.dtype).reshape(logits.shape)
+
+
+def _new_tokens(context: Context, positions: int) -> jax.Array:
+    """`[B, T]`: how many new tokens each prefix holds."""
+    return context.prefix_lengths(positions) - context.starts[:, None]
+
+
+def _live(context: Context, positions: int) -> jax.Array:
+    """`[B, T, S]`: which slots belong to the prefix of each position."""
+    return jnp.arange(context.tokens.shape[1]) < context.prefix_lengths(positions)[..., None]
+
+
+def _put(logits: jax.Array, ids: jax.Array, where: jax.Array, values) -> jax.Array:
+    """`logits [B, T, V]` with `values` at `ids [B, T, N]`, where `where [B, T, N]`; equal ids have equal values."""
+    row, position = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
+    return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(values, mode="drop")

@@ -1,0 +1,295 @@
+"""From the arguments of `generate` to the state of the decode loop: checks, padding, keys, and the prefill."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import speculative, verification
+from specdec_jax.models.base import LanguageModel, padded_lengths
+from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative import DecodeState, Drafter, Program
+from specdec_jax.verification import Settings
+
+MAX_GAMMA = 64
+# Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
+_BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Medusa's constants of typical acceptance.
+_EPSILON, _DELTA = 0.09, 0.3
+
+
+class UnsupportedCombination(ValueError):
+    """Options that are sound one by one, but make no sense together."""
+
+
+def bucket(length: int) -> int:
+    """The padded length for `length`: one of a few up to 512, multiples of 256 after."""
+    return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
+
+
+prefill = jax.jit(speculative.prefill, static_argnames=("program", "slots"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the host keeps of a batch while it decodes.
+
+    Attributes:
+      drafter: the drafter really used: None where γ = 0.
+      prefix_lengths: `[B]` start token and decoder prefix.
+      limits: `[B]` most new tokens of each row.
+      eos_ids: ids that stop a row.
+      stop: strings that stop a row.
+      deadline: seconds after which rows are left as they are, or None.
+      empty: `[B]` rows without input.
+    """
+
+    drafter: Drafter | None
+    prefix_lengths: np.ndarray
+    limits: np.ndarray
+    eos_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    deadline: float | None
+    empty: np.ndarray
+
+
+def prepare(
+    target, inputs, *, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="token", lenience=None,
+    typical_epsilon=None, typical_delta=None, max_new_tokens=64, key=None, num_samples=1, input_lengths=None,
+    max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
+) -> tuple[DecodeState, Request]:  # fmt: skip
+    """Checks the arguments of `generate` and runs the prefill; for callers that drive `advance` themselves.
+
+    With `num_samples` N everything has N·B rows, those of one input side by side.
+    """
+    if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
+        inputs = list(inputs)  # read twice below
+    tokens, lengths = _as_ids(target, inputs, input_lengths, eos=True)
+    batch = len(lengths)
+    if batch == 0:
+        raise ValueError("inputs: got 0 inputs, expected at least 1")
+    if max(lengths) > max_input_length:
+        row = int(np.argmax(lengths))
+        raise ValueError(
+            f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {max_input_length}"
+        )
+    gammas = _per_row("gamma", gamma, batch, 0, MAX_GAMMA)
+    gammas = gammas if drafter is not None else np.zeros_like(gammas)
+    limits = _per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
+    samples = int(_per_row("num_samples", num_samples, 1, 1, 2**20)[0])
+    if drafter is not None:
+        check_pair(target, drafter)
+    vocab_size = target.config.vocab_size
+    eos_ids = tuple(target.eos_ids if eos_ids is None else eos_ids)
+    if any(not 0 <= token < vocab_size for token in eos_ids):
+        raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
+    rows, width = sampling.rows(batch, vocab_size), int(max(gammas))
+    settings = _settings(verifier, sampling, width, batch, lenience, typical_epsilon, typical_delta)
+    _check_limits(sampling, limits, samples)
+    stop = _check_stop(target, stop, deadline)
+    prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
+
+    program = Program(width, sampling.mode, vocab_size, verifier)
+    drafter = drafter if width else None
+    repeat = lambda values: np.repeat(values, samples, axis=0)
+    per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
+    rows = dataclasses.replace(per_row(rows.replace(bias=None, forced=None)), bias=rows.bias, forced=rows.forced)
+    empty, ends = _empty(inputs, lengths), prefix_lengths + limits
+    state = prefill(
+        target.network, drafter, program,
+        # Room for a whole draft and its bonus token past any limit: a clamped slice would overwrite live slots.
+        bucket(int(max(ends))) + width + 1,
+        _pad(tokens, bucket(max(lengths))), lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
+        per_row(settings), repeat(ends), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
+    )  # fmt: skip
+    return state, Request(drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty))
+
+
+def _settings(verifier, sampling, width, batch, lenience, epsilon, delta) -> Settings | None:
+    """Checks the verifier and what goes with it; returns what a lossy one is asked for."""
+    names = tuple(verification.VERIFIERS)
+    if verifier not in names:
+        raise ValueError(f"verifier: got {verifier!r}, expected one of {', '.join(names)}")
+    for name, value, owner in (
+        ("lenience", lenience, "lenient"), ("typical_epsilon", epsilon, "typical"), ("typical_delta", delta, "typical"),
+    ):  # fmt: skip
+        if value is not None and verifier != owner:
+            raise UnsupportedCombination(f"{name}: got {value} with verifier={verifier!r}, expected {owner!r}")
+    if verifier not in verification.LOSSY:
+        return None
+    if not width:
+        raise UnsupportedCombination(
+            f"verifier: got {verifier!r} for plain decoding, expected a drafter and gamma of at least 1"
+        )
+    if verifier == "lenient" and lenience is None:
+        raise UnsupportedCombination("lenience: got none with verifier='lenient', expected a number in (0, 1]")
+    if verifier == "typical" and not np.all(np.greater(sampling.temperature, 0)):
+        raise UnsupportedCombination(
+            f"temperature: got {sampling.temperature} with verifier='typical', expected more than 0 "
+            "(at 0 it would accept the argmax alone)"
+        )
+    return Settings(
+        _fraction("lenience", 1.0 if lenience is None else lenience, batch),
+        _fraction("typical_epsilon", _EPSILON if epsilon is None else epsilon, batch),
+        _fraction("typical_delta", _DELTA if delta is None else delta, batch),
+    )
+
+
+def _fraction(name: str, value, batch: int) -> np.ndarray:
+    """`[batch]` float32 in (0, 1]."""
+    array = np.asarray(value, np.float32)
+    if not np.all((array > 0) & (array <= 1)):
+        raise ValueError(f"{name}: got {value}, expected a number in (0, 1]")
+    if array.ndim and array.shape != (batch,):
+        raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
+    return np.broadcast_to(array, (batch,))
+
+
+def _check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:
+    if samples > 1 and sampling.mode.greedy:
+        raise UnsupportedCombination(
+            f"num_samples: got {samples} at temperature 0, expected 1, since all would be the same"
+        )
+    if np.any(np.asarray(sampling.min_new_tokens) > limits):
+        raise UnsupportedCombination(
+            f"min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens = {min(limits)}"
+        )
+    last = max(sampling.forced_tokens or {}, default=-1)
+    if last >= max(limits):
+        raise UnsupportedCombination(f"forced_tokens: got place {last}, expected below max_new_tokens = {max(limits)}")
+
+
+def _check_stop(target: LanguageModel, stop, deadline) -> tuple[str, ...]:
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop: got {stop}, expected strings that are not empty")
+    if stop and target.vocabulary is None:
+        raise ValueError("stop: got strings for a model without a vocabulary, expected none")
+    if deadline is not None and not deadline > 0:
+        raise ValueError(f"deadline: got {deadline}, expected seconds, more than 0")
+    return stop
+
+
+def check_pair(target: LanguageModel, drafter) -> None:
+    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28)."""
+    model = getattr(drafter, "model", None)
+    if model is None:
+        return
+    ours, theirs = target.vocabulary, model.vocabulary
+    if ours is not None and theirs is not None and ours is not theirs and ours.fingerprint() != theirs.fingerprint():
+        raise ValueError(
+            f"drafter: got a vocabulary of {theirs.size} pieces that differs from the target's "
+            f"({ours.size} pieces), expected the same pieces with the same ids"
+        )
+    if model.start_token != target.start_token:
+        raise ValueError(f"drafter: got start token {model.start_token}, expected the target's {target.start_token}")
+
+
+def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array."""
+    if isinstance(inputs, str):
+        raise ValueError(f"inputs: got the string {inputs!r}, expected a list of strings or of ids")
+    if not hasattr(inputs, "shape"):
+        inputs = list(inputs)
+        if inputs and all(isinstance(text, str) for text in inputs):
+            if target.vocabulary is None:
+                raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
+            end = list(target.vocabulary.eos_ids[:1]) if eos else []
+            inputs = [target.vocabulary.encode(text) + end for text in inputs]
+        if input_lengths is not None:
+            raise ValueError("input_lengths: got them with a list of inputs, expected None (lists have lengths)")
+        input_lengths = np.array([len(row) for row in inputs], np.int32)
+        array = np.zeros((len(inputs), max(input_lengths, default=0)), np.int32)
+        for row, ids in enumerate(inputs):
+            array[row, : len(ids)] = ids
+    else:
+        array = np.asarray(inputs)
+        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
+            )
+        input_lengths = padded_lengths(array) if input_lengths is None else np.asarray(input_lengths, np.int32)
+        if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
+            raise ValueError(
+                f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}"
+            )
+    inside = np.arange(array.shape[1]) < input_lengths[:, None]
+    if np.any(inside & ((array < 0) | (array >= target.config.vocab_size))):
+        raise ValueError(f"inputs: got ids outside the vocabulary, expected 0 to {target.config.vocab_size - 1}")
+    return array.astype(np.int32), input_lengths
+
+
+def _empty(inputs, lengths: np.ndarray) -> np.ndarray:
+    """Rows with nothing to decode: empty strings, or no ids at all."""
+    if hasattr(inputs, "shape"):
+        return lengths == 0
+    return np.array([not (row.strip() if isinstance(row, str) else len(row)) for row in inputs])
+
+
+def _decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start token and forced first tokens `[B, P]`, padded to a few lengths, and their numbers `[B]`."""
+    if decoder_prefix is None:
+        return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
+    tokens, lengths = _as_ids(target, decoder_prefix, None, eos=False)
+    if len(lengths) != batch:
+        raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)")
+    width = bucket(int(max(lengths, default=0))) if max(lengths) else 0
+    tokens = np.concatenate([np.full((batch, 1), target.start_token, np.int32), _pad(tokens, width)], axis=1)
+    return tokens, lengths + 1
+
+
+def _pad(tokens: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
+
+
+def _per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
+    array = np.asarray(value)
+    if not np.issubdtype(array.dtype, np.integer) or np.any((array < least) | (array > most)):
+        raise ValueError(f"{name}: got {value}, expected an integer from {least} to {most}")
+    if array.ndim and array.shape != (batch,):
+        raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
+    return np.broadcast_to(array.astype(np.int32), (batch,))
+
+
+def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
+    """`[B, E]` with E a multiple of 4, padded with −1, so that another number of EOS ids rarely compiles anew."""
+    width = max(4, -(-len(eos_ids) // 4) * 4)
+    return np.broadcast_to(np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32), (batch, width))
+
+
+@jax.jit
+def _fold(key, rows):
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
+
+@jax.jit
+def _sample_keys(keys, samples):
+    # A number that no committed length reaches, so that the keys meet no other use of a request's key.
+    fold = lambda key, sample: jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), sample)
+    return jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, samples)
+
+
+def _row_keys(key, batch: int, samples: int) -> jax.Array:
+    """A key for every row: an input's own for its first sample, keys folded from it for the others."""
+    keys = _input_keys(key, batch)
+    if samples == 1:
+        return keys
+    others = _sample_keys(keys, np.arange(1, samples))
+    return jnp.concatenate([keys[:, None], others], axis=1).reshape(-1)
+
+
+def _input_keys(key, batch: int) -> jax.Array:
+    key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key: got {key!r}, expected jax.random.key(seed), or one such key per input")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return _fold(key, np.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(f"key: got {key.shape[0]} keys, expected one or {batch} (one per input)")
+    return key
+
+
