@@ -9,15 +9,17 @@ one differs that is no near-tie, or if a drafter that is the target itself is ev
 """
 
 import json
+import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 import numpy as np
 from absl import app, flags
 
 from specdec_jax import checkpoints, data, measure
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.inference import decode_all, encode, track
+from specdec_jax.inference import check_output, decode_all, encode, track
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
@@ -27,7 +29,7 @@ _BATCH = flags.DEFINE_list("batch_size", ["8"], "Batch sizes to decode with.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "Limit for new tokens.")
 _LIMIT = flags.DEFINE_integer("limit", 0, "Only the first lines of each file; 0: all.")
 _SELF = flags.DEFINE_boolean("self_drafting", False, "Also draft with the target itself: α must be 1.")
-_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record, written anew after every run.")
 
 
 def quality(outputs, references) -> dict:
@@ -62,8 +64,8 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
     }  # fmt: skip
 
 
-def evaluate(target, drafter, file: str) -> dict:
-    """The record of one file."""
+def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None]) -> None:
+    """Fills the `record` of one file, and calls `save` whenever something has come to it."""
     pairs = data.read_pairs([file])[: _LIMIT.value or None]
     inputs = encode(target, [source for source, _ in pairs], 512)
     drafters = {"drafter": drafter} | ({"target itself": ModelDrafter(target)} if _SELF.value else {})
@@ -72,32 +74,42 @@ def evaluate(target, drafter, file: str) -> dict:
         options = {"batch_size": batch, "seed": 0, "max_new_tokens": _NEW.value, **options}
         return list(track(decode_all(target, inputs, **options), len(inputs), what))
 
-    record = {"sentences": len(pairs), "runs": {name: [] for name in drafters}}
+    record |= {"sentences": len(pairs), "runs": {name: [] for name in drafters}}
     for batch in map(int, _BATCH.value):
         plain = decode(batch, f"{file}: plain, batch {batch}")
         if "bleu" not in record:
             record |= quality(plain, [reference for _, reference in pairs])
             record["mean_output_pieces"] = round(float(np.mean([len(output.tokens) for output in plain])), 2)
             print(f"{file}: BLEU {record['bleu']}, chrF {record['chrf']}", file=sys.stderr, flush=True)
+            save()
         for name, proposer in drafters.items():
             for gamma in map(int, _GAMMA.value):
                 outputs = decode(batch, f"{file}: γ {gamma}, batch {batch}", drafter=proposer, gamma=gamma)
                 run = compare(target, inputs, plain, outputs, gamma, batch)
                 record["runs"][name].append(run)
                 print(f"{file}: {name}, {json.dumps(run)}", file=sys.stderr, flush=True)
-    return record
+                save()
+
+
+def write(record: dict, path: str | None) -> None:
+    """Replaces the file at `path` whole, so that a kill leaves the last record."""
+    if path:
+        part = pathlib.Path(path + ".part")
+        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
 
 
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    check_output(_OUTPUT.value)
     target = checkpoints.load(_TARGET.value)
     drafter = ModelDrafter(checkpoints.load(_DRAFTER.value))
-    record = {file: evaluate(target, drafter, file) for file in _FILES.value}
-    text = json.dumps(record, indent=1)
-    print(text)
-    if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).write_text(text + "\n", encoding="utf-8")
+    record: dict = {file: {} for file in _FILES.value}
+    for file, part in record.items():
+        evaluate(target, drafter, file, part, lambda: write(record, _OUTPUT.value))
+    print(json.dumps(record, indent=1))
+    write(record, _OUTPUT.value)
     runs = [run for one in record.values() for run in sum(one["runs"].values(), [])]
     own = [run for one in record.values() for run in one["runs"].get("target itself", [])]
     wrong = sum(run["not_near_ties"] for run in runs) + sum(run["alpha"] != 1.0 for run in own)

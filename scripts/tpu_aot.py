@@ -19,10 +19,11 @@ from jax.experimental import topologies
 
 from specdec_jax import speculative
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, bucket, prefill
+from specdec_jax.generate import advance
 from specdec_jax.models import packing
 from specdec_jax.models.base import Network
 from specdec_jax.models.t5 import PRESETS, T5
+from specdec_jax.request import bucket, prefill
 from specdec_jax.sampling import SamplingConfig
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
@@ -83,8 +84,8 @@ def report() -> dict:
         jax.eval_shape(
             lambda: (
                 jnp.zeros((batch, bucket(_INPUT.value)), jnp.int32), row, row[:, None], row,
-                jax.random.split(jax.random.key(0), batch), sampling.rows(batch), row, jnp.zeros((batch, 4), jnp.int32),
-                row, row > 0,
+                jax.random.split(jax.random.key(0), batch), sampling.rows(batch, target.vocab_size), None, row,
+                jnp.zeros((batch, 4), jnp.int32), row, row > 0,
             )
         )
     )  # fmt: skip

@@ -2,10 +2,10 @@
 
 from specdec_jax.checkpoints import bundled, load, save
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import GenerationResult, Piece, Stats, advance, generate, stream, trace, warm_up
+from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS, T5Config
-from specdec_jax.request import UnsupportedCombination
+from specdec_jax.request import UnsupportedCombination, prepare
 from specdec_jax.sampling import SamplingConfig
 
 __version__ = "0.1.0"
@@ -22,8 +22,10 @@ __all__ = [
     "UnsupportedCombination",
     "advance",
     "bundled",
+    "finish",
     "generate",
     "load",
+    "prepare",
     "save",
     "stream",
     "trace",

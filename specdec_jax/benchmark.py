@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import measure, records
+from specdec_jax import checkpoints, measure, records
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, generate
 from specdec_jax.inference import (
@@ -22,6 +22,7 @@ from specdec_jax.inference import (
     DecodingOptions,
     at_least,
     check_gamma,
+    check_output,
     encode,
     option,
     read_sentences,
@@ -30,7 +31,7 @@ from specdec_jax.inference import (
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.request import bucket
+from specdec_jax.request import bucket, fold_keys
 from specdec_jax.verification import LOSSY
 
 
@@ -51,7 +52,7 @@ class BenchmarkOptions(DecodingOptions):
     repeats: int = option(3, "passes over the sentences; medians and spread are over them")
     preset: str | None = option(None, "time a target of this shape with random weights instead: " + ", ".join(PRESETS))
     drafter_preset: str | None = option(None, "the same for the drafter")
-    input_length: int = option(64, "tokens of the input, with --preset")
+    input_length: int | None = option(None, "tokens of the input, with --preset (none: 64)")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -59,20 +60,35 @@ class BenchmarkOptions(DecodingOptions):
         for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
-        if self.preset and (self.target or self.drafter or self.input_file):
-            raise ValueError("got --preset with --target, --drafter or --input_file, expected one or the other")
+        for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
+            if self.preset and getattr(self, name):
+                raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
+        if self.input_length is not None and not self.preset:
+            raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
         super().check() if not self.preset else self.check_decoding()
         if not self.gamma:
             raise ValueError("gamma: got no value, expected at least one")
         for gamma in self.gamma:
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0 is the plain arm
-        at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.input_length)
+        at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length)
         at_least(0, limit=self.limit)
-        if self.output and not pathlib.Path(self.output).absolute().parent.is_dir():
-            raise ValueError(f"output: got {self.output!r}, expected a file in a folder that exists")
+        if self.preset and self.preset_length > self.max_input_length:
+            raise ValueError(
+                f"input_length: got {self.preset_length}, expected at most max_input_length = {self.max_input_length}"
+            )
+        check_output(self.output)
+
+    @property
+    def preset_length(self) -> int:
+        return 64 if self.input_length is None else self.input_length
+
+    @property
+    def samples_preset(self) -> bool:
+        """Whether the cost of sampling is measured."""
+        return bool(self.preset) and self.temperature > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +98,13 @@ class Batch:
     Attributes:
       inputs: what `generate` is given: strings, or ids with a preset.
       ids: their ids, EOS included.
-      keys: one random key per input.
+      numbers: places of the inputs before they were sorted, from 0; fillers repeat the last.
+      keys: one random key per input, by its number.
     """
 
     inputs: list
     ids: list[list[int]]
+    numbers: list[int]
     keys: jax.Array
 
     @property
@@ -126,10 +144,12 @@ def run(options: BenchmarkOptions) -> None:
     options.check()
     target, drafter, batches = _preset(options) if options.preset else _checkpoints(options)
     record, problems = benchmark(target, drafter, batches, options)
-    text = json.dumps(record, ensure_ascii=False, indent=1)
-    if options.output:
-        pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")
-    print(text if options.json else records.summary(record))
+    text = json.dumps(record, indent=1)
+    try:
+        print(text if options.json else records.summary(record))
+    finally:  # if one of the two fails, the record is in the other
+        if options.output:
+            pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")
     if problems:
         raise CheckFailed("; ".join(problems))
 
@@ -139,13 +159,12 @@ def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter
     sentences = sentences[: options.limit or None]
     target, drafter = options.load()
     ids = encode(target, sentences, options.max_input_length)
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if options.batch_size > 1 else 0)
-    return target, drafter, _batches([sentences[i] for i in order], [ids[i] for i in order], options, "")
+    return target, drafter, _batches(sentences, ids, options, "")
 
 
 def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | None, list[Batch]]:
     def model(preset: str) -> LanguageModel:
-        config = dataclasses.replace(PRESETS[preset], dtype=options.dtype or "float32")
+        config = dataclasses.replace(PRESETS[preset], dtype=checkpoints.choose_dtype(options.dtype, preset))
         random = LanguageModel.random(config, name=preset)
         random.eos_ids = ()  # every output has full length
         return random
@@ -153,23 +172,23 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | No
     assert options.preset
     target = model(options.preset)
     drafter = ModelDrafter(model(options.drafter_preset)) if options.drafter_preset else None
-    shape = (options.batch_size, options.input_length)
+    shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
     return target, drafter, _batches(ids, ids, options, [])
 
 
 def _batches(inputs: list, ids: list, options: BenchmarkOptions, filler) -> list[Batch]:
-    """Cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
+    """Sorts by length and cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
     size = min(options.batch_size, len(inputs))
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(options.seed), np.arange(len(inputs) + size))
-    return [
-        Batch(
-            inputs[i : i + size] + [filler] * (i + size - len(inputs)),
-            ids[i : i + size] + [[]] * (i + size - len(inputs)),
-            keys[i : i + size],
-        )
-        for i in range(0, len(inputs), size)
-    ]
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
+    keys, batches = fold_keys(jax.random.key(options.seed), np.arange(len(inputs))), []
+    for first in range(0, len(order), size):
+        chosen = order[first : first + size]
+        missing = size - len(chosen)
+        numbers = chosen + [chosen[-1]] * missing
+        rows = [inputs[i] for i in chosen] + [filler] * missing
+        batches.append(Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)]))
+    return batches
 
 
 def benchmark(
@@ -177,9 +196,9 @@ def benchmark(
 ) -> tuple[dict, list[str]]:
     """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
 
-    With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed.
+    With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed, with the
+    cost of sampling where the temperature is not 0.
     """
-    gammas = options.gamma if drafter is not None else ()
 
     def arm(gamma: int) -> Arm:
         return Arm(gamma, lambda batch: generate(
@@ -187,29 +206,36 @@ def benchmark(
             **options.decoding(plain=not gamma),
         ))  # fmt: skip
 
-    arms = {"plain": arm(0)} | ({} if options.preset else {f"gamma {gamma}": arm(gamma) for gamma in gammas})
-    steps = _step_arms(target, drafter, batches, gammas, options.max_new_tokens)
+    speculative = options.gamma if drafter is not None and not options.preset else ()
+    arms = {"plain": arm(0)} | {f"gamma {gamma}": arm(gamma) for gamma in speculative}
+    steps = _step_arms(target, drafter, batches, options)
     _warm_up(arms, steps, batches)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(options.repeats):
-        for name in measure.rotated(steps, repeat):
+        turn = f"pass {repeat + 1} of {options.repeats}"
+        for name in track(measure.rotated(steps, repeat), len(steps), f"steps, {turn}"):
             seconds[name].append(measure.timed(steps[name]))
-        _one_pass(arms, batches, repeat, f"pass {repeat + 1} of {options.repeats}")
+        _one_pass(arms, batches, repeat, turn)
     per_step = {name: Spread.of(np.array(times) / _steps_in(name)) for name, times in seconds.items()}
     record = _record(target, drafter, arms, per_step, batches, options)
+    if options.samples_preset:
+        record["sampling_cost"] = {str(gamma): records.sampling_cost(gamma, seconds) for gamma in options.gamma}
     return record, _problems(record, arms, options, target)
 
 
-def _step_arms(target, drafter, batches, gammas, max_new_tokens) -> dict[str, Callable[[], object]]:
+def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str, Callable[[], object]]:
     """Single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    longest, slots = lengths[-1], bucket(1 + max_new_tokens) + max(gammas, default=0) + 1
+    longest, slots = lengths[-1], bucket(1 + options.max_new_tokens) + max(options.gamma) + 1
     arms = {
         **measure.products_arms(target.network, rows),
         "target step": measure.step_arm(target.network, rows, longest, slots, 1),
     }
-    for gamma in gammas:
+    for gamma in options.gamma:
         arms[f"verify {gamma}"] = measure.step_arm(target.network, rows, longest, slots, gamma + 1)
+        if options.samples_preset:
+            calls = measure.sampling_arms(target.network, rows, longest, slots, gamma, options.sampling())
+            arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     for length in lengths:
         arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, slots)
     if drafter is not None:
@@ -226,12 +252,12 @@ def _steps_in(name: str) -> int:
 def _warm_up(arms: dict[str, Arm], steps, batches: Sequence[Batch]) -> None:
     """Compiles everything that is timed later; each arm's share is kept."""
     shapes = {batch.padded: batch for batch in batches}
-    for arm in arms.values():
+    for arm, batch in track([(arm, batch) for arm in arms.values() for batch in shapes.values()],
+                            len(arms) * len(shapes), "compiling"):  # fmt: skip
         start = time.perf_counter()
-        for batch in shapes.values():
-            arm.decode(batch)
-        arm.compile_seconds = time.perf_counter() - start
-    for step in steps.values():
+        arm.decode(batch)
+        arm.compile_seconds += time.perf_counter() - start
+    for step in track(steps.values(), len(steps), "compiling steps"):
         jax.block_until_ready(step())
 
 
@@ -313,27 +339,27 @@ def _total_stats(arm: Arm) -> dict[str, Any]:
     names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
     totals = {name: np.asarray(arm.total(name)).tolist() for name in names}
     examined = sum(totals["examined_by_position"])
+    has_rate = any(result.stats.acceptance_rate is not None for result in arm.results)  # block verification has none
     return totals | {
-        "acceptance_rate": totals["accepted"] / examined if examined else None,
+        "acceptance_rate": totals["accepted"] / examined if examined and has_rate else None,
         "tokens_per_target_call": arm.tokens / max(totals["target_calls"], 1),
     }
 
 
 def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[dict[str, Any]]:
     """Every input whose greedy tokens differ from plain decoding's, with how near a tie the first of them is."""
-    found, first = [], 0
+    found = []
     for batch, ours, theirs in zip(batches, arm.results, plain.results, strict=True):
         for row in np.flatnonzero(np.any(ours.tokens != theirs.tokens, axis=1)):
             position = int(np.argmax(ours.tokens[row] != theirs.tokens[row]))
             prefix = [target.start_token, *theirs.tokens[row, :position].tolist()]
             how = measure.difference(target.network, batch.ids[row], prefix, arm.gamma + 1, len(batch.ids))
             found.append({
-                "input": first + int(row), "position": position,
+                "input": batch.numbers[row], "position": position,
                 "plain": int(theirs.tokens[row, position]), "speculative": int(ours.tokens[row, position]),
                 "margin": how.margin, "noise": how.noise, "near_tie": how.near_tie,
             })  # fmt: skip
-        first += len(batch.ids)
-    return found
+    return sorted(found, key=lambda item: item["input"])
 
 
 def _problems(record: dict, arms: dict[str, Arm], options, target: LanguageModel) -> list[str]:

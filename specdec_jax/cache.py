@@ -1,4 +1,4 @@
-"""Key/value cache of one attention layer: fixed shape, one length per row, slots overwritten.
+"""Key/value cache of one attention layer: fixed shape, slots overwritten at each row's own position.
 
 Slot `s` of a row holds the key and value of the token at position `s`. A row is rewound by lowering its length, after
 which the slots past it are stale: readers mask their scores, and each write clears their values (0 · NaN is NaN).

@@ -13,10 +13,12 @@ import numpy as np
 from specdec_jax.formats import huggingface, own, t5x
 from specdec_jax.formats.allocator import returning_freed_memory
 from specdec_jax.formats.leaves import Checkpoint, check, parameter_count, parameter_shapes, unflatten
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, check_ids
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
+CGROUPS, CGROUPS_OF_PROCESS = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/proc/self/cgroup")
+MEMORY = pathlib.Path("/proc/meminfo")
 BUNDLED = pathlib.Path(__file__).parent / "bundled"
 DTYPES = ("float32", "bfloat16")
 _VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
@@ -27,13 +29,17 @@ def bundled() -> tuple[str, ...]:
     return tuple(sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json")))
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def load(
     path,
     dtype=None,
     *,
     config: T5Config | None = None,
     vocabulary: Vocabulary | str | pathlib.Path | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    say: Callable[[str], None] = _say,
 ) -> LanguageModel:
     """A model of any format this package knows, recognised by the folder's contents.
 
@@ -58,15 +64,19 @@ def load(
     checkpoint = _open(folder, config)
     check(checkpoint, folder)
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
-    dtype = _choose_dtype(dtype, path, say)
+    dtype = choose_dtype(dtype, path, say)
     _check_memory(checkpoint.config, dtype, folder)
-    eos_ids = checkpoint.eos_ids or (vocabulary.eos_ids if vocabulary else (1,))
+    eos_ids = checkpoint.eos_ids  # () says that nothing ends a sequence
+    if eos_ids is None:
+        eos_ids = vocabulary.eos_ids if vocabulary else (1,)
     network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
     start = checkpoint.start_token or 0
-    ids = dict(start_token=start, eos_ids=eos_ids)
+    check_ids(network, vocabulary, start, eos_ids)  # before anything is read
     with returning_freed_memory():
         params = read_params(checkpoint, dtype)
-        return LanguageModel(network, params, vocabulary, **ids, name=str(path), donate_params=True)
+        return LanguageModel(
+            network, params, vocabulary, start_token=start, eos_ids=eos_ids, name=str(path), donate_params=True
+        )
 
 
 def save(model: LanguageModel, path, dtype=None) -> None:
@@ -103,17 +113,49 @@ def required_bytes(config: T5Config, dtype: str) -> int:
 
 
 def available_bytes(device: jax.Device | None = None) -> int | None:
-    """Free memory of the device that parameters go to; None where it cannot be told."""
+    """Free memory of the device that parameters go to, within the limit of a container; None where it cannot be told."""
     device = device or jax.devices()[0]
     if device.platform != "cpu":
         statistics = device.memory_stats() or {}
         limit = statistics.get("bytes_limit")
         return None if limit is None else limit - statistics.get("bytes_in_use", 0)
+    amounts = _cgroup_bytes()
+    for line in _lines(MEMORY):
+        if line.startswith("MemAvailable:"):
+            amounts.append(int(line.split()[1]) * 1024)
+    return min(amounts, default=None)
+
+
+def _lines(path: pathlib.Path) -> list[str]:
     try:
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _cgroup_bytes() -> list[int]:
+    """What is left under each memory limit that a container or a service sets on this process (cgroups v2 and v1).
+
+    Cached file pages count as free, as in MemAvailable: reading a checkpoint fills a container up with them.
+    """
+    left = []
+    for line in _lines(CGROUPS_OF_PROCESS):  # "0::/path" (v2), "4:memory:/path" (v1)
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, prefix = CGROUPS, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            root, limit, usage, prefix = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        # Limits of the groups above hold too; in a container the path may be the host's, and the root is its own group.
+        parts = path.strip("/").split("/")
+        for folder in (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
+            numbers = [int(text) for name in (limit, usage) for text in _lines(folder / name) if text.isdigit()]
+            if len(numbers) == 2:  # "max" is no limit
+                pages = (prefix + "active_file", prefix + "inactive_file")
+                cached = sum(int(row.split()[1]) for row in _lines(folder / "memory.stat") if row.startswith(pages))
+                left.append(numbers[0] - numbers[1] + cached)
+    return left
 
 
 def _check_memory(config: T5Config, dtype: str, path) -> None:
@@ -135,7 +177,8 @@ def _check_dtype(dtype) -> str:
     return name
 
 
-def _choose_dtype(dtype, path, say: Callable[[str], None]) -> str:
+def choose_dtype(dtype, path, say: Callable[[str], None] = _say) -> str:
+    """`dtype`, or the default of the machine, which is then said of `path`."""
     if dtype is not None:
         return _check_dtype(dtype)
     platform = jax.default_backend()

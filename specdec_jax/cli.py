@@ -209,7 +209,9 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
     try:
         _register(cls)
         gin.parse_config_files_and_bindings(values.gin_file, bindings)
-        options = gin.get_configurable(cls)(**given)
+        options = gin.get_configurable(cls)()
+        if given:  # only then, so that gin counts what a flag overrules as used
+            options = dataclasses.replace(options, **given)
     except (ValueError, SyntaxError, ImportError, NameError, AttributeError, TypeError, OSError, TokenError) as error:
         raise UsageError(f"gin: {str(error).partition(' in config string')[0]}") from error
     for field, kind in typing.get_type_hints(cls).items():
@@ -219,8 +221,9 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
     used = gin.operative_config_str()
     for binding in bindings:
         key = binding.partition("=")[0].strip()
-        tail = ".".join(key.rpartition("/")[2].split(".")[-2:])
-        if not re.search(rf"^(\S*[./])?{re.escape(tail)} =", used, re.MULTILINE):
+        scope, slash, binding_name = key.rpartition("/")
+        tail = re.escape(".".join(binding_name.split(".")[-2:]))
+        if not re.search(rf"^{re.escape(scope + slash)}(\S*[./])?{tail} =", used, re.MULTILINE):
             raise UsageError(f"gin: got --gin.{key}, expected a name that `specdec {name}` uses")
     return options
 

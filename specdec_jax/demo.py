@@ -6,14 +6,25 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import measure
 from specdec_jax.generate import GenerationResult, TraceStep, generate, trace
-from specdec_jax.inference import SENTENCES, DecodingOptions, at_least, check_gamma, encode, option
+from specdec_jax.inference import (
+    SENTENCES,
+    DecodingOptions,
+    at_least,
+    check_gamma,
+    check_text,
+    encode,
+    option,
+    track,
+)
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import fold_keys
 
 # Styles in a terminal, and marks where there are no colours (those of wdiff).
 _STYLES = {"committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold"}
@@ -42,26 +53,29 @@ class DemoOptions(DecodingOptions):
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     """`specdec demo`: a trace of every sentence, then the wall time of plain and speculative decoding."""
     options.check()
+    check_text("sentence", arguments)
     sentences = list(arguments) or list(SENTENCES)
     target, drafter = options.load()
     encode(target, sentences, options.max_input_length)
-    decoding = options.decoding()
+    keys = fold_keys(jax.random.key(options.seed), np.arange(len(sentences)))
+    speculative = dict(drafter=drafter, gamma=options.gamma, **options.decoding())
     console = Console()
     colours = console.is_terminal and "NO_COLOR" not in os.environ
     show = lambda parts: console.print(render(parts, colours), soft_wrap=True)
     show([("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
           ("committed", "; by the target: "), ("corrected", "corrected")])  # fmt: skip
-    for sentence in sentences:
-        steps = trace(target, sentence, drafter=drafter, gamma=options.gamma, **decoding)
+    for number, sentence in enumerate(sentences):
+        steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
         console.print(Text(f"\n{sentence}"), soft_wrap=True)
         for parts in trace_lines(steps, target):
             show(parts)
     print(file=sys.stdout)
-    arms: dict[str, Callable[[str], GenerationResult]] = {
-        "plain": lambda text: generate(target, [text], **options.decoding(plain=True)),
-        "speculative": lambda text: generate(target, [text], drafter=drafter, gamma=options.gamma, **decoding),
+    decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
+    arms: dict[str, Callable[[int], GenerationResult]] = {
+        "plain": lambda number: decode(number, **options.decoding(plain=True)),
+        "speculative": lambda number: decode(number, **speculative),
     }
-    print(comparison(arms, sentences, options.repeats))
+    print(comparison(arms, [number for number, text in enumerate(sentences) if text.strip()], options.repeats))
 
 
 def trace_lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
@@ -92,19 +106,27 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
     return line
 
 
-def comparison(arms, sentences: Sequence[str], repeats: int) -> str:
-    """Wall time of both arms on the same sentences, interleaved, after a warm-up that compiles every shape."""
-    for text in sentences:
+def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
+    """Wall time of both arms on the same sentences, interleaved, after a warm-up that compiles every shape.
+
+    Args:
+      arms: from the number of a sentence to its result, "plain" and "speculative".
+      numbers: of the sentences that have anything to decode.
+      repeats: passes.
+    """
+    if not numbers:
+        return "nothing to time: no sentence has any text"
+    for number in track(numbers, len(numbers), "compiling"):
         for arm in arms.values():
-            arm(text)
+            arm(number)
     seconds: dict[str, list[float]] = {name: [0.0] * repeats for name in arms}
     results: dict[str, list[GenerationResult]] = {}
     for repeat in range(repeats):
         results = {name: [] for name in arms}
-        for index, text in enumerate(sentences):
-            for name in measure.rotated(arms, repeat + index):
+        for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}"):
+            for name in measure.rotated(arms, repeat + number):
                 start = time.perf_counter()
-                results[name].append(arms[name](text))
+                results[name].append(arms[name](number))
                 seconds[name][repeat] += time.perf_counter() - start
     tokens = {name: int(sum(result.lengths.sum() for result in results[name])) for name in arms}
     calls = sum(result.stats.target_calls for result in results["speculative"])

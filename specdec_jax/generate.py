@@ -1,5 +1,6 @@
 """Decoding: `advance`, the one jitted loop, and `generate`, from strings to strings around it."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 from specdec_jax import speculative
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.request import Request, bucket, prepare
+from specdec_jax.request import Request, UnsupportedCombination, bucket, prepare
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.speculative import DecodeState, Drafter
 from specdec_jax.stopping import cut, shown
@@ -27,9 +28,9 @@ def advance(target, drafter, state: DecodeState, max_iterations) -> DecodeState:
 
     Args:
       target: the target's `Network`.
-      drafter: a `Drafter`, or None for plain decoding (γ = 0).
-      state: from `prefill` or an earlier `advance`; its buffers are reused (donated).
-      max_iterations: traced int; a few for streaming and progress bars.
+      drafter: a `Drafter`, or None for plain decoding (γ = 0): `Request.drafter`.
+      state: from `prepare` or an earlier `advance`; its buffers are reused (donated).
+      max_iterations: traced, a few for streaming and progress bars; `np.int32`, since a Python int compiles anew.
     """
 
     def more(carry):
@@ -49,7 +50,8 @@ class Stats(NamedTuple):
     Attributes:
       target_calls, draft_calls, drafted, accepted: counts.
       accepted_by_position, examined_by_position: `[G]` arrays.
-      acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was examined.
+      acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was examined, and for block
+        verification at T > 0, which judges a draft as a whole and has no such rate.
       tokens_per_target_call: new tokens over target calls (equation 1 is its expectation); None without a call.
       per_row: the same for every row, or None.
     """
@@ -163,12 +165,13 @@ def _advance_by(target, state: DecodeState, request: Request, every, begun: floa
         if request.stop:
             lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
             met = [
-                cut(target.vocabulary, tokens[row, start : lengths[row]], request.stop) is not None
+                cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), request.stop) is not None
                 for row, start in enumerate(request.prefix_lengths)
             ]
-            state = state.replace(done=jnp.asarray(done | met))
+            # Unlike jnp.asarray, device_put compiles nothing.
+            state = dataclasses.replace(state, done=jax.device_put(done | met, may_alias=False))
         yield state
-        if every == _FOREVER or np.all(state.done):
+        if every == _FOREVER or np.all(jax.device_get(state.done)):
             return
         if request.deadline and time.monotonic() - begun > request.deadline:
             return
@@ -203,8 +206,8 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Itera
     begun = time.monotonic()
     if target.vocabulary is None:
         raise ValueError("stream: got a model without a vocabulary, expected one, since text is what it yields")
-    if every < 1:
-        raise ValueError(f"every: got {every}, expected an integer of at least 1")
+    if not isinstance(every, int | np.integer) or not 1 <= every <= _FOREVER:
+        raise ValueError(f"every: got {every!r}, expected an integer of at least 1")
     state, request = prepare(target, inputs, **options)
     return _pieces(target, state, request, every, begun)
 
@@ -255,7 +258,7 @@ def finish(target: LanguageModel, state: DecodeState, request: Request) -> Gener
     reasons = _finish_reasons(tokens, committed, done, request)
     lengths, texts = committed.copy(), None
     for row in range(len(lengths)) if request.stop else ():
-        kept = cut(target.vocabulary, tokens[row, : committed[row]], request.stop)
+        kept = cut(target.vocabulary, tokens[row, : committed[row]].tolist(), request.stop)
         if kept is not None:
             lengths[row], reasons[row] = kept, "stop"
     live = columns < lengths[:, None]
@@ -265,7 +268,8 @@ def finish(target: LanguageModel, state: DecodeState, request: Request) -> Gener
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
-    return GenerationResult(texts, tokens, lengths, log_probs, _stats(counts, committed), adjusted, reasons)
+    stats = _stats(counts, committed, token_by_token=state.program.verifier != "block" or state.program.mode.greedy)
+    return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
 
 
 def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:
@@ -288,7 +292,10 @@ class TraceStep(NamedTuple):
 
 
 def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
-    """The iterations of one input, as in the paper's Figure 1; options as for `generate`."""
+    """The iterations of one input, as in the paper's Figure 1; options as for `generate`, but for what ends it early."""
+    for name, unset in (("num_samples", 1), ("stop", ()), ("deadline", None)):
+        if options.get(name, unset) != unset:
+            raise UnsupportedCombination(f"{name}: got {options[name]!r} for a trace, expected {unset!r}")
     state, request = prepare(target, [text], **options)
     steps, length = [], int(request.prefix_lengths[0])
     while not bool(state.done[0]):
@@ -328,13 +335,13 @@ def warm_up(
     return len(lengths) * len(batch_sizes)
 
 
-def _stats(counts: speculative.Counts, new_tokens: np.ndarray) -> Stats:
+def _stats(counts: speculative.Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
     def one(counts, new_tokens, per_row=None):
         examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
         return Stats(
             calls, int(counts.draft_calls), int(counts.drafted), int(counts.accepted),
             counts.accepted_by_position, counts.examined_by_position,
-            int(counts.accepted) / examined if examined else None, int(new_tokens) / calls if calls else None, per_row,
+            int(counts.accepted) / examined if examined and token_by_token else None, int(new_tokens) / calls if calls else None, per_row,
         )  # fmt: skip
 
     rows = range(len(new_tokens))

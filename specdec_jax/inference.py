@@ -18,7 +18,15 @@ from specdec_jax import checkpoints, data
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, Stats, generate, stream
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.request import MAX_GAMMA, UnsupportedCombination, check_pair
+from specdec_jax.request import (
+    MAX_GAMMA,
+    UnsupportedCombination,
+    check_limits,
+    check_pair,
+    check_stop,
+    fold_keys,
+    verifier_settings,
+)
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.verification import LOSSY, VERIFIERS
 
@@ -107,17 +115,27 @@ class DecodingOptions:
 
     def check_decoding(self) -> None:
         """As `check`, for commands that may do without a checkpoint."""
-        self.sampling()
-        if self.verifier not in VERIFIERS:
-            raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}")
+        sampling = self.sampling()
+        at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
+        verifier_settings(
+            self.verifier, sampling, int(self.drafts), 1, self.lenience, self.typical_epsilon, self.typical_delta
+        )
+        check_limits(sampling, np.array([self.max_new_tokens]), 1)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
-        at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is to be drafted: a lossy verifier makes no sense otherwise."""
+        return bool(self.drafter)
 
     def load(self) -> tuple[LanguageModel, ModelDrafter | None]:
         """The target and, where one is named, the drafter; refuses a drafter of another vocabulary."""
         load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary)
         target = load(self.target)
+        self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
         if not self.drafter:
             return target, None
         drafter = ModelDrafter(load(self.drafter))
@@ -125,12 +143,16 @@ class DecodingOptions:
         return target, drafter
 
 
-def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any]:
-    """`{5: value}` of `("5:value",)`."""
+def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None:
+    """`{5: value}` of `("5:value",)`; None of nothing."""
     try:
-        return {int(key): kind(value) for key, value in (item.split(":") for item in items)}
+        pairs = [(int(key), kind(value)) for key, value in (item.split(":") for item in items)]
     except ValueError:
-        raise ValueError(f"{name}: got {', '.join(items)}, expected integer:{kind.__name__}") from None
+        expected = "integer:integer" if kind is int else "integer:number"
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected {expected}") from None
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected every integer before a colon once")
+    return dict(pairs) or None
 
 
 def check_gamma(gamma: int) -> None:
@@ -161,9 +183,15 @@ class GenerateOptions(DecodingOptions):
         super().check()
         check_gamma(self.gamma)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
+        check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
+        check_text("stop", check_stop(self.stop, self.deadline))
         if self.stream and self.rows * self.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
+
+    @property
+    def drafts(self) -> bool:
+        return super().drafts and self.gamma > 0
 
     @property
     def rows(self) -> int:
@@ -179,6 +207,7 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     if arguments and input_file:
         raise ValueError(f"got sentences and --input_file={input_file}, expected one of the two")
     if arguments:
+        check_text("sentence", arguments)
         return list(arguments)
     if input_file in (None, "-"):
         if sys.stdin.isatty():
@@ -191,6 +220,19 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     if not sentences:
         raise ValueError(f"got no lines from {input_file or 'standard input'}, expected at least one sentence")
     return sentences
+
+
+def check_text(name: str, texts: Sequence[str]) -> None:
+    """Refuses arguments whose bytes were not UTF-8: Python lets them through as lone surrogates.
+
+    Raises:
+      ValueError: which one.
+    """
+    for number, text in enumerate(texts, 1):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} {number}: got {ascii(text)}, which is not UTF-8, expected UTF-8 text") from None
 
 
 def _standard_input() -> list[str]:
@@ -236,7 +278,13 @@ class Output(NamedTuple):
 
 
 def decode_all(
-    target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, num_samples: int = 1, **options
+    target: LanguageModel,
+    inputs: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    seed: int,
+    num_samples: int = 1,
+    **options,
 ) -> Iterator[Output]:
     """Outputs in the order of `inputs`, `num_samples` for each, decoded in batches of like length.
 
@@ -246,25 +294,22 @@ def decode_all(
       seed: input i draws from `fold_in(key(seed), i)`, so that its sample does not depend on its batch.
       options: as for `generate`.
     """
+    if not inputs:
+        return
     key, rows = jax.random.key(seed), min(batch_size, len(inputs))
     for start in range(0, len(inputs), _WINDOW * rows):
         window = range(start, min(start + _WINDOW * rows, len(inputs)))
-        order, outputs = sorted(window, key=lambda i: len(inputs[i])), {}
+        order, waiting, outputs = sorted(window, key=lambda i: len(inputs[i])), list(window)[::-1], {}
         for first in range(0, len(order), rows):
             chosen = order[first : first + rows]
             filled = chosen + [chosen[-1]] * (rows - len(chosen))
             batch = [inputs[i] for i in chosen] + [[]] * (rows - len(chosen))
-            keys = _fold_in(key, np.array(filled))
+            keys = fold_keys(key, np.array(filled))
             result = generate(target, batch, key=keys, num_samples=num_samples, **options)
             for row, i in enumerate(chosen):
                 outputs[i] = [_output(result, row * num_samples + sample) for sample in range(num_samples)]
-        for i in window:
-            yield from outputs[i]
-
-
-@jax.jit
-def _fold_in(key, rows):
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+            while waiting and waiting[-1] in outputs:
+                yield from outputs.pop(waiting.pop())
 
 
 def _output(result: GenerationResult, row: int) -> Output:
@@ -273,9 +318,7 @@ def _output(result: GenerationResult, row: int) -> Output:
     tokens, log_probs, adjusted = (
         values[row, :length].tolist() for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
     )
-    return Output(
-        result.texts[row], tokens, log_probs, adjusted, result.finish_reasons[row], result.stats.per_row[row]
-    )
+    return Output(result.texts[row], tokens, log_probs, adjusted, result.finish_reasons[row], result.stats.per_row[row])
 
 
 def stats_record(stats: Stats) -> dict:
@@ -299,7 +342,7 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
     outputs = decode_all(
         target, inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
     )
-    for output in track(outputs, len(inputs) * options.num_samples, "sentences"):
+    for output in track(outputs, len(inputs) * options.num_samples, "sentences", quiet=sys.stdout.isatty()):
         if options.json:
             print(_json({**output._asdict(), "stats": stats_record(output.stats)}))
         else:
@@ -308,26 +351,28 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
 
 def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:
     """Every sentence alone, its text printed as it is committed."""
-    key = jax.random.key(options.seed)
+    keys = fold_keys(jax.random.key(options.seed), np.arange(len(inputs)))
     for number, ids in enumerate(inputs):
-        for piece in stream(target, [ids], key=_fold_in(key, np.array([number])), **decoding):
+        held = ""  # spaces at the end: with a line end after them they become one
+        for piece in stream(target, [ids], key=keys[number : number + 1], **decoding):
             if options.json:
                 print(_json({**piece._asdict(), "row": number}), flush=True)
-            else:
-                print(_one_line(piece.text), end="", flush=True)
+                continue
+            text = held + piece.text
+            held = text[len(text.rstrip()) :]
+            print(_one_line(text.rstrip()), end="", flush=True)
         if not options.json:
-            print()
+            print(_one_line(held))
 
 
 def _json(record: dict[str, Any]) -> str:
     """One line; −inf, which JSON lacks, becomes null."""
-    finite = lambda value: (
-        [finite(item) for item in value]
-        if isinstance(value, list)
-        else None
-        if isinstance(value, float) and not np.isfinite(value)
-        else value
-    )
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not np.isfinite(value) else value
+
     return json.dumps({name: finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False)
 
 
@@ -336,12 +381,22 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s*[\r\n]+\s*", " ", text)
 
 
-def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
-    """`items` with a progress bar on standard error where there are many, that is a terminal, and the results go elsewhere."""
+def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> Iterator[Any]:
+    """`items` with a progress bar on standard error where that is a terminal; `quiet` where results are printed there too.
+
+    The bar moves between two items only: nothing runs beside what is timed.
+    """
     console = Console(stderr=True)
-    if total < 16 or not console.is_terminal or sys.stdout.isatty():
+    if quiet or not console.is_terminal:
         yield from items
         return
     # rich would otherwise send what is printed meanwhile to standard error.
-    with rich.progress.Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+    redirect: dict[str, Any] = dict(redirect_stdout=False, redirect_stderr=False)
+    with rich.progress.Progress(console=console, transient=True, auto_refresh=False, **redirect) as bar:
         yield from bar.track(items, total=total, description=what)
+
+
+def check_output(path: str | None) -> None:
+    """Refuses a file for the record that could not be written hours later."""
+    if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
+        raise ValueError(f"output: got {path!r}, expected a file in a folder that exists")

@@ -13,12 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import sampling
+from specdec_jax import sampling, speculative
 from specdec_jax.models import packing
 from specdec_jax.models.base import Network
 from specdec_jax.models.layers import apply_kernel
+from specdec_jax.request import fold_keys
+from specdec_jax.sampling import Law, SamplingConfig
+from specdec_jax.speculative import DecodeState, Draft, Program
 
 STEPS = 32
+# Verifiers whose cost is measured.
+SAMPLED = ("token", "block", "gumbel")
 
 
 class Spread(NamedTuple):
@@ -82,6 +87,89 @@ def step_arm(network: Network, batch: int, input_length: int, slots: int, width:
     tokens = jnp.ones((batch, width), jnp.int32)
     positions = jnp.full(batch, (slots - width) // 2, jnp.int32)
     return lambda: decode_steps(network, tokens, positions, cache, steps=STEPS)
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def call_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
+    """As `decode_steps`, but for the argmax: the call alone.
+
+    Each next token is made of one logit; all of them are carried, so that the call cannot shrink to that one.
+
+    Returns: the last tokens `[B, T]` and logits `[B, T, V]`.
+    """
+
+    def body(_, carry):
+        tokens, cache, _ = carry
+        logits, cache = network.decode(tokens, positions, cache)
+        return jnp.abs(logits[..., 0] * 1e3).astype(jnp.int32) % network.vocab_size, cache, logits
+
+    logits = jnp.zeros((*tokens.shape, network.vocab_size), jnp.float32)
+    tokens, _, logits = jax.lax.fori_loop(0, steps, body, (tokens, cache, logits))
+    return tokens, logits
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def verified_steps(network: Network, state: DecodeState, *, steps: int):
+    """As `decode_steps` over γ + 1 positions, with the engine's own verification in the place of the argmax.
+
+    The drafter's law is the target's of the step before, one position on; what follows the accepted tokens stands among
+    those fed next, and their number enters the keys of the next draws: so nothing can leave the loop.
+
+    Args:
+      state: from `verified_state`.
+
+    Returns: the last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and target's laws `[B, G + 1, V]` (None for argmax).
+    """
+    program, positions = state.program, state.lengths - 1
+    batch, width = len(positions), program.gamma + 1
+
+    def body(_, carry):
+        tokens, num_accepted, law, cache = carry
+        logits, cache = network.decode(tokens, positions, cache)
+        before = Law(law.logits[:, :-1], law.log_normalizer[:, :-1]) if program.asks_draft_law else None
+        draft = Draft(tokens[:, 1:], jnp.full(batch, program.gamma, jnp.int32), before, jnp.zeros(batch, jnp.int32))
+        verified, law = speculative.verify(state.replace(lengths=state.lengths + num_accepted), draft, logits)
+        at_end = jnp.arange(width) == verified.num_accepted[:, None]
+        return jnp.where(at_end, verified.next_token[:, None], tokens), verified.num_accepted, law, cache
+
+    law = None if program.strict_argmax else Law.of(jnp.zeros((batch, width, program.vocab_size)))
+    carry = (jnp.ones((batch, width), jnp.int32), jnp.zeros(batch, jnp.int32), law, state.target_cache)
+    return jax.lax.fori_loop(0, steps, body, carry)[:3]
+
+
+def verified_state(
+    network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig, verifier: str
+) -> DecodeState:
+    """A state in the middle of `batch` rows of `slots` tokens, for `verified_steps`."""
+    inputs, lengths = _inputs(network, batch, input_length)
+    vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
+    start = (slots - gamma - 1) // 2 + 1
+    state = _prefill_state(
+        network, None, Program(gamma, config.mode, vocab, verifier), slots, inputs, lengths, rows(0)[:, None], rows(1),
+        fold_keys(jax.random.key(0), np.arange(batch)), config.rows(batch, vocab), None, rows(slots), rows(-1)[:, None],
+        rows(gamma), rows(0).astype(bool),
+    )  # fmt: skip
+    return state.replace(lengths=rows(start))
+
+
+def sampling_arms(
+    network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig
+) -> dict[str, Callable[[], object]]:
+    """Calls of `STEPS` target calls over γ + 1 positions: alone, with argmax, and with each of `SAMPLED` under `config`."""
+    argmax = verified_state(network, batch, input_length, slots, gamma, SamplingConfig(), "token")
+    tokens = jnp.ones((batch, gamma + 1), jnp.int32)
+    arms = {
+        "alone": functools.partial(call_steps, network, tokens, argmax.lengths - 1, argmax.target_cache, steps=STEPS)
+    }
+    states = {"argmax": argmax} | {
+        name: verified_state(network, batch, input_length, slots, gamma, config, name) for name in SAMPLED
+    }
+    return arms | {
+        name: functools.partial(verified_steps, network, state, steps=STEPS) for name, state in states.items()
+    }
+
+
+_prefill_state = jax.jit(speculative.prefill, static_argnames=("program", "slots"))
 
 
 def prefill_arm(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:

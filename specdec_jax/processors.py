@@ -42,8 +42,9 @@ def penalize_repetition(logits: jax.Array, context: Context, penalty: jax.Array)
     live = _live(context, logits.shape[1])
     ids = jnp.broadcast_to(context.tokens[:, None], live.shape)
     seen = jnp.take_along_axis(logits, ids, axis=-1)
-    penalty = penalty[:, None, None]
-    return _put(logits, ids, live, jnp.where(seen > 0, seen / penalty, seen * penalty))
+    penalty, largest = penalty[:, None, None], jnp.finfo(logits.dtype).max
+    penalized = jnp.clip(jnp.where(seen > 0, seen / penalty, seen * penalty), -largest, largest)
+    return _put(logits, ids, live, jnp.where(seen > -jnp.inf, penalized, seen))
 
 
 def forbid_repeated_ngrams(logits: jax.Array, context: Context, size: int) -> jax.Array:
@@ -81,7 +82,10 @@ def apply_own(logits: jax.Array, context: Context, processor: Processor) -> jax.
     batch, positions, vocab = logits.shape
     prefixes = jnp.where(_live(context, positions), context.tokens[:, None], 0)
     lengths = context.prefix_lengths(positions)
-    rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), logits.reshape(-1, vocab))
+    flat = logits.reshape(-1, vocab)
+    rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
+    if rows.shape != flat.shape:
+        raise ValueError(f"processor: got logits of shape {rows.shape}, expected {flat.shape}")
     return rows.astype(logits.dtype).reshape(logits.shape)
 
 

@@ -116,6 +116,23 @@ def predictions(
     }
 
 
+def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """What choosing tokens adds to a target call over γ + 1 positions, as a share of the call, by verifier.
+
+    Args:
+      gamma: γ.
+      seconds: of each pass, by arm: "call γ, alone", "call γ, token" and so on; compared pass by pass.
+    """
+    start = f"call {gamma}, "
+    alone = np.array(seconds[start + "alone"])
+    added = {
+        name.removeprefix(start): np.array(times) / alone - 1
+        for name, times in seconds.items()
+        if name.startswith(start)
+    }
+    return {name: Spread.of(share)._asdict() for name, share in added.items() if name != "alone"}
+
+
 def shares(parts: Mapping[str, float], measured: float) -> dict[str, float]:
     """Each part's share of the measured seconds; "rest" is the loop, the host and what the single steps do not show."""
     return {**{name: part / measured for name, part in parts.items()}, "rest": 1 - sum(parts.values()) / measured}
@@ -141,6 +158,11 @@ def summary(record: Mapping[str, Any]) -> str:
         lines.append(f"draft step     {_seconds(steps['draft step'])}; c = {record['cost_ratio']:.3f}")
     for gamma, v in record["verify_cost"].items():
         lines.append(f"v({int(gamma) + 1}) = {v:.3f}")
+    for gamma, added in record.get("sampling_cost", {}).items():
+        lines.append(
+            f"added to a target call over {int(gamma) + 1} positions by: "
+            + ", ".join(f"{name} {share['median']:.1%}" for name, share in added.items())
+        )
     for arm in record["speculative"]:
         lines += ["", *_arm_lines(arm)]
     return "\n".join(lines)
@@ -155,7 +177,8 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
     ]
     alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
     if predicted is None:
-        return [*lines, "  nothing was examined: no alpha, no prediction"]
+        why = "no such rate with block verification" if arm["stats"]["drafted"] else "nothing was drafted"
+        return [*lines, f"  {calls or 0:.2f} tokens per target call; {why}: no alpha, no prediction"]
     lines += [
         f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call",
         f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "

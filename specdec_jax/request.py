@@ -82,13 +82,16 @@ def prepare(
     if drafter is not None:
         check_pair(target, drafter)
     vocab_size = target.config.vocab_size
-    eos_ids = tuple(target.eos_ids if eos_ids is None else eos_ids)
-    if any(not 0 <= token < vocab_size for token in eos_ids):
+    eos_ids = target.eos_ids if eos_ids is None else eos_ids
+    eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
+    if any(not isinstance(token, int | np.integer) or not 0 <= token < vocab_size for token in eos_ids):
         raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
     rows, width = sampling.rows(batch, vocab_size), int(max(gammas))
-    settings = _settings(verifier, sampling, width, batch, lenience, typical_epsilon, typical_delta)
-    _check_limits(sampling, limits, samples)
-    stop = _check_stop(target, stop, deadline)
+    settings = verifier_settings(verifier, sampling, width, batch, lenience, typical_epsilon, typical_delta)
+    check_limits(sampling, limits, samples)
+    stop = check_stop(stop, deadline)
+    if stop and target.vocabulary is None:
+        raise ValueError("stop: got strings for a model without a vocabulary, expected none")
     prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
 
     program = Program(width, sampling.mode, vocab_size, verifier)
@@ -107,7 +110,7 @@ def prepare(
     return state, Request(drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty))
 
 
-def _settings(verifier, sampling, width, batch, lenience, epsilon, delta) -> Settings | None:
+def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta) -> Settings | None:
     """Checks the verifier and what goes with it; returns what a lossy one is asked for."""
     names = tuple(verification.VERIFIERS)
     if verifier not in names:
@@ -147,7 +150,8 @@ def _fraction(name: str, value, batch: int) -> np.ndarray:
     return np.broadcast_to(array, (batch,))
 
 
-def _check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:
+def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:
+    """Refuses what contradicts the limits `[B]` for new tokens, and several samples of what is not drawn."""
     if samples > 1 and sampling.mode.greedy:
         raise UnsupportedCombination(
             f"num_samples: got {samples} at temperature 0, expected 1, since all would be the same"
@@ -161,15 +165,14 @@ def _check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) ->
         raise UnsupportedCombination(f"forced_tokens: got place {last}, expected below max_new_tokens = {max(limits)}")
 
 
-def _check_stop(target: LanguageModel, stop, deadline) -> tuple[str, ...]:
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"stop: got {stop}, expected strings that are not empty")
-    if stop and target.vocabulary is None:
-        raise ValueError("stop: got strings for a model without a vocabulary, expected none")
-    if deadline is not None and not deadline > 0:
-        raise ValueError(f"deadline: got {deadline}, expected seconds, more than 0")
-    return stop
+def check_stop(stop, deadline) -> tuple[str, ...]:
+    """The stop strings, after a look at them and at the deadline."""
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop: got {stop!r}, expected strings that are not empty")
+    if deadline is not None and not (isinstance(deadline, int | float | np.number) and deadline > 0):
+        raise ValueError(f"deadline: got {deadline!r}, expected seconds, more than 0")
+    return tuple(stop)
 
 
 def check_pair(target: LanguageModel, drafter) -> None:
@@ -200,10 +203,11 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
             inputs = [target.vocabulary.encode(text) + end for text in inputs]
         if input_lengths is not None:
             raise ValueError("input_lengths: got them with a list of inputs, expected None (lists have lengths)")
-        input_lengths = np.array([len(row) for row in inputs], np.int32)
-        array = np.zeros((len(inputs), max(input_lengths, default=0)), np.int32)
-        for row, ids in enumerate(inputs):
-            array[row, : len(ids)] = ids
+        rows = [_row_of_ids(number, row) for number, row in enumerate(inputs)]
+        input_lengths = np.array([len(row) for row in rows], np.int32)
+        array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
+        for number, ids in enumerate(rows):
+            array[number, : len(ids)] = ids
     else:
         array = np.asarray(inputs)
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
@@ -219,6 +223,16 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
     if np.any(inside & ((array < 0) | (array >= target.config.vocab_size))):
         raise ValueError(f"inputs: got ids outside the vocabulary, expected 0 to {target.config.vocab_size - 1}")
     return array.astype(np.int32), input_lengths
+
+
+def _row_of_ids(number: int, row) -> np.ndarray:
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # lists of different lengths inside
+        ids = np.asarray("")
+    if ids.ndim != 1 or ids.size and not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"input {number}: got {row!r}, expected a list of integers (or strings for all inputs)")
+    return ids
 
 
 def _empty(inputs, lengths: np.ndarray) -> np.ndarray:
@@ -260,8 +274,9 @@ def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
 
 
 @jax.jit
-def _fold(key, rows):
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+def fold_keys(key, places):
+    """The keys of the inputs at `places [N]` out of one key, as `generate` gives them."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
 
 
 @jax.jit
@@ -287,9 +302,7 @@ def _input_keys(key, batch: int) -> jax.Array:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:
-        return _fold(key, np.arange(batch))
+        return fold_keys(key, np.arange(batch))
     if key.shape != (batch,):
         raise ValueError(f"key: got {key.shape[0]} keys, expected one or {batch} (one per input)")
     return key
-
-

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import pathlib
 import signal
@@ -48,7 +49,9 @@ class Checkpoints:
             ) from error
 
     def keep_best(self, step: int, params: dict, loss: float) -> bool:
-        """Keeps `params` if `loss` is the lowest; returns whether it is."""
+        """Keeps `params` if `loss` is the lowest; returns whether it is. A loss that is not finite never is."""
+        if not math.isfinite(loss):
+            return False
         best = self.best.best_step()
         if best is not None and self.best.metrics(best)["validation_loss"] <= loss:
             return False

@@ -72,13 +72,13 @@ class SamplingConfig:
         }
         for name, (fits, expected) in ranges.items():
             for value in np.ravel(getattr(self, name)):
-                if not fits(value):
+                if not _fits(fits, value):
                     raise ValueError(f"{name}: got {value}, expected {expected}")
         for token, bias in (self.logit_bias or {}).items():
-            if not -largest <= bias <= largest:
+            if not _fits(lambda value: -largest <= value <= largest, bias):
                 raise ValueError(f"logit_bias: got {bias} for id {token}, expected a finite number")
         for place in self.forced_tokens or {}:
-            if not 0 <= place < 2**20:
+            if not isinstance(place, int | np.integer) or not 0 <= place < 2**20:
                 raise ValueError(f"forced_tokens: got place {place}, expected an integer from 0 to {2**20 - 1}")
         if self.processor is not None and not callable(self.processor):
             raise ValueError(f"processor: got {self.processor!r}, expected a function")
@@ -148,9 +148,16 @@ _PER_ROW = {
 }  # fmt: skip
 
 
+def _fits(test, value) -> bool:
+    try:
+        return bool(test(value))
+    except (TypeError, ValueError):  # no number at all
+        return False
+
+
 def _checked(name: str, token: int, vocab_size: int) -> int:
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"{name}: got id {token}, expected one from 0 to {vocab_size - 1}")
+    if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+        raise ValueError(f"{name}: got id {token!r}, expected one from 0 to {vocab_size - 1}")
     return token
 
 

@@ -190,7 +190,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     scored = jnp.concatenate([last, draft.tokens], axis=1)
     logits, cache = target.decode(scored, state.lengths - 1, state.target_cache)
 
-    verified, adjusted = _verify(state, draft, logits)
+    verified, adjusted = verify(state, draft, logits)
     return _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)
 
 
@@ -205,7 +205,7 @@ def context(state: DecodeState, tokens: jax.Array | None = None, ahead: jax.Arra
     return Context(state.tokens if tokens is None else tokens, state.lengths + ahead, state.starts, state.eos_ids)
 
 
-def _verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verification, Law | None]:
+def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verification, Law | None]:
     """The outcome, and the target's adjusted law over the scored positions (None where every token is its argmax)."""
     program, keys, lengths = state.program, state.keys, state.lengths
     tokens, width = state.tokens, program.gamma + 1
@@ -232,8 +232,8 @@ def _verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verifi
     noise = None
     if program.verifier == "gumbel":
         noise = sampling.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size)
-    verify = verification.VERIFIERS[program.verifier]
-    verified = verify(law, draft.law, draft.tokens, draft.num_drafted, Draws(accept, final, noise), state.settings)
+    judge = verification.VERIFIERS[program.verifier]
+    verified = judge(law, draft.law, draft.tokens, draft.num_drafted, Draws(accept, final, noise), state.settings)
     if greedy is not None:
         argmax = state.sampling.temperature == 0
         verified = Verification(*(jnp.where(argmax, a, b) for a, b in zip(greedy, verified)))

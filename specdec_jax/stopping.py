@@ -10,11 +10,13 @@ _UNFINISHED = "\ufffd"  # what bytes that are not yet a whole character decode t
 def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int | None:
     """How many of `ids` come before the first stop string in their text; None where there is none.
 
-    Whole tokens only: of a token that reaches into the stop string nothing is kept, so that text and ids agree.
+    First is the one that ends first, so that it does not matter how many ids were decoded past it; of two that end
+    together, the longer one. Whole tokens only: of a token that reaches into the stop string nothing is kept, so that
+    text and ids agree.
     """
     text = vocabulary.decode(ids)
-    found = [text.find(stop) for stop in stops if stop in text]
-    return _tokens_within(vocabulary, ids, text, min(found)) if found else None
+    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
+    return _tokens_within(vocabulary, ids, text, min(found)[1]) if found else None
 
 
 def shown(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
@@ -31,9 +33,15 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _tokens_within(vocabulary: Vocabulary, ids: Sequence[int], text: str, end: int) -> int:
-    """The most leading ids whose text is a beginning of `text[:end]`."""
-    for count in range(len(ids), 0, -1):
+    """The fewest leading ids that give the longest beginning of `text[:end]` that whole tokens give.
+
+    The fewest, since ids past it that add no text may be the first bytes of a character that lies past `end`.
+    """
+    found = None
+    for count in range(len(ids), -1, -1):
         part = vocabulary.decode(ids[:count])
-        if len(part) <= end and text.startswith(part):
-            return count
+        if found is not None and part != found:
+            return count + 1
+        if found is None and len(part) <= end and text.startswith(part):
+            found = part
     return 0

@@ -31,7 +31,7 @@ class TrainConfig:
       data_dir: folder to which the names of those files are relative.
       vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, or one trained on the train
         files. "": `vocabulary.model` in `output_dir`.
-      vocabulary_size: pieces of the vocabulary.
+      vocabulary_size: ids of the vocabulary: its pieces and, with a teacher that has them, the teacher's sentinels.
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
@@ -182,6 +182,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     """Writes the model of the run in `output_dir` to the folder `path`, replacing a model there.
 
     Args:
+      output_dir: also of a run that was moved or copied: what the run recorded as its own folder does not count.
       which: "best" takes the parameters with the lowest validation loss (the newest where none was taken), "newest"
         those of the newest checkpoint.
       dtype: in which the parameters are stored; None keeps float32.
@@ -191,7 +192,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     if not (output / "config.json").is_file():
         raise ValueError(f"{output_dir}: got a folder without config.json, expected one of a training run")
     stored = json.loads((output / "config.json").read_text())
-    config = TrainConfig(**{**stored, "model": T5Config(**stored["model"])})
+    config = TrainConfig(**{**stored, "model": T5Config(**stored["model"]), "output_dir": str(output)})
     saved = Checkpoints(output)
     state = _abstract_state(config)
     if which == "best" and saved.best.latest_step() is not None:
@@ -201,8 +202,8 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     else:
         raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
     network = dataclasses.replace(config.model, matmul_dtype=None, dropout_rate=0.0)
-    vocabulary = data.SentencePieceVocabulary.load(_vocabulary_path(config))
-    model = LanguageModel(network, params, vocabulary, name=path.name)
+    vocabulary = _recorded_vocabulary(config)
+    model = LanguageModel(network, params, vocabulary, eos_ids=vocabulary.eos_ids, name=path.name)
     checkpoints.save(model, path, dtype=dtype)
 
 
@@ -275,17 +276,18 @@ def _loop(run: _Run, state: TrainState, reporter: Reporter) -> TrainState:
                 jax.block_until_ready(window[-1])
             window.append(metrics)
             reporter.advance(done)
-            stop = bool(signals) or done == config.steps
-            if stop or done % config.log_every == 0:
+            if signals or done == config.steps or done % config.log_every == 0:
                 _report(window, done, clock, reporter)
                 window, clock = [], time.perf_counter()
             if done == config.steps or done % config.evaluate_every == 0:
                 pause = time.perf_counter()
                 run.validate(state, done, reporter)
                 clock += time.perf_counter() - pause
-            if stop or done % config.save_every == 0:
+            # Read once, after all that takes time: a signal that comes during the validation saves this step too.
+            saved = bool(signals) or done == config.steps or done % config.save_every == 0
+            if saved:
                 run.save(state, done)
-            if signals:
+            if saved and signals:
                 reporter.message(f"interrupted: step {done} is saved; the same command goes on from there")
                 raise KeyboardInterrupt
     return state
@@ -357,6 +359,7 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     teacher = checkpoints.load(config.teacher, computing(config, config.model).dtype)
     width, expected = teacher.config.vocab_size, config.model.vocab_size
     _expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
+    _expect(teacher.start_token == 0, "teacher", f"start token {teacher.start_token}", "0, that of training")
     given = type(teacher.vocabulary).__name__
     _expect(
         isinstance(teacher.vocabulary, data.SentencePieceVocabulary), "teacher", given, "a SentencePiece vocabulary"
@@ -372,12 +375,22 @@ def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> data.Sent
     path = _vocabulary_path(config)
     if not path.exists():
         write_atomically(path, teacher.vocabulary.model if teacher else _train_vocabulary(config))
-    vocabulary = data.SentencePieceVocabulary.load(path)
+    vocabulary = data.SentencePieceVocabulary.load(path, teacher.vocabulary.extra_ids if teacher else 0)
     if teacher is not None and teacher.vocabulary.fingerprint() != vocabulary.fingerprint():
         raise ValueError(f"vocabulary: got {path}, expected the teacher's pieces")
-    got = f"{vocabulary.size} pieces in {path}"
+    got = f"{vocabulary.size - vocabulary.extra_ids} pieces in {path}"
+    got += f" and {vocabulary.extra_ids} sentinels of the teacher" if vocabulary.extra_ids else ""
     _expect(vocabulary.size == config.vocabulary_size, "vocabulary", got, f"vocabulary_size = {config.vocabulary_size}")
     return vocabulary
+
+
+def _recorded_vocabulary(config: TrainConfig) -> data.SentencePieceVocabulary:
+    """The vocabulary of a run that began: what `vocabulary_size` counts beside the file's pieces are sentinels."""
+    pieces = data.SentencePieceVocabulary.load(_vocabulary_path(config))
+    sentinels = config.vocabulary_size - pieces.size
+    expected = f"at most vocabulary_size = {config.vocabulary_size}"
+    _expect(sentinels >= 0, "vocabulary", f"{pieces.size} pieces in {_vocabulary_path(config)}", expected)
+    return data.SentencePieceVocabulary(pieces.model, sentinels) if sentinels else pieces
 
 
 def _train_vocabulary(config: TrainConfig) -> bytes:
@@ -392,7 +405,11 @@ def _train_vocabulary(config: TrainConfig) -> bytes:
 
 
 def _batches(config: TrainConfig, vocabulary, paths) -> data.BucketedBatches:
-    pairs = [tuple(vocabulary.encode(text) + [data.EOS_ID] for text in pair) for pair in data.read_pairs(paths)]
+    end = list(vocabulary.eos_ids)
+    pairs = [tuple(vocabulary.encode(text) + end for text in pair) for pair in data.read_pairs(paths)]
+    if any(0 in ids for pair in pairs for ids in pair):  # only a vocabulary with other special ids than T5's has it
+        name = ", ".join(map(str, paths))
+        raise ValueError(f"{name}: got the piece {vocabulary.piece(0)!r} with id 0, expected none: 0 is padding")
     try:
         return data.BucketedBatches(pairs, config.buckets, config.batch_tokens, config.seed)
     except ValueError as error:

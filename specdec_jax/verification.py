@@ -131,7 +131,7 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Draws, settin
     if not gamma:
         return _correct(target, draft, num_drafted, num_drafted, draws.final)
     target_probs, draft_probs = _leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
-    ratios = jnp.where(draft_probs > 0, target_probs / draft_probs, 1)
+    ratios = jnp.where(draft_probs > 0, target_probs / draft_probs, target_probs > 0)  # p(x) = 0 never stands
     ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
     weight, weights = jnp.ones_like(ratios[:, 0]), []
     for i in range(gamma):
@@ -227,7 +227,9 @@ def _excess(target: Law, draft: Law | PointMass, draft_tokens: jax.Array, scale:
     """Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0), `[B, G − 1]`, for `scale [B, G − 1]` of positions 1 … G − 1."""
     here = Law(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])
     if isinstance(draft, PointMass):
-        return scale * (1 - here.prob(draft_tokens[:, 1:]))  # scale · p(x) ≤ 1 = q(x) at the drafted id, q = 0 elsewhere
+        return scale * (
+            1 - here.prob(draft_tokens[:, 1:])
+        )  # scale · p(x) ≤ 1 = q(x) at the drafted id, q = 0 elsewhere
     there = Law(draft.logits[:, 1:], draft.log_normalizer[:, 1:])
     return jnp.sum(jnp.maximum(scale[..., None] * here.probs() - there.probs(), 0), axis=-1)
 

@@ -14,7 +14,7 @@ class Vocabulary(abc.ABC):
 
     Attributes:
       size: number of ids; the network's logits may be wider (padding).
-      eos_ids: ids that end a text.
+      eos_ids: ids that end a text; the first of them is put after an input.
     """
 
     size: int
@@ -53,6 +53,8 @@ def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
 class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>` is the last id.
 
+    Padding and EOS have the ids that the model gives them.
+
     Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel starts a word: this is
     what the T5 tokenisers of Hugging Face do. seqio agrees where a sentinel starts a word and is followed by a space.
     """
@@ -61,7 +63,7 @@ class SentencePieceVocabulary(Vocabulary):
         """Args: model: contents of a SentencePiece model file. extra_ids: sentinels appended to its pieces.
 
         Raises:
-          ValueError: `model` is no SentencePiece model.
+          ValueError: `model` is no SentencePiece model, or has no end-of-sequence piece.
         """
         import sentencepiece
 
@@ -74,6 +76,11 @@ class SentencePieceVocabulary(Vocabulary):
             self._pieces = 0
         if not self._pieces:
             raise ValueError(f"got {len(model)} bytes that are no SentencePiece model, expected one")
+        eos = self._processor.eos_id()
+        if eos < 0:
+            raise ValueError("got a SentencePiece model without an end-of-sequence piece, expected one")
+        self.eos_ids = (eos,)
+        self._dropped = (eos, self._processor.pad_id())
         self.size = self._pieces + extra_ids
         self._sentinels = {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)}
 
@@ -106,7 +113,7 @@ class SentencePieceVocabulary(Vocabulary):
     def decode(self, ids: Iterable[int]) -> str:
         text, run = "", []
         for token in [*map(int, ids), None]:
-            if token in (PAD_ID, EOS_ID) or (token is not None and not 0 <= token < self.size):
+            if token in self._dropped or (token is not None and not 0 <= token < self.size):
                 continue
             if token is not None and token < self._pieces:
                 run.append(token)
@@ -164,11 +171,25 @@ class ByteVocabulary(Vocabulary):
 class TokenizerJsonVocabulary(Vocabulary):
     """Hugging Face's `tokenizer.json`, read by the `tokenizers` library."""
 
-    def __init__(self, text: str, eos_ids: tuple[int, ...] | None = None):
-        """Args: text: contents of a `tokenizer.json`. eos_ids: where the file does not call it `</s>`.
+    def __init__(
+        self,
+        text: str,
+        eos_ids: tuple[int, ...] | None = None,
+        *,
+        eos_token: str = "</s>",
+        stop_ids: tuple[int, ...] = (),
+    ):
+        """Reads a tokenizer; without `eos_ids` the one that ends inputs is looked for.
+
+        Args:
+          text: contents of a `tokenizer.json`.
+          eos_ids: as the attribute; None: what the file itself puts after a text, else `eos_token`, else `</s>`, else
+            the first of `stop_ids`; then `stop_ids`.
+          eos_token: its surface form, as the tokenizer's other files say it.
+          stop_ids: ids at which the model stops: they need not be the tokenizer's.
 
         Raises:
-          ValueError: `text` is no tokenizer, or names no end-of-sequence token and `eos_ids` is not given.
+          ValueError: `text` is no tokenizer, or no end-of-sequence token is found.
         """
         import tokenizers
 
@@ -182,18 +203,26 @@ class TokenizerJsonVocabulary(Vocabulary):
         self._tokenizer.no_padding()
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if eos_ids is None:
-            eos_ids = tuple(i for i in [self._tokenizer.token_to_id("</s>")] if i is not None)
+            ends = (self._appended(), *map(self._tokenizer.token_to_id, (eos_token, "</s>")))
+            end = next((i for i in ends if i is not None), None)
+            eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
         if not eos_ids:
-            raise ValueError("got a tokenizer.json without '</s>', expected it or eos_ids")
+            raise ValueError(f"got a tokenizer.json without {eos_token!r}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
         self._dropped = {*self.eos_ids, self._tokenizer.token_to_id("<pad>")}
 
     @classmethod
-    def load(cls, path, eos_ids: tuple[int, ...] | None = None) -> "TokenizerJsonVocabulary":
+    def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":
+        """Reads a file; `options` as for the class."""
         try:
-            return cls(pathlib.Path(path).read_text(encoding="utf-8"), eos_ids)
+            return cls(pathlib.Path(path).read_text(encoding="utf-8"), eos_ids, **options)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    def _appended(self) -> int | None:
+        """The one id that the file's post-processor puts after a text; None where it does something else."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return whole[-1] if whole[:-1] == plain else None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -5,6 +5,25 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Programs that run for milliseconds are compiled without optimisation."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory):
+    """Folder with the tiny language's files for training and validation."""
+    from toy_training import write_language
+
+    return write_language(tmp_path_factory.mktemp("text"))

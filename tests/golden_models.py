@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+import specdec_jax as sd
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 HF_MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_mt5")
 
@@ -42,3 +44,19 @@ def greedy_tokens(model, inputs, input_lengths, steps: int, eos_ids=(), prefix=N
         tokens[:, step] = np.where(ended, 0, best)
         ended |= np.isin(best, eos_ids)
     return tokens
+
+
+DRAFTERS = ("plain", "speculative")
+
+
+def engine_tokens(model, inputs, input_lengths, steps: int, eos_ids=None, prefix=None, drafter="plain") -> np.ndarray:
+    """The same `[B, steps]` by the package's own decode loop; "speculative": the model drafts three tokens for itself."""
+    forced = 0 if prefix is None else prefix.shape[1]
+    options = dict(drafter=sd.ModelDrafter(model), gamma=3) if drafter == "speculative" else {}
+    result = sd.generate(
+        model, inputs, input_lengths=np.asarray(input_lengths), decoder_prefix=prefix, eos_ids=eos_ids,
+        max_new_tokens=steps - forced, **options,
+    )  # fmt: skip
+    if options:
+        assert result.stats.accepted == result.stats.examined_by_position.sum() > 0  # it agrees with itself
+    return result.tokens if prefix is None else np.concatenate([prefix, result.tokens], axis=1)

@@ -1,17 +1,22 @@
 """Writes tiny checkpoints in every layout that `load` reads, from flat `{T5X name: array}` dicts."""
 
+import io
 import json
 import pathlib
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import safetensors.numpy
+import sentencepiece
 import tensorstore
 from flax import serialization
 
+from specdec_jax import checkpoints
 from specdec_jax.formats.huggingface import tensor_name
 from specdec_jax.formats.leaves import parameter_shapes, unflatten
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
 
 TINY = T5Config(40, 16, 2, 4, 2, 3, 24)
@@ -124,3 +129,47 @@ def stack_layers(params: dict, heads: int | None = None, tables: str = "equal") 
         else:
             stacked[name] = x
     return stacked | {name: np.stack(parts, axis=1) for name, parts in groups.items()}
+
+
+def sentencepiece_model(texts, size: int, **options) -> bytes:
+    """A SentencePiece model; `options` of its trainer (`eos_id=…`), else the defaults, whose ids are
+    not T5's: unknown 0, beginning 1, EOS 2, no padding."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=out, vocab_size=size, minloglevel=2, **options
+    )
+    return out.getvalue()
+
+
+# One model in every layout, for the tests of loading.
+
+PARAMS = random_params(TINY)
+TENSORS = to_tensors(PARAMS)
+
+
+def model_of(params=PARAMS, config=TINY, vocabulary=None, **ids) -> LanguageModel:
+    tree = unflatten({name: jnp.asarray(x) for name, x in params.items()})
+    return LanguageModel(config, tree, vocabulary, **ids)
+
+
+def write_own(folder):
+    checkpoints.save(model_of(), folder)
+    return folder
+
+
+FORMATS = {
+    "safetensors": lambda path: write_hf(path, TENSORS),
+    "shards": lambda path: write_hf(path, TENSORS, shards=3),
+    "flax": lambda path: write_hf_flax(path, PARAMS),
+    "legacy": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS),
+    "legacy without optimizer": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, optimizer=False),
+    "legacy gfile": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, driver="gfile"),
+    "legacy gcs": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, driver="gcs", top_level_path=True),
+    "legacy inline": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, inline=sorted(PARAMS)[:9]),
+    "legacy scan": lambda path: write_t5x_legacy(path / "checkpoint_7", stack_layers(PARAMS)),
+    "orbax": lambda path: write_t5x_orbax(path / "checkpoint_7", PARAMS),
+    "orbax without optimizer": lambda path: write_t5x_orbax(path / "checkpoint_7", PARAMS, optimizer=False),
+    "orbax scan": lambda path: write_t5x_orbax(path / "checkpoint_7", stack_layers(PARAMS, heads=2)),
+    "scan, one table": lambda path: write_t5x_orbax(path / "checkpoint_7", stack_layers(PARAMS, heads=2, tables="one")),
+    "own": write_own,
+}

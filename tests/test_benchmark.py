@@ -1,17 +1,24 @@
 """The benchmark: its arithmetic on numbers made up, its checks on a tiny random pair."""
 
+import copy
 import dataclasses
+import io
 import json
+import re
+import sys
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
-from specdec_jax import benchmark, measure, records
+from specdec_jax import benchmark, inference, measure, records, speculative
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.sampling import Law, SamplingConfig
+from specdec_jax.speculative import Draft
 
 CONFIG = T5Config(48, 16, 2, 8, 1, 1, 24)
 TIMES = {
@@ -47,10 +54,13 @@ def measured(target, options, batches):
     return benchmark.benchmark(target, ModelDrafter(target), batches, options)
 
 
-def test_batches_are_filled_up(batches):
-    assert [len(batch.ids) for batch in batches] == [2, 2]
-    assert batches[1].ids == [[3, 1], []]
-    assert [batch.keys.shape for batch in batches] == [(2,), (2,)]
+def test_batches_are_sorted_and_filled_up(batches, options):
+    assert [batch.ids for batch in batches] == [[[3, 1], [5, 9, 1]], [[7, 8, 9, 1], []]]
+    assert [batch.numbers for batch in batches] == [[2, 0], [1, 1]]
+    key = jax.random.key(options.seed)
+    for batch in batches:  # an input's key is its own, wherever sorting puts it
+        expected = [jax.random.key_data(jax.random.fold_in(key, number)).tolist() for number in batch.numbers]
+        assert jax.random.key_data(batch.keys).tolist() == expected
 
 
 def test_record(measured):
@@ -103,8 +113,9 @@ def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
         target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
     )
     listed = record["speculative"][0]["differences"]
-    assert [(item["input"], item["position"], item["near_tie"]) for item in listed] == [(0, 1, False), (2, 1, False)]
-    assert "got other tokens than plain decoding for inputs [0, 2]" in problems[0]
+    # The first row of each batch: by their places in the input, not among the sorted.
+    assert [(item["input"], item["position"], item["near_tie"]) for item in listed] == [(1, 1, False), (2, 1, False)]
+    assert "got other tokens than plain decoding for inputs [1, 2]" in problems[0]
     assert "not a near-tie" in records.summary(record)
 
 
@@ -189,9 +200,156 @@ def test_preset_times_shapes_with_random_weights(monkeypatch):
     )
 
 
+def test_preset_without_a_drafter_measures_calls_and_the_cost_of_sampling(monkeypatch):
+    monkeypatch.setitem(benchmark.PRESETS, "tiny", CONFIG)
+    options = benchmark.BenchmarkOptions(
+        preset="tiny", gamma=(3,), max_new_tokens=6, repeats=2, input_length=5, temperature=0.7
+    )
+    options.check()
+    record, problems = benchmark.benchmark(*benchmark._preset(options), options)
+    assert problems == [] and record["drafter"] is None and set(record["verify_cost"]) == {"3"}
+    assert set(record["sampling_cost"]) == {"3"}
+    for added in record["sampling_cost"].values():
+        assert set(added) == {"argmax", "token", "block", "gumbel"}
+        assert all(-1 < share["least"] <= share["median"] <= share["most"] for share in added.values())
+    text = records.summary(json.loads(json.dumps(record)))
+    assert "added to a target call over 4 positions by: argmax " in text and "gumbel " in text
+
+
+def test_sampling_cost_is_the_share_added_pass_by_pass():
+    seconds = {
+        "call 3, alone": [1.0, 2.0],
+        "call 3, token": [1.1, 2.4],
+        "call 33, token": [9.0, 9.0],
+        "verify 3": [5.0, 5.0],
+    }
+    cost = records.sampling_cost(3, seconds)
+    assert set(cost) == {"token"} and cost["token"] == pytest.approx({"median": 0.15, "least": 0.1, "most": 0.2})
+
+
+SAMPLED = [*measure.SAMPLED, "argmax"]
+
+
+def verified_state(network, verifier, gamma=2):
+    config = SamplingConfig(temperature=0.0 if verifier == "argmax" else 0.7)
+    return measure.verified_state(network, 2, 5, 12, gamma, config, "token" if verifier == "argmax" else verifier)
+
+
+@pytest.mark.parametrize("verifier", SAMPLED)
+def test_the_timed_verification_is_the_engines(target, verifier):
+    """Step by step, by hand: what follows the accepted tokens is fed next, draws are keyed by how many there were."""
+    network, state = target.network, verified_state(target.network, verifier)
+    tokens, accepted, cache = np.ones((2, 3), np.int32), np.zeros(2, np.int32), state.target_cache
+    law, verify = Law.of(jax.numpy.zeros((2, 3, network.vocab_size))), jax.jit(speculative.verify)
+    for _ in range(3):
+        logits, cache = measure._decode(network, tokens, state.lengths - 1, cache)
+        before = law and Law(law.logits[:, :-1], law.log_normalizer[:, :-1])
+        draft = Draft(tokens[:, 1:], np.full(2, 2, np.int32), before, None)
+        (accepted, following), law = verify(state.replace(lengths=state.lengths + accepted), draft, logits)
+        tokens = np.where(np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens)
+    ours = measure.verified_steps(network, state, steps=3)
+    np.testing.assert_array_equal(ours[0], tokens)
+    np.testing.assert_array_equal(ours[1], accepted)
+
+
+@pytest.mark.parametrize("verifier", SAMPLED)
+def test_the_timed_verification_stays_in_its_loop(verifier):
+    """Outside of it no numbers of the vocabulary's width (97, which nothing else here has) are computed for its body.
+
+    Whole numbers may be: the random generator's counters are the same in every step, here and in the engine's loop.
+    """
+    network = LanguageModel.random(dataclasses.replace(CONFIG, vocab_size=97)).network
+    text = measure.verified_steps.lower(network, verified_state(network, verifier), steps=3).compile().as_text()
+    wide = re.compile(r"^ +%\S+ = f32\[[\d,]*\b97\].*/while/body", re.MULTILINE)
+    inside, outside = text.split("\nENTRY")
+    assert wide.search(inside) and not wide.search(outside)
+
+
+def test_a_call_alone_computes_all_logits(target):
+    network = target.network
+    state = verified_state(network, "argmax")
+    tokens, logits = measure.call_steps(
+        network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=1
+    )
+    expected, _ = measure._decode(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    again, _ = measure.call_steps(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=2)
+    assert np.any(np.asarray(tokens) != 1) and np.any(
+        np.asarray(tokens) != np.asarray(again)
+    )  # each step feeds the next
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
+    monkeypatch.setitem(benchmark.PRESETS, "tiny", CONFIG)
+    monkeypatch.setattr(benchmark.checkpoints.jax, "default_backend", lambda: platform)
+    target, _, _ = benchmark._preset(benchmark.BenchmarkOptions(preset="tiny"))
+    assert target.config.dtype == dtype and dtype in capsys.readouterr().err
+
+
+def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
+    """On a terminal, also where standard output is one."""
+    screen = io.StringIO()
+    console = lambda **_: Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(inference, "Console", console)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
+    bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
+    for what in ("compiling", "compiling steps", "steps, pass 1 of 1", "pass 1 of 1"):
+        assert any(re.match(rf"{what} \W* 0%", bar) for bar in bars), what
+        assert any(re.match(rf"{what} \W*100%", bar) for bar in bars), what
+    before = screen.getvalue()
+    assert list(inference.track([1, 2], 2, "sentences", quiet=True)) == [1, 2] and screen.getvalue() == before
+
+
+def test_lossy_verifier_in_the_speculative_arm(batches, target):
+    """With lenience near 0 whatever is drafted stands; plain decoding knows nothing of it."""
+    drafter = ModelDrafter(LanguageModel.random(CONFIG, seed=1))
+    options = benchmark.BenchmarkOptions(target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=1)
+    rates = []
+    for how in ({}, {"verifier": "lenient", "lenience": 1e-30}):
+        record, problems = benchmark.benchmark(target, drafter, batches, dataclasses.replace(options, **how))
+        rates.append(record["speculative"][0]["stats"]["acceptance_rate"])
+        assert problems == [] and record["speculative"][0]["differences"] == []
+    assert rates[0] < rates[1] == 1
+
+
+def test_block_verification_has_no_rate_to_predict_from(target, batches, options, measured):
+    """It judges a draft as a whole; the engine then gives no rate, and neither does the sum over the batches."""
+    block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()
+    result = benchmark.generate(
+        target, batches[0].inputs, drafter=ModelDrafter(target), gamma=3, key=batches[0].keys, **block
+    )
+    stats = benchmark._total_stats(benchmark.Arm(3, None, results=[result]))
+    assert stats["acceptance_rate"] is None and stats["drafted"] > 0 and stats["tokens_per_target_call"] > 1
+    record = copy.deepcopy(measured[0])
+    record["speculative"][0] |= {"stats": stats, "predicted": None}
+    assert "tokens per target call; no such rate with block verification" in records.summary(record)
+
+
+@pytest.mark.parametrize("fails", ["print", "write"])
+def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
+    output = tmp_path / "record.json"
+    monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, []))
+    monkeypatch.setattr(benchmark, "_checkpoints", lambda _: (None, None, []))
+    options = benchmark.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
+    if fails == "write":
+        monkeypatch.setattr(benchmark.pathlib.Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError))
+    with pytest.raises(OSError if fails == "write" else KeyError):  # a summary of {"a": 1} cannot be made
+        benchmark.run(options)
+    assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {"a": 1}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"output": "."}, "output: got '.', expected a file"),
+        ({"input_length": 5}, "got --input_length=5 alone"),
+        ({"preset": "t5_1_1/small", "target": None, "input_length": 513}, "input_length: got 513, expected at most"),
+        ({"preset": "t5_1_1/small", "target": None, "vocabulary": "spiece.model"}, "with --vocabulary"),
+        ({"preset": "t5_1_1/small", "target": None, "limit": 3}, "with --limit"),
+        ({"preset": "t5_1_1/small", "target": None, "verifier": "lenient", "lenience": 0.5}, "for plain decoding"),
+        ({"verifier": "typical", "temperature": 1.0}, "for plain decoding"),
         ({"target": None}, "target: got nothing"),
         ({"gamma": ()}, "gamma: got no value"),
         ({"gamma": (3, 0)}, "gamma: got 0, expected at least 1"),

@@ -312,7 +312,7 @@ BAD = {
     "gin name": (["generate", "PAIR", "--gin.Nothing.x=1", "hello"], "No configurable matching 'Nothing'"),
     "gin field": (["generate", "PAIR", "--gin.GenerateOptions.gama=1", "hello"], "doesn't have a parameter named 'gama'"),
     "gin macro": (["generate", "PAIR", "--gin.GAMMA=1", "hello"], "got --gin.GAMMA, expected a name that `specdec generate` uses"),
-    "gin under a flag": (["generate", "PAIR", "--gamma=1", "--gin.GenerateOptions.gamma=2", "hello"], "expected a name that"),
+    "gin scope": (["generate", "PAIR", "--gamma=1", "--gin.x/GenerateOptions.gamma=2", "hello"], "expected a name that"),
     "gin value": (["generate", "PAIR", "--gin.GenerateOptions.gamma=1.5", "hello"], "gamma: got 1.5, expected int"),
     "gin syntax": (["generate", "PAIR", "--gin.GenerateOptions.gamma=[", "hello"], "gin: "),
     "gin form": (["generate", "PAIR", "--gin.GAMMA", "hello"], "expected --gin.NAME=value"),

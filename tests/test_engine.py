@@ -10,8 +10,9 @@ import pytest
 from toy_models import noisy_copy, teacher_forced_greedy, tiny_t5
 
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, finish, generate, prepare
+from specdec_jax.generate import advance, finish, generate
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
 
 V, LIMIT, GAMMA = 24, 12, 3

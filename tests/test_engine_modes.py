@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 import toy
-from toy_models import HashModel, tiny_t5
+from toy_models import HashModel, Words, compilations, tiny_t5
 
 from specdec_jax import sampling
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import MAX_GAMMA, advance, bucket, generate, prefill, prepare, trace, warm_up
+from specdec_jax.generate import advance, generate, trace, warm_up
+from specdec_jax.request import MAX_GAMMA, bucket, prefill, prepare
 from specdec_jax.sampling import SamplingConfig
-from specdec_jax.verification import verify_tokens
+from specdec_jax.verification import Draws, verify_tokens
 
 MODES = {
     "greedy": dict(temperature=0.0),
@@ -32,11 +33,11 @@ V = 16
 @functools.partial(jax.jit, static_argnames="mode")
 def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept, final, *, mode):
     """standardize → draw → verify, as the engine composes them."""
-    target, draft = (sampling.standardize(logits, rows, mode) for logits in (target_logits, draft_logits))
+    target, draft = (sampling.standardize(logits, None, rows, mode) for logits in (target_logits, draft_logits))
     gamma = draft_logits.shape[1]
     drafted = [sampling.draw(draft.probs()[:, i], drafted_at[:, i]) for i in range(gamma)]
     drafted = jax.numpy.stack(drafted, axis=1) if gamma else jax.numpy.zeros((len(wanted), 0), jax.numpy.int32)
-    return drafted, *verify_tokens(target, draft, drafted, wanted, accept, final)
+    return drafted, *verify_tokens(target, draft, drafted, wanted, Draws(accept, final))
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3])
@@ -56,7 +57,7 @@ def test_full_product_of_modes(vocab, gamma):
     drafted_at, accept = rng.random((2, size, gamma))
     final = rng.random((size, gamma + 1))
     with jax.enable_x64():
-        rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size))
+        rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
         found = one_iteration(p_logits, q_logits, rows, drafted_at, wanted, accept, final, mode=config.mode)
         drafted, accepted, token = jax.device_get(found)
     for row, (mode, count) in enumerate(cases):
@@ -65,7 +66,7 @@ def test_full_product_of_modes(vocab, gamma):
         p, q = (toy.adjusted_probs(logits[row], **exact) for logits in (p_logits, q_logits))
         cumulative = np.cumsum(q, axis=-1)
         assert drafted[row].tolist() == [int(np.sum(c <= u * c[-1])) for c, u in zip(cumulative, drafted_at[row])]
-        expected = toy.decide(p, q, drafted[row, :count], accept[row], final[row])
+        expected = toy.TOKEN.decide(p, q, drafted[row, :count], accept[row], final[row])
         assert (accepted[row], token[row]) == expected, (mode, count)
 
 
@@ -201,17 +202,6 @@ def test_the_returned_law_is_the_law_that_was_drawn_from():
         np.testing.assert_array_equal(sampling.draw(probs[row, :n], uniforms[row, :n]), tokens[:n])
 
 
-def compilations(function):
-    """How many programs XLA compiled during a call."""
-    events, active = [], [True]
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: events.append(event) if active[0] and "backend_compile" in event else None
-    )
-    function()
-    active[0] = False
-    return len(events)
-
-
 def test_nothing_compiles_after_warm_up():
     target, drafter = HashModel(V, 0), ModelDrafter(HashModel(V, 1))
     options = dict(drafter=drafter, gamma=2, max_new_tokens=20)
@@ -271,24 +261,6 @@ def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature):
 
 
 # --- Strings, traces and errors ---
-
-
-class Words:
-    """A vocabulary of the words w2 … w15 with EOS 1; `offset` tells two of them apart."""
-
-    size, eos_ids = V, (1,)
-
-    def __init__(self, offset=0):
-        self.offset = offset
-
-    def encode(self, text):
-        return [int(word[1:]) + self.offset for word in text.split()]
-
-    def decode(self, ids):
-        return " ".join(f"w{int(i) - self.offset}" for i in ids if i > 1)
-
-    def fingerprint(self):
-        return str(self.offset)
 
 
 def test_strings_in_and_out():

@@ -1,8 +1,8 @@
-"""Models saved by Hugging Face transformers give its logits and its greedy tokens, padded batches included."""
+"""Models saved by Hugging Face transformers give its logits and its greedy tokens, by the decode loop too."""
 
 import numpy as np
 import pytest
-from golden_models import golden_hf_models, greedy_tokens
+from golden_models import DRAFTERS, engine_tokens, golden_hf_models, greedy_tokens
 
 from specdec_jax.checkpoints import load
 
@@ -26,6 +26,15 @@ def test_greedy_tokens_of_a_padded_batch(golden):
     assert io["greedy_margin"].min() > 0.01  # far above what logits may differ by
     tokens = greedy_tokens(model, io["inputs"], io["input_lengths"], 16, model.eos_ids)
     np.testing.assert_array_equal(tokens, io["greedy"])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_tokens_of_the_decode_loop(golden, drafter):
+    model, io = golden
+    early = (int(io["early_eos_id"]),)
+    for eos_ids, expected in ((None, io["greedy"]), (early, io["greedy_early"])):
+        tokens = engine_tokens(model, io["inputs"], io["input_lengths"], 16, eos_ids, drafter=drafter)
+        np.testing.assert_array_equal(tokens, expected)
 
 
 def test_greedy_tokens_with_another_eos(golden):

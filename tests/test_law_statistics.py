@@ -16,7 +16,7 @@ from toy_models import HashModel, tiny_t5
 
 from specdec_jax import sampling, verification
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, prepare
+from specdec_jax.generate import advance, generate, prepare
 from specdec_jax.sampling import SamplingConfig
 
 V, POSITIONS, EOS, GAMMA = 16, 3, 5, 2
@@ -104,6 +104,15 @@ def hash_pair():
     return HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.3)
 
 
+# The functions as they are: some tests put others in their place.
+verify_tokens, uniforms, draw = verification.verify_tokens, sampling.uniforms, sampling.draw
+
+
+def traced_anew():
+    """`advance`, compiled with what stands in the modules now."""
+    return jax.jit(lambda *args: advance.__wrapped__(*args))
+
+
 SPREAD = SamplingConfig(temperature=1.0)
 FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)
 
@@ -159,27 +168,89 @@ def test_acceptance_is_the_sum_of_minima():
         assert abs(stood - seen * rate) < 6 * np.sqrt(seen * rate * (1 - rate))
 
 
+# --- The other verifiers ---
+
+
+@pytest.mark.parametrize("verifier, draws", [("block", DRAWS), ("rejection", 4 * ROWS), ("gumbel", 4 * ROWS)])
+def test_law_of_every_verifier(verifier, draws):
+    target, draft = hash_pair()
+    counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, draws, verifier=verifier)
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert 0.1 < accepted.sum() / examined.sum() < 0.9
+    assert g_test(counts, joint_law(draft, SPREAD)) < FALSE_ALARM
+
+
+def keyed_by_absolute_position(monkeypatch):
+    patched = lambda keys, lengths, offsets, tag: uniforms(keys, lengths * 0, lengths[:, None] + offsets, tag)
+    monkeypatch.setattr(sampling, "uniforms", patched)
+
+
+def test_block_verification_must_not_meet_discarded_draws_again(monkeypatch):
+    """It stops where it does because of later draws, which keys by absolute position would then draw a second time."""
+    target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0)
+    keyed_by_absolute_position(monkeypatch)
+    counts, _ = sample(target, ModelDrafter(draft), SPREAD, 4 * ROWS, run=traced_anew(), verifier="block")
+    assert g_test(counts, joint_law(target, SPREAD)) < FALSE_ALARM
+
+
+OTHER, SAME = HashModel(V, 1, spread=3.0, likeness=0.3), HashModel(V, 0, spread=3.0)
+NARROWER, WIDER = HashModel(11, 1, spread=3.0, likeness=0.3), HashModel(23, 2, spread=3.0)
+
+
+@pytest.mark.parametrize("config, drafters", [(SPREAD, (OTHER, SAME)), (FILTERED, (NARROWER, WIDER))])
+def test_coupled_output_is_that_of_plain_sampling(config, drafters):
+    """Token for token, over rows of their own inputs, keys and γ (0 to 5), for every drafter."""
+    target, rows, rng = SAME, 2000, np.random.default_rng(0)
+    inputs = rng.integers(0, V, size=(rows, 3))
+    options = dict(input_lengths=np.full(rows, 3), sampling=config, verifier="gumbel", max_new_tokens=9, eos_ids=[EOS])
+    plain = generate(target, inputs, key=jax.random.key(3), **options)
+    for model in drafters:
+        gamma = rng.integers(6, size=rows)
+        found = generate(target, inputs, drafter=ModelDrafter(model), gamma=gamma, key=jax.random.key(3), **options)
+        np.testing.assert_array_equal(found.tokens, plain.tokens)
+        np.testing.assert_array_equal(found.lengths, plain.lengths)
+        np.testing.assert_allclose(found.adjusted_log_probs, plain.adjusted_log_probs, atol=1e-6)
+        rate = found.stats.acceptance_rate
+        assert rate == 1 if model is target else 0.1 < rate < 0.9
+    other = generate(target, inputs, key=jax.random.key(4), **options)
+    assert np.mean(np.any(other.tokens != plain.tokens, axis=1)) > 0.9
+
+
+def test_coupled_acceptance_has_its_closed_form():
+    """The first drafted token: the share of equal draws from shared noise, at least (1 − D) / (1 + D)."""
+    target, draft = hash_pair()
+    p, q = (toy.adjusted_probs(model.logits([INPUTS], [[0]], [3])[0, 0]) for model in (target, draft))
+    once = lambda *args: advance(*args[:3], np.int32(1))
+    _, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, ROWS, run=once, verifier="gumbel")
+    share, distance = toy.coupled_share(p, q), np.abs(p - q).sum() / 2
+    assert examined[0] == ROWS and abs(accepted[0] - ROWS * share) < 6 * np.sqrt(ROWS * share * (1 - share))
+    assert (1 - distance) / (1 + distance) <= share <= 1 - distance
+
+
 # --- Mutants of the production code, which the same test must find in far fewer draws ---
 
-verify_tokens, uniforms, draw = verification.verify_tokens, sampling.uniforms, sampling.draw
+
+def put(monkeypatch, verify):
+    monkeypatch.setitem(verification.VERIFIERS, "token", verify)
 
 
 def residual_from_target(monkeypatch):
-    def verify(target, draft, draft_tokens, num_drafted, accept, final):
-        found = verify_tokens(target, draft, draft_tokens, num_drafted, accept, final)
+    def verify(target, draft, draft_tokens, num_drafted, draws, settings):
+        found = verify_tokens(target, draft, draft_tokens, num_drafted, draws, settings)
         here = np.arange(len(draft_tokens)), found.num_accepted
-        return found._replace(next_token=draw(target.row(found.num_accepted), final[here]))
+        return found._replace(next_token=draw(target.row(found.num_accepted), draws.final[here]))
 
-    monkeypatch.setattr(verification, "verify_tokens", verify)
+    put(monkeypatch, verify)
 
 
 def always_accept(monkeypatch):
     """The acceptance uniform is always 0: whatever has p(x) > 0 stands."""
 
-    def verify(target, draft, draft_tokens, num_drafted, accept, final):
-        return verify_tokens(target, draft, draft_tokens, num_drafted, accept * 0, final)
+    def verify(target, draft, draft_tokens, num_drafted, draws, settings):
+        draws = draws._replace(accept=draws.accept * 0)
+        return verify_tokens(target, draft, draft_tokens, num_drafted, draws, settings)
 
-    monkeypatch.setattr(verification, "verify_tokens", verify)
+    put(monkeypatch, verify)
 
 
 def tag_shared(a, b):
@@ -224,8 +295,7 @@ MUTANTS = {
 def test_statistics_catch(name, monkeypatch):
     target, draft = hash_pair()
     MUTANTS[name](monkeypatch)
-    fresh = jax.jit(lambda *args: advance.__wrapped__(*args))  # traced anew, with the patch
-    counts, _ = sample(target, ModelDrafter(draft), SPREAD, ROWS, run=fresh)
+    counts, _ = sample(target, ModelDrafter(draft), SPREAD, ROWS, run=traced_anew())
     assert g_test(counts, joint_law(target, SPREAD)) < FALSE_ALARM
 
 

@@ -12,11 +12,11 @@ PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
-    {"sampling", "cache", "analysis", "vocabularies"},
+    {"processors", "sampling", "cache", "analysis", "vocabularies", "stopping"},
     {"models", "models.layers", "models.packing", "models.t5", "models.base"},
     {"verification", "speculative"},
     {"drafters", "drafters.model"},
-    {"generate"},
+    {"request", "generate"},
     {
         *(
             "formats",

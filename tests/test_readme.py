@@ -1,9 +1,7 @@
-"""The README: its Python example runs as it stands, and its list of files is complete."""
+"""The README: its Python examples run as they stand, and its list of files is complete."""
 
 import pathlib
 import re
-
-import pytest
 
 import specdec_jax as sd
 
@@ -11,15 +9,18 @@ ROOT = pathlib.Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_python_example(capsys):
-    if not sd.bundled():
-        pytest.skip("the bundled pair is not there")
-    (example,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
+def test_python_examples(capsys):
+    assert {"ende/target", "ende/drafter"} <= set(sd.bundled())  # the examples load it
+    basic, streaming = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    names: dict = {}
+    exec(compile(basic, "README.md", "exec"), names)
     texts, figures = capsys.readouterr().out.splitlines()
     assert "Tom" in texts and "Deutsch" in texts
     rate, per_call = map(float, figures.split())
     assert 0 < rate <= 1 < per_call <= 5
+    exec(compile(streaming, "README.md", "exec"), names)
+    assert "." not in capsys.readouterr().out.partition("[")[0], "the first output stops before its full stop"
+    assert len(names["several"].texts) == 4 and set(names["several"].finish_reasons) <= {"eos", "length", "deadline"}
 
 
 def test_every_file_is_listed():

@@ -11,7 +11,7 @@ import pytest
 import toy
 
 from specdec_jax import sampling
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.sampling import SamplingConfig, SamplingMode
 
 LAST = np.float32(1 - 2**-24)  # the largest float32 below 1
 draw = jax.jit(sampling.draw)
@@ -19,14 +19,14 @@ draw = jax.jit(sampling.draw)
 
 @functools.partial(jax.jit, static_argnames="mode")
 def standardized(logits, rows, mode):
-    law = sampling.standardize(logits, rows, mode)
+    law = sampling.standardize(logits, None, rows, mode)
     return law.probs(), law.row(jnp.zeros(logits.shape[0], jnp.int32)), law.prob(jnp.zeros(logits.shape[:2], jnp.int32))
 
 
 def probs_of(logits, **config):
     """`[B, T, V]` from the package."""
     config = SamplingConfig(**config)
-    return np.asarray(standardized(np.asarray(logits), config.rows(len(logits)), config.mode)[0])
+    return np.asarray(standardized(np.asarray(logits), config.rows(*np.shape(logits)[::2]), config.mode)[0])
 
 
 def some_logits(rng, batch, vocab):
@@ -40,7 +40,7 @@ def some_logits(rng, batch, vocab):
 
 
 @pytest.mark.parametrize("vocab", [5, 130, 300])
-def test_every_processor_equals_a_sort(vocab):
+def test_every_filter_equals_a_sort(vocab):
     """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off row by row."""
     rng, batch = np.random.default_rng(vocab), 48
     logits = some_logits(rng, batch, vocab)
@@ -102,7 +102,7 @@ def test_bfloat16_logits_are_cast_before_the_temperature():
 def test_law_gives_the_same_numbers_three_ways():
     logits = some_logits(np.random.default_rng(1), 4, 20)
     config = SamplingConfig(temperature=0.8, top_k=7)
-    probs, row, prob = standardized(logits, config.rows(4), config.mode)
+    probs, row, prob = standardized(logits, config.rows(4, 20), config.mode)
     np.testing.assert_array_equal(row, probs[:, 0])
     np.testing.assert_array_equal(prob, probs[..., 0])
 
@@ -165,7 +165,7 @@ def test_laws_and_draws_are_sound(seed):
         top_k=[*rng.integers(0, vocab + 2, batch - 1), 3],
         top_p=[*(1 - rng.random(batch - 1)), 0.5],
     )
-    probs = np.asarray(standardized(logits, config.rows(batch), config.mode)[0])
+    probs = np.asarray(standardized(logits, config.rows(batch, vocab), config.mode)[0])
     assert np.all((probs >= 0) & (probs <= 1 + 1e-6))
     assert np.all(probs[np.isneginf(logits)] == 0)
     np.testing.assert_allclose(probs.sum(axis=-1), 1, atol=1e-5)
@@ -206,6 +206,22 @@ def test_uniforms_are_apart():
         (dict(top_p=0.0), r"top_p: got 0.0, expected a number in \(0, 1\]"),
         (dict(top_p=1.01), "top_p: got 1.01"),
         (dict(top_p=float("nan")), "top_p: got nan"),
+        (dict(temperature="hot"), "temperature: got hot, expected a finite number"),
+        (dict(temperature=None), "temperature: got None"),
+        (dict(min_p=-0.1), r"min_p: got -0.1, expected a number in \[0, 1\]"),
+        (dict(min_p=1.5), "min_p: got 1.5"),
+        (dict(repetition_penalty=0.0), "repetition_penalty: got 0.0, expected a finite number above 0"),
+        (dict(repetition_penalty=float("inf")), "repetition_penalty: got inf"),
+        (dict(no_repeat_ngram=-1), "no_repeat_ngram: got -1, expected an integer of at least 0"),
+        (dict(no_repeat_ngram=1.5), "no_repeat_ngram: got 1.5"),
+        (dict(min_new_tokens=-1), "min_new_tokens: got -1, expected an integer of at least 0"),
+        (dict(logit_bias={3: float("nan")}), "logit_bias: got nan for id 3, expected a finite number"),
+        (dict(logit_bias={3: float("-inf")}), "logit_bias: got -inf for id 3"),
+        (dict(logit_bias={3: "much"}), "logit_bias: got much for id 3"),
+        (dict(forced_tokens={-1: 3}), "forced_tokens: got place -1, expected an integer from 0"),
+        (dict(forced_tokens={0.5: 3}), "forced_tokens: got place 0.5"),
+        (dict(forced_tokens={2**20: 3}), "forced_tokens: got place 1048576"),
+        (dict(processor=3), "processor: got 3, expected a function"),
     ],
     ids=str,
 )
@@ -215,14 +231,61 @@ def test_bad_configurations_are_refused(config, message):
 
 
 def test_one_value_or_one_per_input():
-    rows = SamplingConfig(temperature=[0.1, 0.2], top_p=0.5).rows(2)
+    rows = SamplingConfig(temperature=[0.1, 0.2], top_p=0.5).rows(2, 5)
     np.testing.assert_allclose(rows.temperature, [0.1, 0.2])
     np.testing.assert_allclose(rows.top_p, [0.5, 0.5])
     with pytest.raises(ValueError, match="temperature: got 2 values, expected one or 3"):
-        SamplingConfig(temperature=[0.1, 0.2]).rows(3)
+        SamplingConfig(temperature=[0.1, 0.2]).rows(3, 5)
 
 
 def test_mode_is_what_is_on():
-    assert SamplingConfig().mode == (True, False, False)
-    assert SamplingConfig(temperature=[0, 1], top_k=[0, 3], top_p=[1, 0.5]).mode == (False, True, True)
-    assert SamplingConfig(temperature=1.0, top_k=0, top_p=1.0).mode == (False, False, False)
+    assert SamplingConfig().mode == SamplingMode()
+    mixed = SamplingConfig(temperature=[0, 1], top_k=[0, 3], top_p=[1, 0.5], min_p=[0, 0.1])
+    assert mixed.mode == SamplingMode(greedy=False, top_k=True, top_p=True, min_p=True)
+    neutral = dict(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=[1, 1.0], no_repeat_ngram=0, min_new_tokens=0)
+    empty = dict(logit_bias={}, forbidden_tokens=(), vocabulary_mask=None, forced_tokens={}, processor=None)
+    assert SamplingConfig(temperature=1.0, **neutral, **empty).mode == SamplingMode(greedy=False)
+    one = lambda **option: SamplingConfig(**option).mode
+    assert one(repetition_penalty=[1, 1.1]) == SamplingMode(repetition=True)
+    assert one(no_repeat_ngram=3) == SamplingMode(ngram=3)
+    assert one(min_new_tokens=[0, 2]) == SamplingMode(min_length=True)
+    for table in (dict(logit_bias={0: 0.0}), dict(forbidden_tokens=[0]), dict(vocabulary_mask=[True])):
+        assert one(**table) == SamplingMode(bias=True), "an id 0 counts"
+    assert one(forced_tokens={0: 0}) == SamplingMode(forced=True)
+    assert one(processor=max) == SamplingMode(processor=max)
+
+
+def test_tables_over_the_vocabulary():
+    config = SamplingConfig(
+        logit_bias={0: 1.5, 3: -2}, forbidden_tokens=(1, 3), vocabulary_mask=[True, True, True, True, False]
+    )
+    np.testing.assert_array_equal(config.rows(2, 5).bias, [1.5, -np.inf, 0, -np.inf, -np.inf])
+    forced = SamplingConfig(forced_tokens={0: 4, 8: 0}).rows(1, 5).forced
+    np.testing.assert_array_equal(forced, [4] + [-1] * 7 + [0] + [-1] * 7)
+    assert SamplingConfig().rows(1, 5).bias is None and SamplingConfig().rows(1, 5).forced is None
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (dict(logit_bias={5: 1.0}), "logit_bias: got id 5, expected one from 0 to 4"),
+        (dict(forbidden_tokens=[-1]), "forbidden_tokens: got id -1"),
+        (dict(forbidden_tokens=[1.5]), "forbidden_tokens: got id 1.5"),
+        (dict(forced_tokens={0: 5}), "forced_tokens: got id 5"),
+        (dict(forced_tokens={0: 1.5}), "forced_tokens: got id 1.5"),
+        (
+            dict(vocabulary_mask=[True] * 4),
+            r"vocabulary_mask: got shape \(4,\) and type bool, expected \(5,\) and bool",
+        ),
+        (dict(vocabulary_mask=[1] * 5), "vocabulary_mask: got shape .5,. and type int64"),
+        (dict(vocabulary_mask=[False] * 5), "got all 5 ids forbidden, expected at least one"),
+        (dict(forbidden_tokens=range(5)), "got all 5 ids forbidden"),
+        (dict(min_p=[0.1, 0.2, 0.3]), "min_p: got 3 values, expected one or 2"),
+        (dict(repetition_penalty=[2.0]), "repetition_penalty: got 1 values, expected one or 2"),
+        (dict(min_new_tokens=[1, 2, 3]), "min_new_tokens: got 3 values"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_the_batch_or_the_vocabulary_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**config).rows(2, 5)

@@ -6,23 +6,15 @@ import functools
 import gin
 import jax
 import jax.numpy as jnp
+import make_checkpoints
 import numpy as np
 import pytest
-from toy_training import CONFIGS, TINY, config_of, quick_compilation, random_params, write_language
+from toy_training import CONFIGS, TINY, config_of, random_params
 
 from specdec_jax import losses, train
 from specdec_jax.models.t5 import T5
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with quick_compilation():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_language(tmp_path_factory.mktemp("text"))
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def random_batch(rows=3, length=6, seed=0):
@@ -178,9 +170,9 @@ def steps_state():
         (dict(model=None), "model: got None, expected a T5Config"),
     ],
 )
-def test_bad_settings(folder, tmp_path, settings, message):
+def test_bad_settings(language, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        config_of(folder, tmp_path, **settings)
+        config_of(language, tmp_path, **settings)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +186,19 @@ def test_bad_settings(folder, tmp_path, settings, message):
         (dict(teacher="nowhere", distill_weight=1.0), "nowhere"),
     ],
 )
-def test_bad_files_are_told_before_anything_compiles(folder, tmp_path, settings, message, monkeypatch):
+def test_bad_files_are_told_before_anything_compiles(language, tmp_path, settings, message, monkeypatch):
     monkeypatch.setattr(jax, "jit", None)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.fit(config_of(folder, tmp_path, **settings))
+        train.fit(config_of(language, tmp_path, **settings))
+
+
+def test_a_piece_that_would_count_as_padding_is_refused(language, tmp_path):
+    texts = (language / "train.tsv").read_text().split("\n")
+    (tmp_path / "vocabulary.model").write_bytes(make_checkpoints.sentencepiece_model(texts, 40))  # unknown is 0
+    (tmp_path / "more.tsv").write_text("bara\tQ\n")
+    settings = dict(vocabulary=str(tmp_path / "vocabulary.model"), validation_files=str(tmp_path / "more.tsv"))
+    with pytest.raises(ValueError, match=r"more.tsv: got the piece '<unk>' with id 0, expected none: 0 is padding"):
+        train.fit(config_of(language, tmp_path / "run", **settings))
 
 
 # The configurations.

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -13,31 +14,24 @@ import time
 
 import jax
 import jax.numpy as jnp
+import make_checkpoints
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import rich.console
-from toy_training import CONFIGS, TINY, config_of, quick_compilation, write_language
+from toy_training import CONFIGS, TINY, config_of
 
 from specdec_jax import checkpoints, data, losses, runs, train
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with quick_compilation():
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_language(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory):
+def finished(language, tmp_path_factory):
     """A run of 12 steps, how often the step was compiled, and its parameters."""
-    config = config_of(folder, tmp_path_factory.mktemp("run"), buckets=(8, 16))
+    config = config_of(language, tmp_path_factory.mktemp("run"), buckets=(8, 16))
     before = losses.train_step._cache_size()
     params = train.fit(config)
     return config, losses.train_step._cache_size() - before, params
@@ -47,7 +41,7 @@ def records(output):
     return [json.loads(line) for line in (pathlib.Path(output) / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_run_logs_and_writes_a_model(finished, folder):
+def test_a_run_logs_and_writes_a_model(finished, language):
     config, compiled, params = finished
     output, log = pathlib.Path(config.output_dir), records(config.output_dir)
     assert compiled == 2  # once for each bucket
@@ -79,8 +73,10 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
     saved = runs.Checkpoints(copy)
     assert saved.keep_best(3, better, lowest) and saved.best.all_steps() == [3]  # before the former best
     assert saved.keep_best(3, worse, lowest - 1) and saved.best.all_steps() == [3]
-    config = dataclasses.replace(config, output_dir=str(copy))
-    (copy / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert not saved.keep_best(14, params, math.nan) and saved.best.all_steps() == [3]
+    assert not runs.Checkpoints(tmp_path / "empty").keep_best(1, params, math.nan)
+    gone = dataclasses.replace(config, output_dir=str(tmp_path / "gone"))  # the copy of a run that is no more
+    (copy / "config.json").write_text(json.dumps(dataclasses.asdict(gone)))
     train.export(copy, tmp_path / "best", dtype=None)
     train.export(copy, tmp_path / "newest", "newest", dtype=None)
     same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
@@ -92,10 +88,10 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         train.export(tmp_path, tmp_path / "x")
 
 
-def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, folder, tmp_path, capsys):
+def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, language, tmp_path, capsys):
     output = tmp_path / "run"
     subprocess.run(["cp", "-r", finished[0].output_dir, output], check=True)
-    config = config_of(folder, output, steps=20, decay_steps=8)
+    config = config_of(language, output, steps=20, decay_steps=8)
     train.fit(config)
     said = capsys.readouterr().err
     assert "resumed at step 12 of 20" in said and "changed since step 12: steps 12 -> 20" in said
@@ -110,10 +106,10 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, folder
         train.fit(dataclasses.replace(config, vocabulary_size=39))
 
 
-def test_distillation_brings_the_student_nearer_to_its_teacher(finished, folder, tmp_path):
+def test_distillation_brings_the_student_nearer_to_its_teacher(finished, language, tmp_path):
     teacher = str(pathlib.Path(finished[0].output_dir) / "model")
     student = T5Config(64, 16, 2, 8, 1, 1, 16)
-    config = config_of(folder, tmp_path / "run", model=student, teacher=teacher, distill_weight=1.0, steps=24)
+    config = config_of(language, tmp_path / "run", model=student, teacher=teacher, distill_weight=1.0, steps=24)
     train.fit(config)
     log = [r["validation_loss"] for r in records(tmp_path / "run") if "validation_loss" in r]
     assert 0 < log[-1] < 0.5 * log[0]
@@ -122,7 +118,7 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(finished, folder,
         == checkpoints.load(teacher).vocabulary.fingerprint()
     )
     other = str(tmp_path / "other.model")
-    texts = (folder / "train.tsv").read_text().split("\n")
+    texts = (language / "train.tsv").read_text().split("\n")
     pathlib.Path(other).write_bytes(data.SentencePieceVocabulary.train(texts, 38).model)
     with pytest.raises(ValueError, match="expected the teacher's pieces"):
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "c"), vocabulary=other, vocabulary_size=38))
@@ -131,15 +127,41 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(finished, folder,
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "d"), model=wide))
 
 
+def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path, monkeypatch):
+    texts = (language / "train.tsv").read_text().split("\n")
+    vocabulary = data.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(texts, 40), 5)
+    checkpoints.save(LanguageModel(TINY, finished[2], vocabulary, eos_ids=(2,)), tmp_path / "teacher")
+    seen, make = [], data.BucketedBatches
+    monkeypatch.setattr(
+        data, "BucketedBatches", lambda pairs, *arguments: (seen.extend(pairs), make(pairs, *arguments))[1]
+    )
+    config = config_of(
+        language, tmp_path / "run", teacher=str(tmp_path / "teacher"), distill_weight=1.0, vocabulary_size=45,
+        steps=1, warmup_steps=0, decay_steps=0, buckets=(32,),
+    )  # fmt: skip
+    train.fit(config)
+    assert seen and all(ids[-1] == 2 and 2 not in ids[:-1] for pair in seen for ids in pair)
+    student = checkpoints.load(tmp_path / "run/model")
+    assert student.vocabulary.fingerprint() == vocabulary.fingerprint() and student.vocabulary.extra_ids == 5
+    assert student.eos_ids == student.vocabulary.eos_ids == (2,)
+    with pytest.raises(
+        ValueError, match="got '40 pieces in .* and 5 sentinels of the teacher', expected vocabulary_size"
+    ):
+        train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "other"), vocabulary_size=40))
+    checkpoints.save(LanguageModel(TINY, finished[2], vocabulary, start_token=2), tmp_path / "teacher")
+    with pytest.raises(ValueError, match="teacher: got 'start token 2', expected 0"):
+        train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "another")))
+
+
 @pytest.mark.parametrize("loss, scale, step", [(np.nan, 1.0, 4), (1.0, np.inf, 3)])
-def test_a_run_that_is_not_finite_stops(folder, tmp_path, monkeypatch, loss, scale, step):
+def test_a_run_that_is_not_finite_stops(language, tmp_path, monkeypatch, loss, scale, step):
     def diverge(state, *arguments, **more):
         params = jax.tree.map(lambda leaf: leaf * scale, state.params)
         return state.replace(params=params), losses.Metrics(np.float32(loss), np.float32(1), np.float32(1))
 
     monkeypatch.setattr(train, "train_step", diverge)
     with pytest.raises(ValueError, match=f"step {step}: got .* not finite|step {step}: got a loss of nan.* lower"):
-        train.fit(config_of(folder, tmp_path, save_every=3))
+        train.fit(config_of(language, tmp_path, save_every=3))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == (["3"] if step == 4 else [])
 
 
@@ -166,21 +188,46 @@ def test_progress_shows_step_loss_speed_and_time_left(tmp_path, terminal):
 # Being killed.
 
 
+@pytest.mark.parametrize("busy, step", [("report", 4), ("validate", 6), ("save", 8), ("save at the end", 12)])
+def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
+    language, tmp_path, monkeypatch, capsys, busy, step
+):
+    config = config_of(language, tmp_path, save_every=8 if busy == "save" else 100)
+    metrics = losses.Metrics(np.float32(1), np.float32(1), np.float32(1))
+    monkeypatch.setattr(train, "train_step", lambda state, *_, **__: (state.replace(step=state.step + 1), metrics))
+
+    def interrupt(number, *_):
+        if number == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    save = train._Run.save
+    monkeypatch.setattr(train._Run, "validate", lambda run, state, *at: busy == "validate" and interrupt(*at))
+    if busy == "report":
+        monkeypatch.setattr(runs.Reporter, "training", lambda reporter, *at, **more: interrupt(*at))
+    if busy.startswith("save"):
+        monkeypatch.setattr(train._Run, "save", lambda run, state, at: (save(run, state, at), interrupt(at)))
+    with pytest.raises(KeyboardInterrupt):
+        train.fit(config)
+    assert os.listdir(tmp_path / "checkpoints") == [str(step)]
+    assert f"interrupted: step {step} is saved" in capsys.readouterr().err
+    assert int(runs.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
+
+
 @pytest.fixture
-def command(folder):
+def command(language):
     """Starts the command line in a process of its own."""
     processes = []
 
     def start(output):
         arguments = [
             f"--gin_file={CONFIGS / 'smoke.gin'}",
-            f'--gin.DATA_DIR="{folder}"',
+            f'--gin.DATA_DIR="{language}"',
             f'--gin.OUTPUT_DIR="{output}"',
         ]
         settings = {
             "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "XDG_CACHE_HOME": str(folder / "cache"),
+            "XDG_CACHE_HOME": str(language / "cache"),
         }
         processes.append(
             subprocess.Popen(

@@ -1,6 +1,5 @@
 """Token verification has the target's law: by enumeration, and the JAX code takes the enumerated decisions."""
 
-import functools
 import itertools
 
 import hypothesis
@@ -13,7 +12,7 @@ import toy
 from toy import Rule
 
 from specdec_jax.sampling import Law
-from specdec_jax.verification import verify_greedy, verify_tokens
+from specdec_jax.verification import Draws, verify_greedy, verify_tokens
 
 # V, γ, length limit. Two iterations: the second starts from every prefix that the first can commit.
 SIZES = [(2, 1, 4), (2, 2, 5), (2, 3, 7), (3, 1, 4), (3, 2, 5), (3, 3, 6), (4, 1, 4), (4, 2, 5), (4, 3, 5)]
@@ -142,9 +141,9 @@ def as_law(probs, dtype):
         return Law.of(jnp.asarray(np.log(probs), dtype))
 
 
-@functools.partial(jax.jit, static_argnames="verify")
-def verified(verify, *args):
-    return verify(*args)
+@jax.jit
+def verified(target, draft, drafted, wanted, accept, final):
+    return verify_tokens(target, draft, drafted, wanted, Draws(accept, final))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -162,7 +161,6 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
     size = len(drafted)
     with jax.enable_x64(dtype == "float64"):
         found = verified(
-            verify_tokens,
             as_law(np.broadcast_to(p, (size, gamma + 1, 4)), dtype),
             as_law(np.broadcast_to(q, (size, gamma, 4)), dtype),
             np.array(drafted, np.int32).reshape(size, gamma),
@@ -171,16 +169,16 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
             final.astype(dtype),
         )
         found = jax.device_get(found)
-    expected = [toy.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
+    expected = [toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
     np.testing.assert_array_equal(np.stack(found, axis=1), expected)
 
 
 def test_the_grid_catches_a_comparison_that_is_not_strict():
     """u ≤ p/q instead of u < p/q: at u = 0 a token with p(x) = 0 would stand."""
     p, q = np.array([[0, 1.0], [0.5, 0.5]]), np.array([[1.0, 0]])
-    assert toy.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
+    assert toy.TOKEN.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
     found = verified(
-        verify_tokens, as_law(p[None], "float32"), as_law(q[None], "float32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
+        as_law(p[None], "float32"), as_law(q[None], "float32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
         np.zeros((1, 1), np.float32), np.full((1, 2), 0.5, np.float32),
     )  # fmt: skip
     assert [int(x[0]) for x in found] == [0, 1]
@@ -194,7 +192,7 @@ def test_decisions_integrate_to_the_kernel():
     steps, found = 60, {}
     middle = (np.arange(steps) + 0.5) / steps
     for x, u, f in itertools.product(range(3), middle, middle):
-        accepted, y = toy.decide([p, target((x,))], [q], (x,), (u,), (f, f))
+        accepted, y = toy.TOKEN.decide([p, target((x,))], [q], (x,), (u,), (f, f))
         key = ((x, y) if accepted else (y,)), None
         found[key] = found.get(key, 0) + q[x] / steps**2
     assert toy.total_variation(found, kernel) < 3 / steps
@@ -212,9 +210,7 @@ def test_verify_tokens_properties(seed, gamma):
     drafted = rng.integers(vocab, size=(batch, gamma)).astype(np.int32)
     wanted = rng.integers(gamma + 1, size=batch).astype(np.int32)
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
-    found = verified(
-        verify_tokens, as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, uniform[:, :gamma], uniform[:, ::-1]
-    )
+    found = verified(as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, uniform[:, :gamma], uniform[:, ::-1])
     accepted, token = map(np.asarray, found)
     assert np.all((accepted >= 0) & (accepted <= wanted))
     assert np.all((token >= 0) & (token < vocab))
@@ -230,7 +226,7 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
     q = np.log(np.full((2, 2, 4), 0.25))
     q[:, 1] = -np.inf
     found = verified(
-        verify_tokens, Law.of(jnp.asarray(p, jnp.float32)), Law.of(jnp.asarray(q, jnp.float32)), np.zeros((2, 2), np.int32),
+        Law.of(jnp.asarray(p, jnp.float32)), Law.of(jnp.asarray(q, jnp.float32)), np.zeros((2, 2), np.int32),
         np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), np.array([[9, 0.3, 9], [0.6, 9, 9]], np.float32),
     )  # fmt: skip
     np.testing.assert_array_equal(found.num_accepted, [1, 0])

@@ -1,13 +1,16 @@
 """Vocabularies against Hugging Face's tokenisers (golden ids), sentinels included."""
 
+import dataclasses
 import gzip
 import json
 import pathlib
+import shutil
 
+import make_checkpoints
 import pytest
 from golden_models import GOLDEN
 
-from specdec_jax import data
+from specdec_jax import checkpoints, data, inference
 from specdec_jax.formats import huggingface
 
 FOLDER = GOLDEN / "hf_tokenizer"
@@ -96,6 +99,72 @@ def test_bytes():
     assert len({vocabulary.piece(i) for i in range(vocabulary.size)}) == vocabulary.size
 
 
+TRAINING = [record["text"] for record in IDS["records"]] * 3
+
+
+def tokenizer_json(**changes) -> str:
+    """The golden tokenizer.json with other contents of some fields."""
+    return json.dumps(json.loads(VOCABULARIES["tokenizer.json"].text) | changes)
+
+
+def test_sentencepiece_with_other_special_ids():
+    """SentencePiece's own numbers, which MADLAD has too: unknown 0, beginning 1, EOS 2."""
+    vocabulary = data.SentencePieceVocabulary(
+        make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, pad_id=3), 2
+    )
+    assert vocabulary.eos_ids == (2,)
+    ids = vocabulary.encode("The river")
+    assert vocabulary.decode([3, *ids, 2, 3]) == "The river"
+    assert vocabulary.decode([*ids, 0]) != "The river"  # a piece like others, not padding
+    assert VOCABULARIES["spiece.model"].eos_ids == (1,)
+    assert VOCABULARIES["spiece.model"].decode([0, *VOCABULARIES["spiece.model"].encode("The river"), 1]) == "The river"
+
+
+def token(i: int) -> str:
+    return VOCABULARIES["tokenizer.json"].piece(i).replace(" ", "▁")
+
+
+NO_PROCESSOR = dict(post_processor=None)
+ENDS = {
+    # (changes to tokenizer.json, what other files say of EOS, ids at which the model stops) -> eos_ids
+    "as T5's": ({}, {}, None, (1,)),
+    "further stop ids": ({}, {}, (95, 1), (1, 95)),
+    "a stop id only": ({}, {}, (95,), (1, 95)),
+    "no processor": (NO_PROCESSOR, {}, (95, 1), (1, 95)),
+    "named": (NO_PROCESSOR, {"tokenizer_config.json": token(2)}, (95,), (2, 95)),
+    "named as an object": (NO_PROCESSOR, {"special_tokens_map.json": {"content": token(2)}}, None, (2,)),
+    "named, but not there": (NO_PROCESSOR, {"tokenizer_config.json": "<end>"}, (95,), (1, 95)),
+    "the processor knows best": ({}, {"tokenizer_config.json": token(2)}, (95,), (1, 95)),
+    "none but the model's": (dict(**NO_PROCESSOR, renamed=True), {}, (95, 1), (95, 1)),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_inputs_end_with_the_tokenizers_own_eos(case, tmp_path):
+    changes, files, stop_ids, expected = ENDS[case]
+    text = tokenizer_json(**{name: value for name, value in changes.items() if name != "renamed"})
+    (tmp_path / "tokenizer.json").write_text(text.replace("</s>", "<other>") if "renamed" in changes else text)
+    for name, eos_token in files.items():
+        (tmp_path / name).write_text(json.dumps({"eos_token": eos_token}))
+    vocabulary = huggingface.open_vocabulary(tmp_path, stop_ids)
+    assert vocabulary.eos_ids == expected
+
+
+def test_the_ids_of_the_configuration_stop_and_the_tokenizers_ends_inputs(tmp_path):
+    """`eos_token_id: [95, 1]` in generation_config.json; saved and loaded again the same."""
+    config = dataclasses.replace(make_checkpoints.TINY, vocab_size=328)
+    tensors = make_checkpoints.to_tensors(make_checkpoints.random_params(config))
+    make_checkpoints.write_hf(tmp_path / "hf", tensors, vocab_size=328)
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [95, 1]}))
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path / "hf")
+    model = checkpoints.load(tmp_path / "hf", "float32")
+    checkpoints.save(model, tmp_path / "own")
+    for model in (model, checkpoints.load(tmp_path / "own", "float32")):
+        assert (model.eos_ids, model.vocabulary.eos_ids) == ((95, 1), (1, 95))
+        (ids,) = inference.encode(model, ["The river"], 64)
+        assert ids == model.vocabulary.encode("The river") + [1]
+
+
 def test_a_tokenizers_truncation_and_padding_are_ignored():
     content = json.loads(VOCABULARIES["tokenizer.json"].text)
     content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
@@ -111,7 +180,8 @@ def test_a_tokenizers_truncation_and_padding_are_ignored():
     lambda: data.SentencePieceVocabulary(b"no model"),
     lambda: data.SentencePieceVocabulary(b""),
     lambda: data.TokenizerJsonVocabulary("{}"),
-    lambda: data.TokenizerJsonVocabulary(VOCABULARIES["tokenizer.json"].text.replace("</s>", "<end>")),
+    lambda: data.TokenizerJsonVocabulary(tokenizer_json(post_processor=None).replace("</s>", "<end>")),
+    lambda: data.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, eos_id=-1)),
 ])  # fmt: skip
 def test_what_is_no_vocabulary_is_refused(make):
     with pytest.raises(ValueError, match=r"^got .*, expected "):

@@ -2,7 +2,8 @@
 
 A *law* is a function from a prefix (tuple of ids, without the start token) to the probabilities `[V]` of the next id.
 A *kernel* is one iteration as a distribution over what it commits: every draft, every acceptance outcome and every final
-token is visited with its probability, nothing is sampled. `Rule` holds what the known mistakes get wrong.
+token is visited with its probability, nothing is sampled. `Verifier` says what stands, `Rule` holds what the known
+mistakes get wrong.
 """
 
 import dataclasses
@@ -59,9 +60,9 @@ def one_hot(law: LawOf) -> LawOf:
     return lambda prefix: np.eye(len(law(prefix)))[np.argmax(law(prefix))]
 
 
-def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """norm(max(0, p − q)), or p where nothing is left."""
-    weights = np.maximum(p - q, 0)
+def residual(p: np.ndarray, q: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """norm(max(0, scale · p − q)), or p where nothing is left."""
+    weights = np.maximum(scale * p - q, 0)
     return weights / weights.sum() if weights.sum() > 0 else p
 
 
@@ -71,10 +72,140 @@ def ratio(p: np.ndarray, q: np.ndarray, x: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verifier:
+    """What stands and what follows; p has n + 1 laws, q n laws, x n drafted ids.
+
+    Attributes:
+      stand: n numbers h of (p, q, x): the i-th position stands iff its uniform is below h_i.
+      following: law of the next token of (p, q, x, τ), for τ < n; after n accepted ones it is p.
+      largest: τ is the largest position that stands, whatever stands before it; else the number of leading ones.
+    """
+
+    stand: Callable
+    following: Callable
+    largest: bool = False
+
+    def outcomes(self, p, q, x) -> list[tuple[float, np.ndarray]]:
+        """For τ = 0 … n: its probability over the uniforms, and the law of the next token."""
+        heights = self.stand(p, q, x)
+        falls = [1 - h for h in heights]
+        found = []
+        for tau in range(len(x) + 1):
+            if self.largest:
+                prob = float(np.prod(falls[tau:])) * (heights[tau - 1] if tau else 1.0)
+            else:
+                prob = float(np.prod(heights[:tau])) * (falls[tau] if tau < len(x) else 1.0)
+            found.append((prob, self._law(p, q, x, tau)))
+        return found
+
+    def decide(self, p, q, x, uniforms, final_uniforms) -> tuple[int, int]:
+        """(τ, next id) with given uniforms; `final_uniforms` holds one number for each place of the next id."""
+        stands = [u < h for u, h in zip(uniforms, self.stand(p, q, x))]
+        if self.largest:
+            tau = max((i for i, yes in enumerate(stands, 1) if yes), default=0)
+        else:
+            tau = stands.index(False) if False in stands else len(x)
+        return tau, invert(self._law(p, q, x, tau), final_uniforms[tau])
+
+    def _law(self, p, q, x, tau):
+        return self.following(p, q, x, tau) if tau < len(x) else p[tau]
+
+
+def invert(weights: np.ndarray, uniform: float) -> int:
+    """The id at `uniform` of the cumulated weights."""
+    goal, total = uniform * weights.sum(), 0.0
+    for y in np.flatnonzero(weights):
+        total += weights[y]
+        if total > goal:
+            return int(y)
+    return int(np.flatnonzero(weights)[-1])
+
+
+def block_weights(p, q, x) -> list[float]:
+    """π_0 … π_n."""
+    weights = [1.0]
+    for i, token in enumerate(x):
+        rate = p[i][token] / q[i][token] if q[i][token] > 0 else float(p[i][token] > 0)
+        weights.append(min(1.0, weights[-1] * rate))
+    return weights
+
+
+def block_stand(p, q, x) -> list[float]:
+    """h_1 … h_n; h_i = S_i / (S_i + 1 − π_i), h_n = π_n."""
+    weights, heights = block_weights(p, q, x), []
+    for i in range(1, len(x)):
+        excess = np.maximum(weights[i] * p[i] - q[i], 0).sum()
+        total = excess + 1 - weights[i]
+        heights.append(float(excess / total) if total > 0 else 1.0)
+    return heights + weights[-1:] if len(x) else []
+
+
+def rejection_stand(p, q, x) -> list[float]:
+    """p(x) / (M q(x)), M = max p/q over the ids with p > 0; 0 where M is infinite."""
+    heights = []
+    for here, there, token in zip(p, q, x):
+        inverse = min(there[y] / here[y] for y in np.flatnonzero(here))
+        heights.append(min(1.0, here[token] * inverse / there[token]) if there[token] > 0 else 0.0)
+    return heights
+
+
+def typical_threshold(p: np.ndarray, epsilon: float, delta: float) -> float:
+    """min(ε, δ · exp(−H(p)))."""
+    live = p[p > 0]
+    return min(epsilon, delta * float(np.exp(np.sum(live * np.log(live)))))
+
+
+TOKEN = Verifier(
+    stand=lambda p, q, x: [ratio(*laws) for laws in zip(p, q, x)],
+    following=lambda p, q, x, tau: residual(p[tau], q[tau]),
+)
+BLOCK = Verifier(
+    stand=block_stand,
+    following=lambda p, q, x, tau: residual(p[tau], q[tau], block_weights(p, q, x)[tau]),
+    largest=True,
+)
+REJECTION = Verifier(stand=rejection_stand, following=lambda p, q, x, tau: p[tau])
+
+
+def lenient(lenience: float) -> Verifier:
+    """min(1, p / (l q)), otherwise as `TOKEN`."""
+    return dataclasses.replace(TOKEN, stand=lambda p, q, x: [ratio(a, lenience * b, y) for a, b, y in zip(p, q, x)])
+
+
+def typical(epsilon: float, delta: float) -> Verifier:
+    """Stands iff p(x) > min(ε, δ · exp(−H(p))), whatever the uniforms."""
+    stand = lambda p, q, x: [float(a[y] > typical_threshold(a, epsilon, delta)) for a, y in zip(p, x)]
+    return Verifier(stand=stand, following=lambda p, q, x, tau: p[tau])
+
+
+def coupled(p, x, noise) -> tuple[int, int]:
+    """Gumbel coupling with given noise `[n + 1, V]`: (τ, next id); a drafted id stands iff it is argmax(log p + g)."""
+    with np.errstate(divide="ignore"):
+        own = [int(np.argmax(np.log(here) + g)) for here, g in zip(p, noise)]
+    tau = next((i for i, token in enumerate(x) if token != own[i]), len(x))
+    return tau, own[tau]
+
+
+def coupled_share(p: np.ndarray, q: np.ndarray) -> float:
+    """Probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j, q_i/q_j)."""
+    both = np.flatnonzero((p > 0) & (q > 0))
+    return float(sum(1 / np.maximum(p / p[j], q / q[j]).sum() for j in both))
+
+
+def lenient_argmax(p, x, lenience: float) -> tuple[int, int]:
+    """T = 0: (τ, next id); a drafted id stands iff p(x) ≥ l · max p, with l = 1 iff it is the first of the maxima."""
+    best = [int(np.argmax(here)) for here in p]
+    near = lambda i: lenience < 1 and p[i][x[i]] >= lenience * p[i].max()
+    tau = next((i for i, token in enumerate(x) if token != best[i] and not near(i)), len(x))
+    return tau, best[tau]
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """Token verification (Leviathan et al. 2023, algorithm 1) by default; each field is a place to be wrong.
 
     Attributes:
+      verifier: another verifier; `accept`, `residual` and what comes after `last` then do not count.
       drawn: the law that draft tokens are drawn from, given the drafter's law.
       judged: the law that enters the ratio and the residual, given the drafter's law.
       accept: probability that a drafted id stands, of (p, q, x).
@@ -87,6 +218,7 @@ class Rule:
       bonus_shift: how many positions before the right one the bonus token's law is taken.
     """
 
+    verifier: Verifier | None = None
     drawn: Callable = lambda q: q
     judged: Callable = lambda q: q
     accept: Callable = ratio
@@ -117,6 +249,23 @@ def drafts(prefix: Prefix, draft: LawOf, gamma: int, eos: set[int], rule: Rule):
                 yield (x, *rest), drawn[x] * prob
 
 
+def along(prefix: Prefix, drafted: Prefix, target: LawOf, draft: LawOf, rule: Rule = Rule()) -> tuple[list, list]:
+    """The target's laws at the n + 1 positions after `prefix`, and those of the drafter that a verifier is told."""
+    befores = [(*prefix, *drafted[:i]) for i in range(len(drafted) + 1)]
+    return [target(before) for before in befores], [rule.judged(draft(before)) for before in befores[:-1]]
+
+
+def expected_accepted(
+    target: LawOf, draft: LawOf, gamma: int, verifier: Verifier, eos: set[int] = frozenset()
+) -> float:
+    """E[τ] of the first iteration."""
+    total = 0.0
+    for drafted, prob in drafts((), draft, gamma, eos, Rule()):
+        shares = verifier.outcomes(*along((), drafted, target, draft), drafted)
+        total += prob * sum(tau * share for tau, (share, _) in enumerate(shares))
+    return total
+
+
 def kernel(prefix: Prefix, pending, target: LawOf, draft: LawOf, gamma: int, eos: set[int], rule: Rule) -> dict:
     """One iteration: probability of each (new prefix, pending correction); `pending` is a law as a tuple, or None."""
     outcomes: dict = defaultdict(float)
@@ -133,6 +282,12 @@ def kernel(prefix: Prefix, pending, target: LawOf, draft: LawOf, gamma: int, eos
             outcomes[(*prefix, int(y)), None] += pending[y]
         return outcomes
     for drafted, prob in drafts(prefix, draft, gamma, eos, rule):
+        if rule.verifier:
+            p, q = along(prefix, drafted, target, draft, rule)
+            for tau, (share, following) in enumerate(rule.verifier.outcomes(p, q, drafted)):
+                for y in np.flatnonzero(following) if share else ():
+                    commit((*drafted[:tau], int(y)), prob * share * following[y])
+            continue
         stands = 1.0  # probability that everything before position i stands
         for i, x in enumerate(drafted):
             before = (*prefix, *drafted[:i])
@@ -198,22 +353,14 @@ def total_variation(a: dict, b: dict) -> float:
     return sum(abs(a.get(key, 0) - b.get(key, 0)) for key in {*a, *b}) / 2
 
 
-def decide(p, q, drafted, uniforms, final_uniforms) -> tuple[int, int]:
-    """Algorithm 1 with given uniforms: (number accepted, next id); n ids drafted, `p [≥ n + 1, V]`, `q [≥ n, V]`.
-
-    `final_uniforms` holds n + 1 or more numbers: the one used is the one at the position of the next id.
-    """
-    accepted = 0
-    for i, x in enumerate(drafted):
-        if not uniforms[i] * q[i][x] < p[i][x]:
-            break
-        accepted += 1
-    weights = p[accepted]
-    if accepted < len(drafted):
-        weights = residual(p[accepted], q[accepted])
-    goal, total = final_uniforms[accepted] * weights.sum(), 0.0
-    for y in np.flatnonzero(weights):
-        total += weights[y]
-        if total > goal:
-            return accepted, int(y)
-    return accepted, int(np.flatnonzero(weights)[-1])
+def conditionals(sequences: dict[Prefix, float]):
+    """(prefix, probabilities of the next id as a dict) for every prefix that a law of whole sequences gives mass."""
+    masses: dict[Prefix, float] = defaultdict(float)
+    for sequence, prob in sequences.items():
+        for length in range(len(sequence) + 1):
+            masses[sequence[:length]] += prob
+    following: dict[Prefix, dict[int, float]] = defaultdict(dict)
+    for prefix, mass in masses.items():
+        if prefix and masses[prefix[:-1]] > 0:
+            following[prefix[:-1]][prefix[-1]] = mass / masses[prefix[:-1]]
+    return following.items()

@@ -1,4 +1,4 @@
-"""Small models with the interface of `LanguageModel`: tiny T5s, and one whose logits are a known hash of its tokens."""
+"""Small models with the interface of `LanguageModel`: tiny T5s, one whose logits are a known hash of its tokens, an echo."""
 
 import dataclasses
 import types
@@ -82,12 +82,12 @@ class HashNetwork:
     def vocab_size(self) -> int:
         return self.law.vocab_size
 
-    def prefill(self, inputs, input_lengths, slots):
+    def prefill(self, inputs, input_lengths, slots, copies=1):
         live = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         number = input_lengths.astype(jnp.uint32)
         for column in range(inputs.shape[1]):
             number = jnp.where(live[:, column], _mix(number, inputs[:, column].astype(jnp.uint32)), number)
-        return HashCache(jnp.full((inputs.shape[0], slots), -1, jnp.int32), number)
+        return HashCache(jnp.full((inputs.shape[0] * copies, slots), -1, jnp.int32), jnp.repeat(number, copies))
 
     def decode(self, tokens, positions, cache):
         row, queries = jnp.arange(tokens.shape[0])[:, None], tokens.shape[1]
@@ -116,6 +116,69 @@ class HashModel:
             number = np.where(column < lengths, _mix(number, inputs[:, column].astype(np.uint32)), number)
         previous = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
         return self.law.logits(np.broadcast_to(number[:, None], tokens.shape), previous, tokens)
+
+
+@flax.struct.dataclass
+class EchoNetwork:
+    """`Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B, L]`.
+
+    Attributes:
+      vocab_size: V.
+      wrong: at every `wrong`-th position it says the id after the right one; 0 is never.
+    """
+
+    vocab_size: int = flax.struct.field(pytree_node=False)
+    wrong: int = flax.struct.field(pytree_node=False, default=0)
+
+    def prefill(self, inputs, input_lengths, slots, copies=1):
+        return jnp.repeat(inputs, copies, axis=0)
+
+    def decode(self, tokens, positions, cache):
+        slots = positions[:, None] + jnp.arange(tokens.shape[1])
+        said = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
+        if self.wrong:
+            said = jnp.where(slots % self.wrong == self.wrong - 1, (said + 1) % self.vocab_size, said)
+        return 8 * jax.nn.one_hot(said, self.vocab_size), cache
+
+
+class EchoModel:
+    """`LanguageModel` that repeats its input: what text a decode gives can be chosen."""
+
+    def __init__(self, vocabulary, wrong: int = 0):
+        self.network, self.config = (
+            EchoNetwork(vocabulary.size, wrong),
+            types.SimpleNamespace(vocab_size=vocabulary.size),
+        )
+        self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"
+
+
+class Words:
+    """A vocabulary of the words w2, w3, … with EOS 1; `offset` tells two of them apart."""
+
+    size, eos_ids = 16, (1,)
+
+    def __init__(self, offset=0):
+        self.offset = offset
+
+    def encode(self, text):
+        return [int(word[1:]) + self.offset for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join(f"w{int(i) - self.offset}" for i in ids if i > 1)
+
+    def fingerprint(self):
+        return str(self.offset)
+
+
+def compilations(function):
+    """How many programs XLA compiled during a call."""
+    events, active = [], [True]
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: events.append(event) if active[0] and "backend_compile" in event else None
+    )
+    function()
+    active[0] = False
+    return len(events)
 
 
 def teacher_forced_greedy(model, row, limit: int, eos_ids=(), prefix=()) -> tuple[list[int], list[float]]:

@@ -1,10 +1,8 @@
 """A tiny language and settings for tests of training."""
 
-import contextlib
 import dataclasses
 import pathlib
 
-import jax
 import numpy as np
 
 from specdec_jax import train
@@ -29,14 +27,6 @@ def write_language(folder):
     write_tsv(folder / "validation.tsv", 50, 1)
     write_tsv(folder / "more.tsv", 20, 2)
     return folder
-
-
-@contextlib.contextmanager
-def quick_compilation():
-    """Programs that run for milliseconds need no optimisation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def config_of(folder, output, **settings):

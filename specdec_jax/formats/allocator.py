@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -17,7 +18,7 @@ def returning_freed_memory() -> Iterator[None]:
     threads too, and would leave the process at twice the weights for models whose kernels are below that size.
     Afterwards the thresholds are where glibc's own adjustment ends, so that the decode loop's buffers are kept.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None  # Windows takes no None
     if mallopt is None:
         yield
         return

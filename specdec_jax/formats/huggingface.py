@@ -172,11 +172,18 @@ def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]
     return leaves | {name: leaf for name, leaf in tensors.items() if name not in used}
 
 
-def open_vocabulary(folder: pathlib.Path, eos_ids: tuple[int, ...] | None) -> Vocabulary | None:
-    """The tokenizer of a folder: `tokenizer.json`, else `spiece.model`, else bytes where it says ByT5, else None."""
+def open_vocabulary(folder: pathlib.Path, stop_ids: tuple[int, ...] | None) -> Vocabulary | None:
+    """The tokenizer of a folder: `tokenizer.json`, else `spiece.model`, else bytes where it says ByT5, else None.
+
+    Args:
+      stop_ids: ids at which the model stops; inputs end with the tokenizer's own EOS all the same, where it has one.
+    """
     options = _read_json(folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").exists():
-        return TokenizerJsonVocabulary.load(folder / "tokenizer.json", eos_ids)
+        token = options.get("eos_token") or _read_json(folder / "special_tokens_map.json").get("eos_token") or "</s>"
+        token = token.get("content", "</s>") if isinstance(token, dict) else token
+        path = folder / "tokenizer.json"
+        return TokenizerJsonVocabulary.load(path, eos_token=token, stop_ids=stop_ids or ())
     if (folder / "spiece.model").exists():
         return _sentencepiece(folder, options)
     if str(options.get("tokenizer_class", "")).startswith("ByT5"):

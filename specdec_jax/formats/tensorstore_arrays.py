@@ -65,7 +65,8 @@ def ocdbt_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
 def open_ocdbt(folder: pathlib.Path, prefix: tuple[str, ...] = ()) -> dict[str, Leaf]:
     """The arrays under `prefix` in an Orbax folder, by their `/`-joined names without it."""
     paths, driver = ocdbt_structure(folder)
-    base, leaves = f"file://{folder.absolute()}", {}
+    # No file:// URL: in one '#', '?' and '%' of the path would have to be quoted.
+    base, leaves = {"driver": "file", "path": f"{folder.absolute()}/"}, {}
     for path in paths:
         if path[: len(prefix)] != prefix:
             continue

@@ -70,13 +70,7 @@ class LanguageModel:
     ):
         """Args as the attributes; with `donate_params` the nested dicts of `params` are emptied while the weights are
         brought into the loop's layout, so that at most one kernel exists twice."""
-        for token in (start_token, *eos_ids):
-            if not 0 <= token < config.vocab_size:
-                raise ValueError(f"special id: got {token}, expected an id of the vocabulary of {config.vocab_size}")
-        if vocabulary is not None and vocabulary.size > config.vocab_size:
-            raise ValueError(
-                f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model"
-            )
+        check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
@@ -100,16 +94,41 @@ class LanguageModel:
           inputs: `[B, L]` ids; without `input_lengths`, 0 is padding.
           decoder_tokens: `[B, T]` decoder inputs, the start token first.
           input_lengths: `[B]`, optional.
+
+        Raises:
+          ValueError: an id that the model lacks; those of `inputs` at or past a row's length do not matter.
         """
         inputs, decoder_tokens = np.asarray(inputs, np.int32), np.asarray(decoder_tokens, np.int32)
         if input_lengths is None:
             input_lengths = padded_lengths(inputs)
-        return _teacher_forced(self.network, inputs, np.asarray(input_lengths, np.int32), decoder_tokens)
+        input_lengths = np.asarray(input_lengths, np.int32)
+        inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
+        self._check_tokens("inputs", inputs[inside])
+        self._check_tokens("decoder_tokens", decoder_tokens)
+        return _teacher_forced(self.network, inputs, input_lengths, decoder_tokens)
+
+    def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
+        wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
+        if wrong.size:
+            raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
+
+
+def check_ids(config: T5Config, vocabulary, start_token: int, eos_ids) -> None:
+    """Raises ValueError where a special id or a piece of the vocabulary has no logit."""
+    for token in (start_token, *eos_ids):
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"special id: got {token}, expected an id of the vocabulary of {config.vocab_size}")
+    if vocabulary is not None and vocabulary.size > config.vocab_size:
+        raise ValueError(
+            f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model"
+        )
 
 
 def padded_lengths(tokens: np.ndarray) -> np.ndarray:
     """`[B]`: one past the last id other than 0 in each row of `tokens [B, L]`."""
     length = tokens.shape[1]
+    if not length:
+        return np.zeros(len(tokens), np.int32)
     return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(np.int32)
 
 

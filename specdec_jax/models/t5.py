@@ -1,7 +1,6 @@
 """T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, UL2 and ByT5 by configuration."""
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -21,7 +20,8 @@ class T5Config:
       emb_dim: width D.
       num_heads, head_dim: H heads of K features; H·K need not equal D.
       mlp_dim: hidden width of the feed-forward block.
-      mlp_activations: ("relu",) for 1.0, ("gelu", "linear") for 1.1, ("silu", "linear") for UL2.
+      mlp_activations: one, ("relu",) for 1.0, or two of a gated block, ("gelu", "linear") for 1.1, ("silu", "linear") for
+        UL2.
       logits_via_embedding: the head is the transposed embedding (1.0).
       scale_decoder_outputs: multiply the decoder's output by 1/√D before the head; None means as `logits_via_embedding`.
       num_buckets, max_distance: of the relative position bias.
@@ -59,8 +59,9 @@ class T5Config:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"T5Config.{name}: got {getattr(self, name)}, expected at least 1")
-        if not self.mlp_activations or any(name not in ACTIVATIONS for name in self.mlp_activations):
-            raise ValueError(f"T5Config.mlp_activations: got {self.mlp_activations}, expected names from {ACTIVATIONS}")
+        if len(self.mlp_activations) not in (1, 2) or any(name not in ACTIVATIONS for name in self.mlp_activations):
+            expected = f"one name or two (gated) from {ACTIVATIONS}"
+            raise ValueError(f"T5Config.mlp_activations: got {self.mlp_activations}, expected {expected}")
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"T5Config.dropout_rate: got {self.dropout_rate}, expected a number in [0, 1)")
 
@@ -213,8 +214,7 @@ class Decoder(nn.Module):
         """
         config, batch = self.config, encoded.shape[0] * copies
         empty = [
-            KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
-            for _ in self.layers
+            KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype)) for _ in self.layers
         ]
         repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
         cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded)) for layer in self.layers)
@@ -300,6 +300,3 @@ class T5(nn.Module):
         encoded = self.encode(inputs, mask, deterministic)
         x = self.token_embedder(decoder_tokens)
         return self.decoder(x, encoded, mask, self.token_embedder.embedding, deterministic)
-
-
-Params = Any
