@@ -23,6 +23,7 @@ from specdec_jax.inference import check_output, decode_all, encode, track
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of both models; none: float32 on a CPU.")
 _FILES = flags.DEFINE_list("files", None, "TSV files: source, tab, reference.", required=True)
 _GAMMA = flags.DEFINE_list("gamma", ["4"], "γ to decode with.")
 _BATCH = flags.DEFINE_list("batch_size", ["8"], "Batch sizes to decode with.")
@@ -103,8 +104,8 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     check_output(_OUTPUT.value)
-    target = checkpoints.load(_TARGET.value)
-    drafter = ModelDrafter(checkpoints.load(_DRAFTER.value))
+    target = checkpoints.load(_TARGET.value, _DTYPE.value)
+    drafter = ModelDrafter(checkpoints.load(_DRAFTER.value, _DTYPE.value))
     record: dict = {file: {} for file in _FILES.value}
     for file, part in record.items():
         evaluate(target, drafter, file, part, lambda: write(record, _OUTPUT.value))

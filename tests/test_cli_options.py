@@ -1,6 +1,5 @@
 """Every way of sampling, verifying and stopping through the command line: it arrives, or is refused with one line."""
 
-import functools
 import importlib.util
 import json
 import pathlib
@@ -354,7 +353,7 @@ def test_a_killed_evaluation_keeps_its_finished_runs(evaluate, pair, tmp_path, m
     (tmp_path / "pairs.tsv").write_text("We asked\tTom\nTom\tWe\n", encoding="utf-8")
     output = tmp_path / "record.json"
     monkeypatch.setattr(evaluate, "quality", lambda *_: {"bleu": 0.0, "chrf": 0.0})
-    monkeypatch.setattr(evaluate.checkpoints, "load", functools.partial(sd.load, dtype="float32"))
+    monkeypatch.setattr(evaluate.checkpoints, "load", lambda path, *_: sd.load(path, dtype="float32"))
     whole = evaluate.compare
 
     def compare(target, inputs, plain, outputs, gamma, batch):
