@@ -1,5 +1,6 @@
 """Tests run on the CPU, in float32 unless a test asks for more, and with the same examples every time."""
 
+import gc
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -9,6 +10,17 @@ import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Frees the compiled programs of a file: each holds memory mappings, and where a process has no more of them (Linux
+    allows some 65,000) XLA's compiler crashes."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,8 @@ from specdec_jax.generate import advance, generate, stream, trace
 from specdec_jax.request import UnsupportedCombination, prefill, prepare
 from specdec_jax.sampling import SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 # --- Filters and rows ---
 
 

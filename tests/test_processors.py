@@ -12,6 +12,8 @@ from specdec_jax import processors, sampling
 from specdec_jax.processors import Context
 from specdec_jax.sampling import SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 B, T, S, V = 5, 3, 14, 6
 EOS = (1, 4)
 RNG = np.random.default_rng

@@ -41,6 +41,8 @@ from specdec_jax.processors import Context
 from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 # --- Greedy identity under each processor, and mutants that the test catches ---
 
 

@@ -18,6 +18,8 @@ from specdec_jax.sampling import SamplingConfig
 from specdec_jax.stopping import cut, shown
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 LETTERS = "aab bü€𝄞c "
 STOPS = [("b",), ("ab", "b"), ("€", "ü€"), ("abc", "b", "c "), (" ",), ("𝄞a", "aa"), ("zz",)]
 
