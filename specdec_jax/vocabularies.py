@@ -1,7 +1,10 @@
 """Vocabularies: SentencePiece, bytes (ByT5) and Hugging Face's `tokenizer.json`."""
 
 import abc
+import functools
+import hashlib
 import io
+import json
 import pathlib
 import re
 from collections.abc import Iterable
@@ -32,9 +35,14 @@ class Vocabulary(abc.ABC):
     def piece(self, token: int) -> str:
         """The surface form of one id, for traces; a leading space where the piece starts a word."""
 
-    def fingerprint(self) -> tuple:
+    def fingerprint(self) -> str:
         """Equal for two vocabularies iff they map every id to the same piece (used to refuse mismatched pairs)."""
-        return (self.size, tuple(self.piece(i) for i in range(self.size)))
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        """Made once: every call of `generate` compares two of them, and mT5 has a quarter of a million pieces."""
+        return hashlib.sha256(json.dumps([self.piece(i) for i in range(self.size)]).encode()).hexdigest()
 
 
 def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:

@@ -198,11 +198,12 @@ BAD = [
 )
 def test_what_makes_no_sense_is_refused_before_anything_compiles(change, message, function):
     arguments = {**BASE, **change}
+    expected = message
     if function is stream and arguments["target"] is NO_WORDS:
-        pytest.skip("another error comes first")
+        expected = "stream: got a model without a vocabulary"
 
     def call():
-        with pytest.raises(ValueError, match=message) as caught:
+        with pytest.raises(ValueError, match=expected) as caught:
             function(**arguments)
         assert isinstance(caught.value, UnsupportedCombination) == ((change, message) in COMBINATIONS)
         assert "\n" not in str(caught.value)

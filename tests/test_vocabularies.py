@@ -47,6 +47,14 @@ def test_both_files_make_the_same_vocabulary():
     assert spiece.fingerprint() != data.SentencePieceVocabulary(spiece.model, 19).fingerprint()
 
 
+def test_a_fingerprint_is_made_once(monkeypatch):
+    """`generate` compares the two of a pair in every call."""
+    vocabulary = data.ByteVocabulary(0)
+    first = vocabulary.fingerprint()
+    monkeypatch.setattr(data.ByteVocabulary, "piece", lambda self, token: pytest.fail("made again"))
+    assert vocabulary.fingerprint() == first
+
+
 @pytest.mark.parametrize("kind", VOCABULARIES)
 def test_decoding(kind):
     vocabulary = VOCABULARIES[kind]
