@@ -32,6 +32,7 @@ from toy_options import (
 
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance, generate, stream, trace
+from specdec_jax.inference import GenerateOptions
 from specdec_jax.request import UnsupportedCombination, prefill, prepare
 from specdec_jax.sampling import SamplingConfig
 
@@ -139,6 +140,19 @@ def test_every_option_is_in_one_of_the_tables():
     assert parameters == set(inspect.signature(prepare).parameters) - {"target", "inputs"}
     fields = {field.name for field in dataclasses.fields(SamplingConfig)}
     assert fields == {*FILTERS, *(name for options in PROCESSORS.values() for name in options)}
+
+
+def test_the_command_line_passes_every_option_on():
+    values = dict(
+        temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2, no_repeat_ngram=2, min_new_tokens=1,
+        forbidden_tokens=(3,), logit_bias=("5:1.5",), forced_tokens=("0:4",),
+    )  # fmt: skip
+    no_flag = {"vocabulary_mask", "processor"}
+    assert {field.name for field in dataclasses.fields(SamplingConfig)} - no_flag == set(values)
+    expected = SamplingConfig(**{**values, "logit_bias": {5: 1.5}, "forced_tokens": {0: 4}})
+    others = dict(verifier="lenient", lenience=0.5, typical_epsilon=0.1, typical_delta=0.2, max_new_tokens=9)
+    found = GenerateOptions(**values, **others, max_input_length=11).decoding()
+    assert found == {**others, "max_input_length": 11, "sampling": expected}
 
 
 def test_lenience_one_is_strict():

@@ -125,7 +125,7 @@ def test_greedy_identity_catches_prefixes_that_are_not_the_committed_ones(name, 
 # --- Sampled ---
 
 
-@pytest.mark.parametrize("name", ["repetition", "n-grams", "minimum length", "own", "all"])
+@pytest.mark.parametrize("name", ["repetition", "n-grams", "own", "all"])
 def test_gumbel_plain_and_speculative_are_the_same_tokens(name):
     """Also: both kinds of log-probabilities against a teacher-forced numpy computation."""
     filters = FILTERS if name == "all" else {"temperature": 1.1}
@@ -180,14 +180,13 @@ def test_samples_of_one_input_follow_the_processed_law(verifier):
     law = toy.complete({(): 1.0}, small_law, 3, {1})
     law = {key: prob for key, prob in law.items() if prob}
     assert len(law) > 30
-    samples = [small_samples(generate, key, verifier=verifier) for key in range(3 if verifier == "token" else 1)]
-    everything = sum(samples, [])
-    assert significance(everything, law, len(everything)) > 1e-9
+    samples = small_samples(generate, 0, verifier=verifier)
+    assert significance(samples, law, DRAWS) > 1e-9
     first = small_law(())
     pairs = {(x, y): first[x] * first[y] for x in range(SMALL) for y in range(SMALL) if first[x] * first[y]}
-    found = [(a[0], b[0]) for rows in samples for a, b in zip(rows[::2], rows[1::2])]
+    found = [(a[0], b[0]) for a, b in zip(samples[::2], samples[1::2])]
     assert significance(found, pairs, len(found)) > 1e-9
-    assert [len(set(rows)) > 20 for rows in samples]
+    assert significance(found, dict.fromkeys(pairs, 1 / len(pairs)), len(found)) < 1e-9, "a wrong law is seen"
 
 
 @pytest.mark.parametrize("name", ["carried", "unverified"])
