@@ -23,7 +23,7 @@ from specdec_jax.generate import advance
 from specdec_jax.models import packing
 from specdec_jax.models.base import Network
 from specdec_jax.models.t5 import PRESETS, T5
-from specdec_jax.request import bucket, prefill
+from specdec_jax.request import bucket, prefill, slots
 from specdec_jax.sampling import SamplingConfig
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
@@ -78,7 +78,7 @@ def report() -> dict:
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None
     sampling = SamplingConfig(temperature=_TEMPERATURE.value)
     program = speculative.Program(gamma, sampling.mode, target.vocab_size)
-    slots = bucket(_NEW.value + 1) + gamma + 1
+    room = slots(_NEW.value + 1, gamma)
     row = jnp.zeros(batch, jnp.int32)
     arguments = place(
         jax.eval_shape(
@@ -89,7 +89,7 @@ def report() -> dict:
             )
         )
     )  # fmt: skip
-    lowered = prefill.lower(target, drafter, program, slots, *arguments)
+    lowered = prefill.lower(target, drafter, program, room, *arguments)
     state = place(lowered.out_info)
     encoders = lowered.compile().memory_analysis()
     loop = advance.lower(target, drafter, state, jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)).compile()

@@ -31,7 +31,7 @@ from specdec_jax.inference import (
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.request import bucket, fold_keys
+from specdec_jax.request import bucket, fold_keys, slots
 from specdec_jax.verification import LOSSY
 
 
@@ -226,22 +226,25 @@ def benchmark(
 def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str, Callable[[], object]]:
     """Single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    longest, slots = lengths[-1], bucket(1 + options.max_new_tokens) + max(options.gamma) + 1
+    longest, room = lengths[-1], slots(1 + options.max_new_tokens, max(options.gamma))
     arms = {
         **measure.products_arms(target.network, rows),
-        "target step": measure.step_arm(target.network, rows, longest, slots, 1),
+        "target step": measure.step_arm(target.network, rows, longest, room, 1),
     }
     for gamma in options.gamma:
-        arms[f"verify {gamma}"] = measure.step_arm(target.network, rows, longest, slots, gamma + 1)
+        arms[f"verify {gamma}"] = measure.step_arm(target.network, rows, longest, room, gamma + 1)
         if options.samples_preset:
-            calls = measure.sampling_arms(target.network, rows, longest, slots, gamma, options.sampling())
+            calls = measure.sampling_arms(target.network, rows, longest, room, gamma, options.sampling())
             arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     for length in lengths:
-        arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, slots)
+        arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, room)
     if drafter is not None:
-        arms["draft step"] = measure.step_arm(drafter.network, rows, longest, slots, 1)
+        arms["draft step"] = measure.step_arm(drafter.network, rows, longest, room, 1)
+        for gamma in options.gamma:
+            pair = target.network, drafter.network
+            arms[f"draft {gamma} and verify"] = measure.paired_arm(*pair, rows, longest, room, gamma)
         for length in lengths:
-            arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, slots)
+            arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, room)
     return arms
 
 

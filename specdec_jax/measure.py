@@ -89,6 +89,31 @@ def step_arm(network: Network, batch: int, input_length: int, slots: int, width:
     return lambda: decode_steps(network, tokens, positions, cache, steps=STEPS)
 
 
+@functools.partial(jax.jit, static_argnames=("gamma", "steps"))
+def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int):
+    """γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in turn.
+
+    What a draft step costs next to target calls is not what it costs alone: they push its weights out of the processor's
+    caches.
+
+    Args:
+      tokens: `[B, G + 1]`. positions: `[B]`. caches: the target's and the drafter's.
+    """
+
+    def draft(_, carry):
+        token, cache = carry
+        logits, cache = drafter.decode(token, positions, cache)
+        return sampling.argmax(logits).astype(jnp.int32), cache
+
+    def body(_, carry):
+        tokens, (cache, draft_cache) = carry
+        drafted, draft_cache = jax.lax.fori_loop(0, gamma, draft, (tokens[:, -1:], draft_cache))
+        logits, cache = target.decode(jnp.concatenate([drafted, tokens[:, 1:]], axis=1), positions, cache)
+        return sampling.argmax(logits).astype(jnp.int32), (cache, draft_cache)
+
+    return jax.lax.fori_loop(0, steps, body, (tokens, caches))[0]
+
+
 @functools.partial(jax.jit, static_argnames="steps")
 def call_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
     """As `decode_steps`, but for the argmax: the call alone.
@@ -167,6 +192,17 @@ def sampling_arms(
     return arms | {
         name: functools.partial(verified_steps, network, state, steps=STEPS) for name, state in states.items()
     }
+
+
+def paired_arm(
+    target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int
+) -> Callable[[], object]:
+    """A call of `STEPS` times γ draft steps and one target call over γ + 1 positions."""
+    inputs, lengths = _inputs(target, batch, input_length)
+    caches = tuple(_prefill(network, inputs, lengths, slots=slots) for network in (target, drafter))
+    tokens = jnp.ones((batch, gamma + 1), jnp.int32)
+    positions = jnp.full(batch, (slots - gamma - 1) // 2, jnp.int32)
+    return functools.partial(paired_steps, target, drafter, tokens, positions, caches, gamma=gamma, steps=STEPS)
 
 
 _prefill_state = jax.jit(speculative.prefill, static_argnames=("program", "slots"))

@@ -73,8 +73,14 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
         parts["target calls"] += item.calls * target_call
         if item.draft_calls is not None:
             parts["drafter encoder"] += times[f"drafter encoder {item.padded}"].median
-            parts["draft steps"] += item.draft_calls * times["draft step"].median
+            parts["draft steps"] += item.draft_calls * draft_seconds(gamma, times)
     return parts
+
+
+def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
+    """Seconds of a draft step between target calls: what γ of them add to a call over γ + 1 positions, no less than alone."""
+    added = times[f"draft {gamma} and verify"].median - times[f"verify {gamma}"].median
+    return max(added / gamma, times["draft step"].median)
 
 
 def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: int, alpha: float) -> list[Work]:
@@ -97,13 +103,13 @@ def predictions(
     """Expected improvement, from the paper's formula to one that counts everything but the loop itself.
 
     Returns:
-      cost_ratio, verify_cost: the measured c and v(γ + 1).
+      cost_ratio, verify_cost: the measured c, of draft steps between target calls, and v(γ + 1).
       theorem_3_8: E[tokens] / (γc + 1). with_verify_cost: E[tokens] / (γc + v).
       with_lengths: as that, with the encoders and the real output lengths.
       with_counts: as that, with the calls that were really made instead of those that α lets expect.
     """
     step = times["target step"].median
-    c, v = times["draft step"].median / step, times[f"verify {gamma}"].median / step
+    c, v = draft_seconds(gamma, times) / step, times[f"verify {gamma}"].median / step
     plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
     total = lambda work: sum(cost(work, gamma, times).values())
     return {
@@ -155,7 +161,7 @@ def summary(record: Mapping[str, Any]) -> str:
         f"plain decoding over products {record['plain_over_products']:.3f} (encoder apart)",
     ]
     if "draft step" in steps:
-        lines.append(f"draft step     {_seconds(steps['draft step'])}; c = {record['cost_ratio']:.3f}")
+        lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
     for gamma, v in record["verify_cost"].items():
         lines.append(f"v({int(gamma) + 1}) = {v:.3f}")
     for gamma, added in record.get("sampling_cost", {}).items():
@@ -180,7 +186,7 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
         why = "no such rate with block verification" if arm["stats"]["drafted"] else "nothing was drafted"
         return [*lines, f"  {calls or 0:.2f} tokens per target call; {why}: no alpha, no prediction"]
     lines += [
-        f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call",
+        f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
         f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
         f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as counted)",
         f"  measured over predicted {arm['measured_over_predicted']:.3f}; most of the time: {arm['limiting_term']}",

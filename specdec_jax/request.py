@@ -29,6 +29,14 @@ def bucket(length: int) -> int:
     return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
 
 
+def slots(longest: int, gamma: int) -> int:
+    """Slots of tokens and caches for rows of at most `longest` tokens, start token included.
+
+    Room for a whole draft and its bonus token past any limit: a clamped slice would overwrite live slots.
+    """
+    return bucket(longest - 1) + 1 + gamma + 1
+
+
 prefill = jax.jit(speculative.prefill, static_argnames=("program", "slots"))
 
 
@@ -102,8 +110,7 @@ def prepare(
     empty, ends = _empty(inputs, lengths), prefix_lengths + limits
     state = prefill(
         target.network, drafter, program,
-        # Room for a whole draft and its bonus token past any limit: a clamped slice would overwrite live slots.
-        bucket(int(max(ends))) + width + 1,
+        slots(int(max(ends)), width),
         _pad(tokens, bucket(max(lengths))), lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
         per_row(settings), repeat(ends), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
     )  # fmt: skip

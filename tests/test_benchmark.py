@@ -25,7 +25,7 @@ TIMES = {
     name: Spread(seconds, seconds, seconds)
     for name, seconds in {
         "products": 0.9, "target step": 1.0, "verify 3": 1.2, "draft step": 0.1, "target encoder 8": 2.0,
-        "drafter encoder 8": 0.5,
+        "drafter encoder 8": 0.5, "draft 3 and verify": 1.5,
     }.items()
 }  # fmt: skip
 
@@ -168,6 +168,13 @@ def test_cost_counts_encoders_calls_and_drafts():
         {"target encoder": 4.0, "drafter encoder": 1.0, "draft steps": 1.0, "target calls": 4.8}
     )
     assert sum(records.cost([records.Work(8, calls=5)], 0, TIMES).values()) == pytest.approx(2 + 5)
+
+
+def test_a_draft_step_costs_what_it_costs_between_target_calls():
+    assert records.draft_seconds(3, TIMES) == pytest.approx(0.1)
+    cold, noise = (TIMES | {"draft 3 and verify": Spread(pair, pair, pair)} for pair in (1.8, 1.1))
+    assert records.draft_seconds(3, cold) == pytest.approx(0.2)
+    assert records.draft_seconds(3, noise) == 0.1, "no less than alone"
 
 
 def test_predictions():
