@@ -104,7 +104,7 @@ def prepare(
 
     program = Program(width, sampling.mode, vocab_size, verifier)
     drafter = drafter if width else None
-    repeat = lambda values: np.repeat(values, samples, axis=0)
+    repeat = lambda values: np.repeat(values, samples, axis=0) if samples > 1 else values
     per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
     rows = dataclasses.replace(per_row(rows.replace(bias=None, forced=None)), bias=rows.bias, forced=rows.forced)
     empty, ends = _empty(inputs, lengths), prefix_lengths + limits

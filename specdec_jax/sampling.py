@@ -6,6 +6,7 @@ min-p; all in float32 and for both models alike.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ class SamplingConfig:
         if self.processor is not None and not callable(self.processor):
             raise ValueError(f"processor: got {self.processor!r}, expected a function")
 
-    @property
+    @functools.cached_property
     def mode(self) -> "SamplingMode":
         """Which adjustments are on: the static part."""
         return SamplingMode(
