@@ -26,7 +26,9 @@ def unpack_t5x(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray
     that the result repeats (`prompt_decoder_input_tokens`, `greedy_prompt3`).
     """
     with tarfile.open(GOLDEN / "t5x_t5_1_1.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+        # As an attribute: extractall's own argument is there from Python 3.11.4 on only.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
     root = folder / "t5x_t5_1_1"
     return root / "legacy_f32_adafactor", dict(np.load(root / "io.npz"))
 
