@@ -56,7 +56,7 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
             pairs = list(zip(ours.tokens, theirs.tokens))
             position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             prefix = [target.start_token, *theirs.tokens[:position]]
-            how = measure.difference(target.network, inputs[index], prefix, gamma + 1, batch)
+            how = measure.difference(target, inputs[index], prefix, gamma + 1, batch)
             differing.append({"input": index, "position": position, **how._asdict(), "near_tie": bool(how.near_tie)})
     return {
         "gamma": gamma, "batch_size": batch, "alpha": accepted / examined if examined else None,

@@ -48,7 +48,7 @@ def abstract_network(preset: str) -> Network:
         tokens = jnp.ones((1, 2), jnp.int32)
         params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return packing.pack(params, panels=False)
+        return packing.pack(params, panel=None)
 
     return Network(jax.eval_shape(build), T5(module.config, fused=True))
 

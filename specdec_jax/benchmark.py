@@ -227,21 +227,23 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
     """Single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     longest, room = lengths[-1], slots(1 + options.max_new_tokens, max(options.gamma))
+    single = target.network_for(rows)
     arms = {
-        **measure.products_arms(target.network, rows),
-        "target step": measure.step_arm(target.network, rows, longest, room, 1),
+        **measure.products_arms(single, rows),
+        "target step": measure.step_arm(single, rows, longest, room, 1),
     }
     for gamma in options.gamma:
-        arms[f"verify {gamma}"] = measure.step_arm(target.network, rows, longest, room, gamma + 1)
+        wide = target.network_for(rows * (gamma + 1))
+        arms[f"verify {gamma}"] = measure.step_arm(wide, rows, longest, room, gamma + 1)
         if options.samples_preset:
-            calls = measure.sampling_arms(target.network, rows, longest, room, gamma, options.sampling())
+            calls = measure.sampling_arms(wide, rows, longest, room, gamma, options.sampling())
             arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     for length in lengths:
         arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, room)
     if drafter is not None:
         arms["draft step"] = measure.step_arm(drafter.network, rows, longest, room, 1)
         for gamma in options.gamma:
-            pair = target.network, drafter.network
+            pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = measure.paired_arm(*pair, rows, longest, room, gamma)
         for length in lengths:
             arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, room)
@@ -356,7 +358,7 @@ def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[d
         for row in np.flatnonzero(np.any(ours.tokens != theirs.tokens, axis=1)):
             position = int(np.argmax(ours.tokens[row] != theirs.tokens[row]))
             prefix = [target.start_token, *theirs.tokens[row, :position].tolist()]
-            how = measure.difference(target.network, batch.ids[row], prefix, arm.gamma + 1, len(batch.ids))
+            how = measure.difference(target, batch.ids[row], prefix, arm.gamma + 1, len(batch.ids))
             found.append({
                 "input": batch.numbers[row], "position": position,
                 "plain": int(theirs.tokens[row, position]), "speculative": int(ours.tokens[row, position]),

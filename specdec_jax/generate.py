@@ -27,7 +27,7 @@ def advance(target, drafter, state: DecodeState, max_iterations) -> DecodeState:
     """Runs iterations until every row is done, at most `max_iterations`: the one decode loop of the package.
 
     Args:
-      target: the target's `Network`.
+      target: the target's `Network`: `Request.network`.
       drafter: a `Drafter`, or None for plain decoding (γ = 0): `Request.drafter`.
       state: from `prepare` or an earlier `advance`; its buffers are reused (donated).
       max_iterations: traced, a few for streaming and progress bars; `np.int32`, since a Python int compiles anew.
@@ -161,7 +161,7 @@ def generate(
 def _advance_by(target, state: DecodeState, request: Request, every, begun: float) -> Iterator[DecodeState]:
     """The state after every `every` iterations, until all rows are done, have met a stop string, or time is up."""
     while True:
-        state = advance(target.network, request.drafter, state, every)
+        state = advance(request.network, request.drafter, state, every)
         if request.stop:
             lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
             met = [
@@ -299,7 +299,7 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
     state, request = prepare(target, [text], **options)
     steps, length = [], int(request.prefix_lengths[0])
     while not bool(state.done[0]):
-        state = advance(target.network, request.drafter, state, np.int32(1))
+        state = advance(request.network, request.drafter, state, np.int32(1))
         new = [int(token) for token in np.asarray(state.tokens)[0, length : int(state.lengths[0])]]
         length += len(new)
         draft, drafted, stood = (np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted))
@@ -331,7 +331,7 @@ def warm_up(
                 target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
                 max_input_length=max_input_length, **options,
             )  # fmt: skip
-            finish(target, advance(target.network, request.drafter, state, np.int32(1)), request)
+            finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
     return len(lengths) * len(batch_sizes)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec_jax import sampling, speculative
 from specdec_jax.models import packing
-from specdec_jax.models.base import Network
+from specdec_jax.models.base import LanguageModel, Network
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.request import fold_keys
 from specdec_jax.sampling import Law, SamplingConfig
@@ -258,7 +258,7 @@ def bare_products(kernels: list[jax.Array], x: jax.Array, *, axes: tuple[int, ..
 
     def body(_, carry):
         for kernel, axis in zip(kernels, axes, strict=True):
-            width = kernel.shape[-1] if axis else kernel.shape[-2]  # panels are [F/64, D, 64]
+            width = kernel.shape[-1] if axis else kernel.shape[-2]  # panels are [F/P, D, P]
             operand = (x[:, :width] + carry).astype(kernel.dtype)
             if axis:
                 product = jax.lax.dot_general(
@@ -307,7 +307,7 @@ class Difference(NamedTuple):
 _decode = jax.jit(Network.decode)
 
 
-def difference(network: Network, inputs, prefix, width: int, batch: int = 1) -> Difference:
+def difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1) -> Difference:
     """`Difference` at the token after `prefix`.
 
     Args:
@@ -322,6 +322,7 @@ def difference(network: Network, inputs, prefix, width: int, batch: int = 1) -> 
     padded[: len(prefix)] = prefix
 
     def logits(step: int) -> np.ndarray:
+        network = model.network_for(batch * step)
         cache, rows = _prefill(network, inputs, lengths, slots=len(padded)), []
         for start in range(0, len(padded), step):
             tokens = np.tile(padded[start : start + step], (batch, 1))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import speculative, verification
-from specdec_jax.models.base import LanguageModel, padded_lengths
+from specdec_jax.models.base import LanguageModel, Network, padded_lengths
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.speculative import DecodeState, Drafter, Program
 from specdec_jax.verification import Settings
@@ -45,6 +45,7 @@ class Request:
     """What the host keeps of a batch while it decodes.
 
     Attributes:
+      network: the target's, in the layout that is fastest for this batch; what `advance` takes.
       drafter: the drafter really used: None where γ = 0.
       prefix_lengths: `[B]` start token and decoder prefix.
       limits: `[B]` most new tokens of each row.
@@ -54,6 +55,7 @@ class Request:
       empty: `[B]` rows without input.
     """
 
+    network: Network
     drafter: Drafter | None
     prefix_lengths: np.ndarray
     limits: np.ndarray
@@ -108,13 +110,14 @@ def prepare(
     per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
     rows = dataclasses.replace(per_row(rows.replace(bias=None, forced=None)), bias=rows.bias, forced=rows.forced)
     empty, ends = _empty(inputs, lengths), prefix_lengths + limits
+    network = target.network_for(batch * samples * (width + 1))
     state = prefill(
-        target.network, drafter, program,
+        network, drafter, program,
         slots(int(max(ends)), width),
         _pad(tokens, bucket(max(lengths))), lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
         per_row(settings), repeat(ends), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
     )  # fmt: skip
-    return state, Request(drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty))
+    return state, Request(network, drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty))
 
 
 def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta) -> Settings | None:

@@ -126,7 +126,7 @@ def test_missing_outputs_are_reported(monkeypatch, target, batches, options):
 
 
 def test_difference_knows_ties(target):
-    how = measure.difference(target.network, [5, 9, 1], [0, 4, 4, 7, 2], width=4, batch=2)
+    how = measure.difference(target, [5, 9, 1], [0, 4, 4, 7, 2], width=4, batch=2)
     logits = np.asarray(target.logits([[5, 9, 1]], [[0, 4, 4, 7, 2]]))[0, -1]
     second, first = np.sort(logits)[-2:]
     assert how.margin == pytest.approx(first - second, abs=1e-5)

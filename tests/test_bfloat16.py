@@ -26,7 +26,7 @@ def test_only_near_ties_differ():
         for row in np.flatnonzero(np.any(found.tokens != plain.tokens, axis=1)):
             position = int(np.argmax(found.tokens[row] != plain.tokens[row]))
             prefix = [target.start_token, *plain.tokens[row, :position].tolist()]
-            how = measure.difference(target.network, INPUTS[row], prefix, gamma + 1, len(INPUTS))
+            how = measure.difference(target, INPUTS[row], prefix, gamma + 1, len(INPUTS))
             assert how.margin < TOLERANCE, (gamma, row, position, how)
             differing += 1
     assert differing < 0.2 * 3 * len(INPUTS), "most rows stay the same"

@@ -107,6 +107,9 @@ class HashModel:
         self.network, self.config = HashNetwork(self.law), types.SimpleNamespace(vocab_size=vocab_size)
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, start_token, tuple(eos_ids), "hash"
 
+    def network_for(self, rows):
+        return self.network
+
     def logits(self, inputs, decoder_tokens, input_lengths=None):
         """Teacher-forced logits `[B, T, V]` in numpy."""
         inputs, tokens = np.asarray(inputs), np.asarray(decoder_tokens, np.uint32)
@@ -150,6 +153,9 @@ class EchoModel:
             types.SimpleNamespace(vocab_size=vocabulary.size),
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"
+
+    def network_for(self, rows):
+        return self.network
 
 
 class Words:

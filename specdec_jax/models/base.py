@@ -62,7 +62,7 @@ class LanguageModel:
       start_token: id that every decoder sequence starts with.
       eos_ids: ids that end a sequence.
       name: for messages and records.
-      network: the same as the jitted functions take it.
+      network: the same as the jitted functions take it, laid out for calls over a single position.
     """
 
     def __init__(
@@ -74,14 +74,27 @@ class LanguageModel:
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
-        panels = packing.wants_panels(jax.default_backend(), config.dtype)
-        self.network = Network(packing.pack(params, panels), T5(config, fused=True))
+        panel = packing.panel_width(jax.default_backend(), config.dtype)
+        self.network, self._narrow = Network(packing.pack(params, panel), T5(config, fused=True)), None
 
     @classmethod
     def random(cls, config: T5Config, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
         """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
         params = _random_params(jax.random.key(seed), module=T5(config), dtype=config.dtype)
         return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True)
+
+    def network_for(self, rows: int) -> Network:
+        """`network` in the fastest layout for calls over `rows` positions, those of all batch rows together.
+
+        Where that is another one (float32 on a CPU without AVX-512), the decoder's kernels are held twice from the first
+        such call on.
+        """
+        panel = packing.panel_width(jax.default_backend(), self.config.dtype, rows)
+        if panel == packing.panel_width(jax.default_backend(), self.config.dtype):
+            return self.network
+        if self._narrow is None:
+            self._narrow = self.network.replace(params=packing.narrowed(self.network.params, panel))
+        return self._narrow
 
     @property
     def params(self) -> dict:

@@ -69,7 +69,7 @@ def apply_kernel(x: jax.Array, kernel: jax.Array, output_dtype) -> jax.Array:
     """`x [..., D]` times a kernel, `[..., F]`: the one place where a weight matrix meets activations.
 
     Args:
-      kernel: `[D, F]`, or panels `[F/64, D, 64]` (see `packing.py`), multiplied as a batch.
+      kernel: `[D, F]`, or panels `[F/P, D, P]` (see `packing.py`), multiplied as a batch.
     """
     if kernel.ndim == 2:
         return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=output_dtype)

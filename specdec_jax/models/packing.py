@@ -2,36 +2,50 @@
 
 Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional kernels. The jitted loop takes a tree in
 which the query, key and value kernels of a self-attention are one, the gated feed-forward's two input kernels are one,
-and, for float32 on a CPU, the decoder's kernels are stored as panels `[F/64, D, 64]`: XLA's product of a few rows with
-a `[D, F]` kernel repacks the kernel in every call (a call over 5 positions then costs about twice one over 1), its
-batched product over panels does not (about 1.2 times).
+and, for float32 on a CPU, the decoder's kernels are stored as panels `[F/P, D, P]`: XLA's product of a few rows with a
+`[D, F]` kernel strides through it (a call over 5 positions then costs two or three times one over 1), its batched
+product over panels as wide as its own inner block reads them from end to end.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PANEL = 64
+# Columns of a panel: what XLA's float32 kernels hold in registers for several rows, with and without AVX-512. A single
+# row is as fast or faster with the wide panels everywhere.
+_WIDE, _NARROW = 64, 16
 
 # Fused kernel: (its name, the names it is made of, along the output axis).
 _FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
 
 
-def wants_panels(backend: str, dtype) -> bool:
-    """Whether the decoder's kernels are stored as panels on this backend."""
-    return backend == "cpu" and np.dtype(dtype) == np.float32
+@functools.cache
+def has_avx512() -> bool:
+    """Whether this processor has AVX-512, as NumPy sees it (whose names for it depend on its version)."""
+    extensions = np.show_config(mode="dicts")["SIMD Extensions"]
+    names = [*extensions.get("baseline", ()), *extensions.get("found", ())]
+    return any(name == "X86_V4" or name.startswith("AVX512") for name in names)
 
 
-def pack(params: dict, panels: bool) -> dict:
-    """The loop's tree, made from `params` (T5X's tree), whose nested dicts are emptied on the way.
+def panel_width(backend: str, dtype, rows: int = 1) -> int | None:
+    """P of the decoder's kernels for products of `rows` rows; None where kernels stay `[D, F]`."""
+    if backend != "cpu" or np.dtype(dtype) != np.float32:
+        return None
+    return _WIDE if rows == 1 or has_avx512() else _NARROW
+
+
+def pack(params: dict, panel: int | None) -> dict:
+    """The loop's tree with panels of width `panel`, made from `params` (T5X's tree), whose nested dicts are emptied on the way.
 
     Leaf by leaf, so that the two never exist side by side; jitted, so that a kernel is copied once.
     """
-    return {name: _pack(name, params.pop(name), panels and name == "decoder") for name in list(params)}
+    return {name: _pack(name, params.pop(name), panel if name == "decoder" else None) for name in list(params)}
 
 
-def _pack(name: str, node: dict, panels: bool) -> dict:
+def _pack(name: str, node: dict, panel: int | None) -> dict:
     fused, parts = _FUSED.get(name, _GATED)
     if all(part in node for part in parts):
         kernels = [node.pop(part)["kernel"] for part in parts]
@@ -39,12 +53,11 @@ def _pack(name: str, node: dict, panels: bool) -> dict:
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
-            value = _to_panels(value) if panels and value.shape[1] % PANEL == 0 else value
+            value = _to_panels(value, panel) if panel and value.shape[1] % panel == 0 else value
         elif isinstance(value, dict):
             # Cross-attention keys and values are products over the encoder's whole output, not over a few rows.
-            value = _pack(
-                child, value, panels and not (name == "encoder_decoder_attention" and child in ("key", "value"))
-            )
+            once = name == "encoder_decoder_attention" and child in ("key", "value")
+            value = _pack(child, value, None if once else panel)
         node[child] = value if isinstance(value, dict) else jnp.asarray(value)  # NumPy's would be copied every call
     return node
 
@@ -69,10 +82,22 @@ def _unpack(name: str, node):
     return result
 
 
-@jax.jit
-def _to_panels(kernel):
+def narrowed(packed: dict, panel: int) -> dict:
+    """`packed` with panels of width `panel`, a divisor of theirs; all other arrays are shared."""
+    narrow = lambda leaf: _split_panels(leaf, panel) if getattr(leaf, "ndim", 0) == 3 else leaf
+    return jax.tree.map(narrow, packed)
+
+
+@functools.partial(jax.jit, static_argnames="panel")
+def _to_panels(kernel, panel):
     inputs, outputs = kernel.shape
-    return kernel.reshape(inputs, outputs // PANEL, PANEL).transpose(1, 0, 2)
+    return kernel.reshape(inputs, outputs // panel, panel).transpose(1, 0, 2)
+
+
+@functools.partial(jax.jit, static_argnames="panel")
+def _split_panels(kernel, panel):
+    panels, inputs, width = kernel.shape
+    return kernel.reshape(panels, inputs, width // panel, panel).transpose(0, 2, 1, 3).reshape(-1, inputs, panel)
 
 
 @jax.jit
