@@ -229,7 +229,7 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
     longest, room = lengths[-1], slots(1 + options.max_new_tokens, max(options.gamma))
     single = target.network_for(rows)
     arms = {
-        **measure.products_arms(single, rows),
+        **measure.products_arms(target.network, rows),
         "target step": measure.step_arm(single, rows, longest, room, 1),
     }
     for gamma in options.gamma:

@@ -117,7 +117,9 @@ def prepare(
         _pad(tokens, bucket(max(lengths))), lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
         per_row(settings), repeat(ends), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
     )  # fmt: skip
-    return state, Request(network, drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty))
+    return state, Request(
+        network, drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty)
+    )
 
 
 def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta) -> Settings | None:

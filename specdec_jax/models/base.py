@@ -93,7 +93,7 @@ class LanguageModel:
         if panel == packing.panel_width(jax.default_backend(), self.config.dtype):
             return self.network
         if self._narrow is None:
-            self._narrow = self.network.replace(params=packing.narrowed(self.network.params, panel))
+            self._narrow = Network(packing.narrowed(self.network.params, panel), self.network.module)
         return self._narrow
 
     @property

@@ -62,15 +62,18 @@ class Dense(nn.Module):
         if self.matmul_dtype is not None:
             y = _rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
             return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
-        return apply_kernel(x.astype(self.dtype), kernel.astype(self.dtype), output_dtype)
+        kernel = jax.tree.map(lambda piece: piece.astype(self.dtype), kernel)
+        return apply_kernel(x.astype(self.dtype), kernel, output_dtype)
 
 
-def apply_kernel(x: jax.Array, kernel: jax.Array, output_dtype) -> jax.Array:
+def apply_kernel(x: jax.Array, kernel, output_dtype) -> jax.Array:
     """`x [..., D]` times a kernel, `[..., F]`: the one place where a weight matrix meets activations.
 
     Args:
-      kernel: `[D, F]`, or panels `[F/P, D, P]` (see `packing.py`), multiplied as a batch.
+      kernel: `[D, F]`, or panels `[F/P, D, P]` (see `packing.py`), multiplied as a batch, or a tuple of such.
     """
+    if isinstance(kernel, tuple):
+        return jnp.concatenate([apply_kernel(x, piece, output_dtype) for piece in kernel], axis=-1)
     if kernel.ndim == 2:
         return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=output_dtype)
     rows = x.reshape(-1, x.shape[-1])

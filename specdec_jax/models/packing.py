@@ -16,6 +16,8 @@ import numpy as np
 # Columns of a panel: what XLA's float32 kernels hold in registers for several rows, with and without AVX-512. A single
 # row is as fast or faster with the wide panels everywhere.
 _WIDE, _NARROW = 64, 16
+# XLA runs a batched product on one core, and independent products on several only where more than 8 are ready at once.
+_PIECES, _LEAST_TO_SPLIT = 16, 2**19
 
 # Fused kernel: (its name, the names it is made of, along the output axis).
 _FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
@@ -83,8 +85,15 @@ def _unpack(name: str, node):
 
 
 def narrowed(packed: dict, panel: int) -> dict:
-    """`packed` with panels of width `panel`, a divisor of theirs; all other arrays are shared."""
-    narrow = lambda leaf: _split_panels(leaf, panel) if getattr(leaf, "ndim", 0) == 3 else leaf
+    """`packed` with panels of width `panel`, a divisor of theirs, large kernels in a tuple of pieces of about as many
+    panels each; all other arrays are shared."""
+
+    def narrow(leaf):
+        if leaf.ndim != 3:
+            return leaf
+        pieces = _split_panels(leaf, panel, _PIECES if leaf.size >= _LEAST_TO_SPLIT else 1)
+        return pieces if len(pieces) > 1 else pieces[0]
+
     return jax.tree.map(narrow, packed)
 
 
@@ -94,10 +103,11 @@ def _to_panels(kernel, panel):
     return kernel.reshape(inputs, outputs // panel, panel).transpose(1, 0, 2)
 
 
-@functools.partial(jax.jit, static_argnames="panel")
-def _split_panels(kernel, panel):
+@functools.partial(jax.jit, static_argnames=("panel", "pieces"))
+def _split_panels(kernel, panel, pieces):
     panels, inputs, width = kernel.shape
-    return kernel.reshape(panels, inputs, width // panel, panel).transpose(0, 2, 1, 3).reshape(-1, inputs, panel)
+    kernel = kernel.reshape(panels, inputs, width // panel, panel).transpose(0, 2, 1, 3).reshape(-1, inputs, panel)
+    return tuple(jnp.array_split(kernel, pieces))
 
 
 @jax.jit
