@@ -75,7 +75,8 @@ class LanguageModel:
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
         panel = packing.panel_width(jax.default_backend(), config.dtype)
-        self.network, self._narrow = Network(packing.pack(params, panel), T5(config, fused=True)), None
+        self.network = Network(packing.pack(params, panel), T5(config, fused=True))
+        self._narrow: Network | None = None
 
     @classmethod
     def random(cls, config: T5Config, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
