@@ -99,7 +99,7 @@ def generate(
     drafter: Drafter | None = None,
     gamma: int | Sequence[int] = 4,
     sampling: SamplingConfig = SamplingConfig(),
-    verifier: str = "token",
+    verifier: str = "block",
     lenience: float | Sequence[float] | None = None,
     typical_epsilon: float | Sequence[float] | None = None,
     typical_delta: float | Sequence[float] | None = None,

@@ -70,7 +70,7 @@ class DecodingOptions:
     forbidden_tokens: tuple[int, ...] = option((), "comma-separated ids that are never chosen")
     logit_bias: tuple[str, ...] = option((), "id:number to add to its logit; repeatable")
     forced_tokens: tuple[str, ...] = option((), "place:id, the id that must stand at a place, from 0; repeatable")
-    verifier: str = option("token", f"how drafts are verified: {', '.join(VERIFIERS)}")
+    verifier: str = option("block", f"how drafts are verified: {', '.join(VERIFIERS)}")
     lenience: float | None = option(None, "of --verifier=lenient: accept up to 1/lenience times too often; 1 is strict")
     typical_epsilon: float | None = option(None, "of --verifier=typical: accept above this probability (none: 0.09)")
     typical_delta: float | None = option(None, "of --verifier=typical: or above this times exp(-entropy) (none: 0.3)")

@@ -66,7 +66,7 @@ class Request:
 
 
 def prepare(
-    target, inputs, *, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="token", lenience=None,
+    target, inputs, *, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="block", lenience=None,
     typical_epsilon=None, typical_delta=None, max_new_tokens=64, key=None, num_samples=1, input_lengths=None,
     max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
 ) -> tuple[DecodeState, Request]:  # fmt: skip

@@ -30,7 +30,7 @@ class Program(NamedTuple):
     gamma: int
     mode: SamplingMode
     vocab_size: int
-    verifier: str = "token"
+    verifier: str = "block"
 
     @property
     def strict_argmax(self) -> bool:
