@@ -12,6 +12,7 @@ from specdec_jax.models import packing
 from specdec_jax.models.layers import apply_kernel
 
 INPUTS = np.random.default_rng(0).integers(2, 64, (5, 6))
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(params=[False, True], ids=["AVX2", "AVX-512"])
