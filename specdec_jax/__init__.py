@@ -1,6 +1,7 @@
 """Exact, fast decoding for T5-family models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
 from specdec_jax.checkpoints import bundled, load, save
+from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
 from specdec_jax.models.base import LanguageModel
@@ -15,7 +16,10 @@ __all__ = [
     "GenerationResult",
     "LanguageModel",
     "ModelDrafter",
+    "NGramDrafter",
     "Piece",
+    "PromptLookupDrafter",
+    "RandomDrafter",
     "SamplingConfig",
     "Stats",
     "T5Config",

@@ -20,6 +20,7 @@ from specdec_jax.generate import GenerationResult, generate
 from specdec_jax.inference import (
     SENTENCES,
     DecodingOptions,
+    NamedDrafter,
     at_least,
     check_gamma,
     check_output,
@@ -154,7 +155,7 @@ def run(options: BenchmarkOptions) -> None:
         raise CheckFailed("; ".join(problems))
 
 
-def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | None, list[Batch]]:
+def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
     sentences = read_sentences([], options.input_file) if options.input_file else list(SENTENCES)
     sentences = sentences[: options.limit or None]
     target, drafter = options.load()
@@ -192,10 +193,11 @@ def _batches(inputs: list, ids: list, options: BenchmarkOptions, filler) -> list
 
 
 def benchmark(
-    target: LanguageModel, drafter: ModelDrafter | None, batches: Sequence[Batch], options: BenchmarkOptions
+    target: LanguageModel, drafter: NamedDrafter | None, batches: Sequence[Batch], options: BenchmarkOptions
 ) -> tuple[dict, list[str]]:
     """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
 
+    A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0.
     With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed, with the
     cost of sampling where the temperature is not 0.
     """
@@ -240,7 +242,7 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
             arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     for length in lengths:
         arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, room)
-    if drafter is not None:
+    if isinstance(drafter, ModelDrafter):
         arms["draft step"] = measure.step_arm(drafter.network, rows, longest, room, 1)
         for gamma in options.gamma:
             pair = target.network_for(rows * (gamma + 1)), drafter.network
@@ -291,12 +293,12 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
         "machine": records.machine(),
         "options": dataclasses.asdict(options),
         "target": records.model(target),
-        "drafter": records.model(drafter.model) if drafter is not None else None,
+        "drafter": _drafter_record(drafter) if drafter is not None else None,
         "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "step_over_products": step / products,
         "plain_over_products": (seconds.median - encoders) / max(calls, 1) / products,
-        "cost_ratio": times["draft step"].median / step if drafter is not None else None,
+        "cost_ratio": times["draft step"].median / step if "draft step" in times else None,
         "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
         "plain": {
             "seconds": seconds._asdict(),
@@ -308,6 +310,10 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
             _arm_record(arm, plain, target, times, batches, padded, options) for arm in arms.values() if arm.gamma
         ],
     }
+
+
+def _drafter_record(drafter: NamedDrafter) -> dict[str, Any]:
+    return records.model(drafter.model) if isinstance(drafter, ModelDrafter) else {"name": drafter.name}
 
 
 def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int], options) -> dict[str, Any]:

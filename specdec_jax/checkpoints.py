@@ -79,6 +79,12 @@ def load(
         )
 
 
+def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
+    """A checkpoint's vocabulary (`vocabulary` overrides it) and its start token; no parameter is read."""
+    checkpoint = _open(_resolve(path), None)
+    return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
+
+
 def save(model: LanguageModel, path, dtype=None) -> None:
     """Writes a model folder that `load` reads, in the parameters' own dtype or in `dtype`.
 

@@ -57,6 +57,7 @@ COMMANDS = {
         arguments="[sentence ...]",
     ),
     "benchmark": Command("Times plain against speculative decoding.", "benchmark", "BenchmarkOptions"),
+    "count": Command("Counts an n-gram table to draft with.", "counting", "CountOptions"),
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.", "train", "TrainConfig", run="fit", by_flags=False
     ),

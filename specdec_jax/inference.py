@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import rich.progress
 from rich.console import Console
 
 from specdec_jax import checkpoints, data
+from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, Stats, generate, stream
 from specdec_jax.models.base import LanguageModel
@@ -29,6 +30,9 @@ from specdec_jax.request import (
 )
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.verification import LOSSY, VERIFIERS
+
+# What `--drafter` can name.
+NamedDrafter = ModelDrafter | NGramDrafter | PromptLookupDrafter | RandomDrafter
 
 # Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
 _WINDOW = 64
@@ -55,7 +59,11 @@ class DecodingOptions:
     """What every decoding command takes; each field's help is in its metadata."""
 
     target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
-    drafter: str | None = option(None, "the smaller model that drafts; none is plain decoding")
+    drafter: str | None = option(
+        None,
+        "what drafts: a smaller model, like --target; lookup: copies from input and output; a table of `specdec count` "
+        "(.npz); random: random tokens; none is plain decoding",
+    )
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json of both, for checkpoints that have none (T5X's)"
     )
@@ -131,16 +139,32 @@ class DecodingOptions:
         """Whether anything is to be drafted: a lossy verifier makes no sense otherwise."""
         return bool(self.drafter)
 
-    def load(self) -> tuple[LanguageModel, ModelDrafter | None]:
+    def load(self) -> tuple[LanguageModel, NamedDrafter | None]:
         """The target and, where one is named, the drafter; refuses a drafter of another vocabulary."""
         load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary)
         target = load(self.target)
         self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
         if not self.drafter:
             return target, None
-        drafter = ModelDrafter(load(self.drafter))
+        drafter = _drafter(self.drafter, target, load)
         check_pair(target, drafter)
         return target, drafter
+
+
+def _drafter(name: str, target: LanguageModel, load: Callable[[str], LanguageModel]) -> NamedDrafter:
+    """What `--drafter` names; a folder called lookup or random can be had as ./lookup."""
+    if name == "lookup":
+        return PromptLookupDrafter()
+    if name == "random":
+        return RandomDrafter(target.config.vocab_size)
+    if name.endswith(".npz"):
+        return NGramDrafter.load(name, target.vocabulary)
+    try:
+        return ModelDrafter(load(name))
+    except ValueError as error:
+        if pathlib.Path(name).is_dir() or name in checkpoints.bundled():
+            raise
+        raise ValueError(f"drafter: {error}, lookup, random or a table (.npz)") from None
 
 
 def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None:

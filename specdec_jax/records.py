@@ -65,13 +65,16 @@ class Work:
 
 
 def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
-    """Seconds that the measured single steps give for `work`, by part; nothing for the loop around them."""
+    """Seconds that the measured single steps give for `work`, by part; nothing for the loop around them.
+
+    Drafting counts for nothing where no draft step was measured: the drafter has no model.
+    """
     target_call = times[f"verify {gamma}" if gamma else "target step"].median
     parts = {"target encoder": 0.0, "drafter encoder": 0.0, "draft steps": 0.0, "target calls": 0.0}
     for item in work:
         parts["target encoder"] += times[f"target encoder {item.padded}"].median
         parts["target calls"] += item.calls * target_call
-        if item.draft_calls is not None:
+        if item.draft_calls is not None and "draft step" in times:
             parts["drafter encoder"] += times[f"drafter encoder {item.padded}"].median
             parts["draft steps"] += item.draft_calls * draft_seconds(gamma, times)
     return parts
@@ -109,7 +112,8 @@ def predictions(
       with_counts: as that, with the calls that were really made instead of those that α lets expect.
     """
     step = times["target step"].median
-    c, v = draft_seconds(gamma, times) / step, times[f"verify {gamma}"].median / step
+    c = draft_seconds(gamma, times) / step if "draft step" in times else 0.0
+    v = times[f"verify {gamma}"].median / step
     plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
     total = lambda work: sum(cost(work, gamma, times).values())
     return {
@@ -149,7 +153,7 @@ def summary(record: Mapping[str, Any]) -> str:
     host, plain, steps = record["machine"], record["plain"], record["steps"]
     lines = [
         f"{record['target']['name']} ({record['target']['parameters']:,} parameters, {record['target']['parameter_dtype']})"
-        + (f" with {record['drafter']['name']} ({record['drafter']['parameters']:,})" if record["drafter"] else ""),
+        + (f" with {_drafter(record['drafter'])}" if record["drafter"] else ""),
         f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {record['options']['repeats']} passes; "
         f"{host['processor']}, {host['cores']} cores, {host['device']}, jax {host['jax']}",
         "",
@@ -162,6 +166,8 @@ def summary(record: Mapping[str, Any]) -> str:
     ]
     if "draft step" in steps:
         lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
+    elif record["drafter"]:
+        lines.append("draft step     none, since no model drafts; c is counted as 0")
     for gamma, v in record["verify_cost"].items():
         lines.append(f"v({int(gamma) + 1}) = {v:.3f}")
     for gamma, added in record.get("sampling_cost", {}).items():
@@ -172,6 +178,10 @@ def summary(record: Mapping[str, Any]) -> str:
     for arm in record["speculative"]:
         lines += ["", *_arm_lines(arm)]
     return "\n".join(lines)
+
+
+def _drafter(record: Mapping[str, Any]) -> str:
+    return f"{record['name']} ({record['parameters']:,})" if "parameters" in record else record["name"]
 
 
 def _arm_lines(arm: Mapping[str, Any]) -> list[str]:

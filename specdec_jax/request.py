@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import speculative, verification
+from specdec_jax.drafters.lookup import NGramDrafter
+from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.models.base import LanguageModel, Network, padded_lengths
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.speculative import DecodeState, Drafter, Program
@@ -189,6 +191,8 @@ def check_stop(stop, deadline) -> tuple[str, ...]:
 
 def check_pair(target: LanguageModel, drafter) -> None:
     """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28)."""
+    if isinstance(drafter, NGramDrafter):
+        _check_table(target, drafter.table)
     model = getattr(drafter, "model", None)
     if model is None:
         return
@@ -200,6 +204,19 @@ def check_pair(target: LanguageModel, drafter) -> None:
         )
     if model.start_token != target.start_token:
         raise ValueError(f"drafter: got start token {model.start_token}, expected the target's {target.start_token}")
+
+
+def _check_table(target: LanguageModel, table: NGramTable) -> None:
+    ours, width = target.vocabulary, target.config.vocab_size
+    if ours is not None and table.fingerprint not in ("", ours.fingerprint()):
+        raise ValueError(
+            f"drafter: got a table of {table.vocab_size} ids of another vocabulary, expected that of the target "
+            f"({ours.size} pieces)"
+        )
+    if table.vocab_size > width:
+        raise ValueError(f"drafter: got a table of {table.vocab_size} ids, expected at most the target's {width}")
+    if table.start_token != target.start_token:
+        raise ValueError(f"drafter: got start token {table.start_token}, expected the target's {target.start_token}")
 
 
 def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -61,7 +61,7 @@ DRAWN = {
     "top_k": (["--top_k=2"], {"top_k": 2}, {}),
     "top_p": (["--top_p=0.2"], {"top_p": 0.2}, {}),
     "min_p": (["--min_p=0.9"], {"min_p": 0.9}, {}),
-    "block": (["--verifier=block"], {}, {"verifier": "block"}),
+    "token": (["--verifier=token"], {}, {"verifier": "token"}),
     "gumbel": (["--verifier=gumbel"], {}, {"verifier": "gumbel"}),
     "rejection": (["--verifier=rejection"], {}, {"verifier": "rejection"}),
     "typical_delta": ([*TYPICAL, "--typical_delta=1"], {}, {"verifier": "typical", "typical_epsilon": 1, "typical_delta": 1}),
@@ -240,10 +240,10 @@ def test_benchmark_takes_the_options(specdec, monkeypatch):
 
 EARLY = {
     "verifier": (["--verifier=best"], "verifier: got 'best', expected one of token, block"),
-    "lenience elsewhere": (["--lenience=0.5"], "lenience: got 0.5 with verifier='token', expected 'lenient'"),
+    "lenience elsewhere": (["--lenience=0.5"], "lenience: got 0.5 with verifier='block', expected 'lenient'"),
     "no lenience": (["--verifier=lenient"], "lenience: got none with verifier='lenient'"),
     "lenience": (["--verifier=lenient", "--lenience=0"], "lenience: got 0.0, expected a number in (0, 1]"),
-    "epsilon elsewhere": (["--typical_epsilon=0.1"], "typical_epsilon: got 0.1 with verifier='token'"),
+    "epsilon elsewhere": (["--typical_epsilon=0.1"], "typical_epsilon: got 0.1 with verifier='block'"),
     "delta elsewhere": (["--verifier=block", "--typical_delta=0.1"], "typical_delta: got 0.1 with verifier='block'"),
     "epsilon": (["--verifier=typical", "--temperature=1", "--typical_epsilon=2"], "typical_epsilon: got 2.0, expected"),
     "delta": (["--verifier=typical", "--temperature=1", "--typical_delta=nan"], "typical_delta: got nan, expected"),

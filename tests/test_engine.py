@@ -205,11 +205,14 @@ def test_every_id_as_eos(name):
 
 
 def test_eos_in_a_sampled_draft():
-    """The committed tokens up to the EOS are those of the same key without it; nothing after it is counted."""
-    endless = run(drafter="noisy copy", sampling=SAMPLED, key=KEY)
+    """The committed tokens up to the EOS are those of the same key without it; nothing after it is counted.
+
+    By token verification: block verification judges a draft as a whole, and an EOS makes it another draft.
+    """
+    endless = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, verifier="token")
     for eos in range(0, V, 3):
         expected, lengths = cut(endless.tokens, (eos,))
-        result = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, eos_ids=(eos,))
+        result = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, eos_ids=(eos,), verifier="token")
         np.testing.assert_array_equal(result.tokens, expected)
         for stats, length in zip(result.stats.per_row, lengths):
             assert stats.accepted <= length <= stats.accepted + stats.target_calls
@@ -251,7 +254,7 @@ def test_prefixes_and_limits_of_very_different_lengths():
 
 def test_sampled_with_prefix():
     prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
-    result = run(drafter="self", decoder_prefix=prefixes, max_new_tokens=8, sampling=SAMPLED, key=KEY)
+    result = run(drafter="self", decoder_prefix=prefixes, max_new_tokens=8, sampling=SAMPLED, key=KEY, verifier="token")
     np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4)
     assert result.stats.acceptance_rate == 1.0
 

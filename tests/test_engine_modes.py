@@ -134,7 +134,7 @@ def test_pairwise_cover(case):
     result = generate(
         target, INPUTS[:batch], drafter=ModelDrafter(MODELS[case["drafter"]]), gamma=case["gamma"],
         sampling=SamplingConfig(**MODES[case["mode"]]), max_new_tokens=limit, eos_ids=case["eos"],
-        decoder_prefix=prefixes, key=jax.random.key(5),
+        decoder_prefix=prefixes, key=jax.random.key(5), verifier="token",
     )  # fmt: skip
     check_stats(result, case["gamma"])
     assert result.tokens.shape == (batch, limit) and result.tokens.dtype == np.int32

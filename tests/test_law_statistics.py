@@ -79,7 +79,7 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
 
 def sample(target, drafter, config, draws: int, run=advance, **options):
     """Joint counts `[V³]` over `draws` rows, each with a key of its own, in batches."""
-    counts, stats = np.zeros(V**POSITIONS), []
+    counts, stats, options = np.zeros(V**POSITIONS), [], {"verifier": "token"} | options
     for start in range(0, draws, ROWS):
         key = jax.random.fold_in(jax.random.key(0), start)
         state, request = prepare(

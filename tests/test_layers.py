@@ -15,7 +15,7 @@ LAYERS = [
     {"processors", "sampling", "cache", "analysis", "vocabularies", "stopping"},
     {"models", "models.layers", "models.packing", "models.t5", "models.base"},
     {"verification", "speculative"},
-    {"drafters", "drafters.model"},
+    {"drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"},
     {"request", "generate"},
     {
         *(
@@ -29,7 +29,7 @@ LAYERS = [
         *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),
         *("checkpoints", "data", "losses", "runs", "train"),
     },
-    {"measure", "records", "inference", "benchmark", "demo"},
+    {"measure", "records", "inference", "benchmark", "demo", "counting"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}

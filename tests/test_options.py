@@ -45,7 +45,7 @@ def test_the_drafter_is_judged_by_the_law_it_drew_from():
     """Drafter = target: under all processors and filters everything stands."""
     result = generate(
         TARGET, INPUTS, drafter=ModelDrafter(TARGET), gamma=GAMMA, sampling=ALL, decoder_prefix=PREFIXES, max_new_tokens=LIMIT,
-        eos_ids=EOS,
+        eos_ids=EOS, verifier="token",
     )  # fmt: skip
     assert result.stats.acceptance_rate == 1.0 and result.stats.accepted > 10
     assert_log_probs(result, PROCESSORS["all"])
@@ -165,8 +165,8 @@ def test_lenience_one_is_strict():
 COLD, WARM = SamplingConfig(), SamplingConfig(temperature=1.0)
 NO_WORDS = HashModel(V)
 COMBINATIONS = [
-    (dict(lenience=0.5), "lenience: got 0.5 with verifier='token', expected 'lenient'"),
-    (dict(typical_epsilon=0.1), "typical_epsilon: got 0.1 with verifier='token', expected 'typical'"),
+    (dict(lenience=0.5), "lenience: got 0.5 with verifier='block', expected 'lenient'"),
+    (dict(typical_epsilon=0.1), "typical_epsilon: got 0.1 with verifier='block', expected 'typical'"),
     (dict(verifier="lenient", lenience=0.5, typical_delta=0.1), "typical_delta: got 0.1 with verifier='lenient'"),
     (dict(verifier="lenient"), "lenience: got none with verifier='lenient', expected a number"),
     (dict(verifier="lenient", lenience=0.5, drafter=None), "verifier: got 'lenient' for plain decoding, expected a drafter"),

@@ -33,7 +33,7 @@ from toy_options import (
     slow_greedy,
 )  # fmt: skip
 
-import specdec_jax.drafters.model
+import specdec_jax.drafters.drawing
 import specdec_jax.speculative
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import finish, generate
@@ -98,7 +98,7 @@ MUTANTS = {
 
 def decode_with(mutant, monkeypatch, target, inputs, drafter, **options):
     """`generate` with another `context`, compiled anew."""
-    for module in (specdec_jax.speculative, specdec_jax.drafters.model):
+    for module in (specdec_jax.speculative, specdec_jax.drafters.drawing):
         monkeypatch.setattr(module, "context", mutant)
 
     @jax.jit

@@ -1,0 +1,99 @@
+"""How drafters propose token after token: the loop over a draft, and a token with the law that it is drawn from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax import sampling
+from specdec_jax.sampling import Law
+from specdec_jax.speculative import DecodeState, context
+
+
+def draft_tokens(
+    state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Drafts one token after another, preceded by `lag` steps whose tokens are thrown away (a model catching up).
+
+    A row stops drafting after an EOS that it chose; the EOS stays in the draft (dropping it would bias the law).
+
+    Args:
+      state: the committed tokens and what goes with them.
+      num_wanted: `[B]`, the most to draft.
+      choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry), for step = −lag …
+      carry: what `choose` keeps from step to step.
+      lag: scalar.
+
+    Returns:
+      Tokens `[B, G]`, how many of them count `[B]`, and the last carry.
+    """
+    lengths, slots = state.lengths, jnp.arange(state.tokens.shape[1])
+
+    def more(loop):
+        step, _, num_drafted, _ = loop
+        return jnp.any(step < num_drafted)
+
+    def body(loop):
+        step, tokens, num_drafted, carry = loop
+        token, carry = choose(step, tokens, carry)
+        drawing = (step >= 0) & (step < num_drafted)
+        written = drawing[:, None] & (slots == (lengths + step)[:, None])
+        tokens = jnp.where(written, token[:, None], tokens)
+        is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
+        return step + 1, tokens, jnp.where(drawing & is_eos, step + 1, num_drafted), carry
+
+    start = -jnp.asarray(lag, jnp.int32)
+    _, tokens, num_drafted, carry = jax.lax.while_loop(more, body, (start, state.tokens, num_wanted, carry))
+    drafted = jnp.minimum(lengths[:, None] + jnp.arange(state.program.gamma), len(slots) - 1)
+    return jnp.take_along_axis(tokens, drafted, axis=1), num_drafted, carry
+
+
+def empty_law(state: DecodeState) -> Law | None:
+    """Room for the law of a draft, None where no verifier will look at it."""
+    program = state.program
+    if not program.asks_draft_law:
+        return None
+    shape = (len(state.lengths), program.gamma)
+    return Law(jnp.zeros((*shape, program.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32))
+
+
+def draw_adjusted(state: DecodeState, logits, tokens, step, law: Law | None) -> tuple[jax.Array, Law | None]:
+    """One token `[B]` from `logits [B, 1, V]` after processors, temperature and filters; its argmax at temperature 0.
+
+    Also returns `law` with the law it was drawn from at position `step`. `tokens [B, S]` holds what was drafted before.
+    """
+    program, prefixes = state.program, context(state, tokens, jnp.maximum(step, 0))
+    if program.mode.greedy:
+        return sampling.argmax(sampling.process(logits, prefixes, state.sampling, program.mode))[:, 0], law
+    return draw(state, sampling.standardize(logits, prefixes, state.sampling, program.mode), step, law)
+
+
+def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Array, Law | None]:
+    """One token `[B]` from the law `here` over `[B, 1, V]`, and `law` with it at position `step`.
+
+    While catching up (step < 0) what is drawn is thrown away.
+    """
+    if state.program.verifier == "gumbel":
+        positions = (state.lengths + jnp.maximum(step, 0))[:, None]
+        noise = sampling.gumbel_noise(state.keys, positions, state.program.vocab_size)
+        return sampling.argmax(here.logits + noise)[:, 0], law
+    offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
+    uniform = sampling.uniforms(state.keys, state.lengths, offsets, sampling.DRAFT)[:, 0]
+    drawn = sampling.draw(here.probs()[:, 0], uniform)
+    if law is not None:
+        # While catching up position 0 is written, which step 0 then overwrites.
+        write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+        law = Law(*map(write, law, here))
+    return drawn, law
+
+
+def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """`logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability 0, ids that the target lacks go.
+
+    The cut comes before any adjustment, so that the resulting law is the one that is drawn from.
+    """
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return jnp.pad(logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),), constant_values=-jnp.inf)
+    return logits[..., :vocab_size]

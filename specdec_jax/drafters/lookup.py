@@ -1,0 +1,221 @@
+"""Drafters without a model, whose cost is next to nothing (c ≈ 0): tables of k-grams, copies, random tokens.
+
+Leviathan et al. 2023: a bigram model as drafter in section 4, copying where the output repeats its context and random
+tokens as the worst drafter that still helps in section 3.6.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import sampling
+from specdec_jax.drafters.drawing import draft_tokens, draw, draw_adjusted, empty_law, match_width
+from specdec_jax.drafters.ngrams import NGramTable
+from specdec_jax.sampling import Law, PointMass
+from specdec_jax.speculative import DecodeState, Draft, context
+from specdec_jax.vocabularies import Vocabulary
+
+
+@flax.struct.dataclass
+class NGramDrafter:
+    """Drafts what followed the last n − 1 tokens in texts that were counted before; n = 1 is a unigram, 2 a bigram model.
+
+    The longest context that was seen counts; if none was, the frequencies of single ids. Contexts that reach beyond the
+    beginning are filled up with the start token, in counting and in drafting.
+
+    Attributes:
+      table: the counts.
+      sampled: False drafts the most frequent id, a point mass; True draws from the relative frequencies (for a context,
+        of the continuations kept), under the same processors, temperature and filters as the target.
+    """
+
+    table: NGramTable
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def count(
+        cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token: int = 0,
+        continuations: int = 8, sampled: bool = False, vocabulary: Vocabulary | None = None,
+    ) -> "NGramDrafter":  # fmt: skip
+        """Counts `sequences` of ids, each with its EOS.
+
+        Args:
+          sequences: of outputs; an empty one counts for nothing.
+          vocab_size: V; all ids lie below it.
+          order: n ≥ 1, one more than the longest context.
+          start_token: the target's.
+          continuations: M ≥ 1, how many ids are kept for a context, the most frequent ones.
+          sampled: as the attribute.
+          vocabulary: of the ids; a drafter that knows it is refused where the target has another.
+
+        Raises:
+          ValueError: nothing to count, ids outside the vocabulary, or a number out of its range.
+        """
+        table = NGramTable.count(
+            sequences, vocab_size, order, start_token=start_token, continuations=continuations,
+            fingerprint=vocabulary.fingerprint() if vocabulary is not None else "",
+        )  # fmt: skip
+        return cls(table, bool(sampled))
+
+    def save(self, path) -> None:
+        """Writes one file (.npz) that `load` reads."""
+        self.table.save(path, sampled=np.bool_(self.sampled))
+
+    @classmethod
+    def load(cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None) -> "NGramDrafter":
+        """The drafter that `save` wrote; `sampled` overrides what it says.
+
+        Raises:
+          ValueError: not such a file, a truncated one, or one that was counted with another vocabulary.
+        """
+        table, values = NGramTable.load(path)
+        if vocabulary is not None and table.fingerprint not in ("", vocabulary.fingerprint()):
+            raise ValueError(
+                f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
+                f"target ({vocabulary.size} pieces)"
+            )
+        return cls(table, bool(values.get("sampled", False)) if sampled is None else sampled)
+
+    @property
+    def name(self) -> str:
+        return f"{self.table.order}-gram table"
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+        return ()
+
+    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+        vocab_size = state.program.vocab_size
+
+        def choose(step, tokens, law):
+            rows = self.table.rows(tokens, state.lengths + step)
+            if not self.sampled:
+                return self.table.most_frequent(rows), law
+            logits = match_width(self.table.logits(rows)[:, None], vocab_size)
+            return draw_adjusted(state, logits, tokens, step, law)
+
+        law = empty_law(state) if self.sampled else None
+        tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, law)
+        return (), _draft(state, tokens, num_drafted, law if self.sampled else _point_mass(state, tokens))
+
+
+class Inputs(NamedTuple):
+    """What `PromptLookupDrafter` copies from beside the output: `tokens [B, L]` int32 and `lengths [B]`, of each row."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+
+@flax.struct.dataclass
+class PromptLookupDrafter:
+    """Copies what followed the last tokens of a row where they stood before: in its output or in the encoder's input.
+
+    The longest ending of at most `max_match` ids that is found counts; of several places the latest in the output (start
+    token and decoder prefix included), else the latest in the input: what is nearest is most like what is being written.
+    The draft, a point mass, reaches to the end of what is known there; nothing found, nothing drafted. (Prompt lookup
+    decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487.)
+
+    Attributes:
+      max_match: the longest ending that is looked for, in ids.
+    """
+
+    max_match: int = flax.struct.field(pytree_node=False, default=3)
+
+    def __post_init__(self):
+        if not isinstance(self.max_match, int | np.integer) or not 1 <= self.max_match <= 64:
+            raise ValueError(f"max_match: got {self.max_match!r}, expected an integer from 1 to 64")
+
+    @property
+    def name(self) -> str:
+        return "prompt lookup"
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> Inputs:
+        copies = tokens.shape[0] // inputs.shape[0]
+        return Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies))
+
+    def draft(self, draft_state: Inputs, state: DecodeState, num_wanted) -> tuple[Inputs, Draft]:
+        output, lengths = state.tokens, state.lengths
+        slots, columns = output.shape[1], draft_state.tokens.shape[1]
+        back = lengths[:, None] - jnp.arange(1, self.max_match + 1)
+        ending = jnp.where(back >= 0, jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1), -1)  # last id first
+        # Places to copy from: the output's slots, then the input's columns. A place is as good as the ending before it
+        # is long; of equally good ones the output's come first, and the latest of each.
+        in_output = 2 * _match_lengths(output, lengths, ending) + 1
+        in_input = 2 * _match_lengths(draft_state.tokens, draft_state.lengths, ending)
+        order = max(slots, columns) * jnp.concatenate([in_output, in_input], axis=1)
+        order += jnp.concatenate([jnp.arange(slots), jnp.arange(columns)])
+        place = sampling.argmax(order)
+        found = jnp.take_along_axis(order, place[:, None], axis=1)[:, 0] >= 2 * max(slots, columns)
+        end = jnp.where(place < slots, lengths, slots + draft_state.lengths)
+
+        known = jnp.concatenate([output, draft_state.tokens], axis=1)
+        offsets = jnp.arange(state.program.gamma)
+        tokens = jnp.take_along_axis(known, jnp.minimum(place[:, None] + offsets, known.shape[1] - 1), axis=1)
+        num_drafted = jnp.where(found, jnp.minimum(num_wanted, end - place), 0)
+        # Nothing comes after an EOS, which itself may stand.
+        is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
+        first_eos = jnp.min(jnp.where(is_eos, offsets, state.program.gamma), axis=1)
+        num_drafted = jnp.minimum(num_drafted, first_eos + 1)
+        return draft_state, _draft(state, tokens, num_drafted, _point_mass(state, tokens))
+
+
+def _match_lengths(source: jax.Array, lengths: jax.Array, ending: jax.Array) -> jax.Array:
+    """How many ids right before each place of `source [B, N]` equal the `ending [B, K]`, its last id first.
+
+    0 at and past `lengths [B]`: there is nothing to copy.
+    """
+    matches, total = jnp.ones(source.shape, bool), jnp.zeros(source.shape, jnp.int32)
+    for back in range(1, ending.shape[1] + 1):
+        # −2 is no id, and not the −1 of an ending that is shorter.
+        before = jnp.pad(source, ((0, 0), (back, 0)), constant_values=-2)[:, : source.shape[1]]
+        matches &= before == ending[:, back - 1 : back]
+        total += matches
+    return jnp.where(jnp.arange(source.shape[1]) < lengths[:, None], total, 0)
+
+
+@flax.struct.dataclass
+class RandomDrafter:
+    """Uniformly random tokens: the drafter of section 3.6 that knows nothing, and a yardstick for others.
+
+    Drawn from a uniform law at every temperature, 0 included; what processors forbid is not drafted.
+
+    Attributes:
+      vocab_size: ids are drawn from 0 … vocab_size − 1 (those that the target lacks are left out).
+    """
+
+    vocab_size: int = flax.struct.field(pytree_node=False)
+
+    def __post_init__(self):
+        if not isinstance(self.vocab_size, int | np.integer) or self.vocab_size < 1:
+            raise ValueError(f"vocab_size: got {self.vocab_size!r}, expected an integer of at least 1")
+
+    @property
+    def name(self) -> str:
+        return "random tokens"
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+        return ()
+
+    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+        program = state.program
+        uniform = match_width(jnp.zeros((len(state.lengths), 1, self.vocab_size)), program.vocab_size)
+
+        def choose(step, tokens, law):
+            # No temperature, no filters: they leave a uniform law as it is, but for argmax, which is not random.
+            here = Law.of(sampling.process(uniform, context(state, tokens, step), state.sampling, program.mode))
+            return draw(state, here, step, law)
+
+        tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, empty_law(state))
+        return (), _draft(state, tokens, num_drafted, law)
+
+
+def _point_mass(state: DecodeState, tokens: jax.Array) -> PointMass | None:
+    return PointMass(tokens, state.program.vocab_size) if state.program.asks_draft_law else None
+
+
+def _draft(state: DecodeState, tokens: jax.Array, num_drafted: jax.Array, law: Law | PointMass | None) -> Draft:
+    """A draft that no model was called for."""
+    return Draft(tokens, num_drafted, law, jnp.zeros_like(state.lengths))
