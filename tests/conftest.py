@@ -33,6 +33,16 @@ def quick():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture
+def optimised():
+    """As users' programs are compiled, in a file whose others are `quick`: for tests that read what was compiled."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(scope="module")
 def language(tmp_path_factory):
     """Folder with the tiny language's files for training and validation."""

@@ -21,6 +21,7 @@ from specdec_jax.sampling import Law, SamplingConfig
 from specdec_jax.speculative import Draft
 
 CONFIG = T5Config(48, 16, 2, 8, 1, 1, 24)
+pytestmark = pytest.mark.usefixtures("quick")
 TIMES = {
     name: Spread(seconds, seconds, seconds)
     for name, seconds in {
@@ -260,7 +261,7 @@ def test_the_timed_verification_is_the_engines(target, verifier):
 
 
 @pytest.mark.parametrize("verifier", SAMPLED)
-def test_the_timed_verification_stays_in_its_loop(verifier):
+def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     """Outside of it no numbers of the vocabulary's width (97, which nothing else here has) are computed for its body.
 
     Whole numbers may be: the random generator's counters are the same in every step, here and in the engine's loop.

@@ -99,6 +99,7 @@ def pairwise_cover():
 
 COVER = pairwise_cover()
 INPUTS = [[3, 4, 1], [7, 1], [9, 2, 9, 1]]
+pytestmark = pytest.mark.usefixtures("quick")
 PREFIXES = [[4, 2], [], [11]]
 MODELS = {
     "target": HashModel(V, 0),
@@ -245,7 +246,7 @@ def loop_bodies(hlo: str) -> str:
 
 
 @pytest.mark.parametrize("batch, temperature", [(1, 0.0), (2, 0.0), (1, 1.0)])
-def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature):
+def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimised):
     """Compiled, the loop updates its caches in place: no `copy` in a body has a cache's or a kernel's dimensions."""
     target, draft = (tiny_t5(seed, 53, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1))
     config = SamplingConfig(temperature=temperature)

@@ -21,6 +21,7 @@ V, B, GAMMA, LIMIT, EOS = 16, 12, 4, 12, 1
 TARGET = HashModel(V, 0)
 RNG = np.random.default_rng(0)
 INPUTS = [[*RNG.integers(2, V, n), EOS] for n in RNG.integers(1, 7, B)]
+pytestmark = pytest.mark.usefixtures("quick")
 GAMMAS = [1 + row % GAMMA for row in range(B)]
 PREFIXES = [RNG.integers(2, V, row % 5).tolist() for row in range(B)]
 LIMITS = [1 if row % 6 == 5 else LIMIT for row in range(B)]
