@@ -40,6 +40,12 @@ def test_products_are_those_of_the_kernel(rows, outputs, monkeypatch):
         np.testing.assert_allclose(apply_kernel(x, form, np.float32), x @ kernel, atol=1e-4)
 
 
+def test_a_kernel_of_few_panels_makes_no_empty_pieces():
+    kernel = np.ones((packing._LEAST_TO_SPLIT // 64, 64), np.float32)
+    narrow = packing.narrowed(packing.pack({"decoder": {"out": {"kernel": kernel}}}, 64), 16)
+    assert [piece.shape for piece in narrow["decoder"]["out"]["kernel"]] == 4 * [(1, len(kernel), 16)]
+
+
 def test_one_layout_per_kind_of_processor(avx512):
     target = model()
     assert target.network_for(1) is target.network

@@ -73,7 +73,7 @@ class NGramDrafter:
           ValueError: not such a file, a truncated one, or one that was counted with another vocabulary.
         """
         table, values = NGramTable.load(path)
-        if vocabulary is not None and table.fingerprint not in ("", vocabulary.fingerprint()):
+        if not table.matches(vocabulary):
             raise ValueError(
                 f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
                 f"target ({vocabulary.size} pieces)"

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.vocabularies import Vocabulary
+
 _FORMAT = "specdec_jax n-gram table, version 1"
 _ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")
 _NUMBERS = ("vocab_size", "order", "start_token", "continuations")
@@ -104,6 +106,10 @@ class NGramTable:
         numbers = {name: int(values.pop(name)) for name in _NUMBERS}
         _check(path, *arrays, **numbers)
         return cls(**_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))), values
+
+    def matches(self, vocabulary: Vocabulary | None) -> bool:
+        """Whether it may have been counted with `vocabulary`: yes unless both are known and differ."""
+        return vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint())
 
     def rows(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """Row `[B]` of the longest context that was seen, at the end of the first `lengths [B]` of `tokens [B, S]`."""

@@ -91,7 +91,8 @@ def narrowed(packed: dict, panel: int) -> dict:
     def narrow(leaf):
         if leaf.ndim != 3:
             return leaf
-        pieces = _split_panels(leaf, panel, _PIECES if leaf.size >= _LEAST_TO_SPLIT else 1)
+        panels = leaf.shape[0] * leaf.shape[2] // panel
+        pieces = _split_panels(leaf, panel, min(_PIECES, panels) if leaf.size >= _LEAST_TO_SPLIT else 1)
         return pieces if len(pieces) > 1 else pieces[0]
 
     return jax.tree.map(narrow, packed)
