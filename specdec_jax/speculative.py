@@ -133,10 +133,29 @@ class Draft(NamedTuple):
     calls: jax.Array
 
 
+class Scored(NamedTuple):
+    """What the target made of the last committed token and the draft: what a drafter may learn from.
+
+    Attributes:
+      tokens: `[B, G + 1]` int32 tokens fed.
+      states: `[B, G + 1, D]` the target's last states, which its head takes.
+      logits: `[B, G + 1, V]` float32, before any processor.
+      num_new: `[B]` int32 tokens committed; the tokens fed at the first `num_new` positions are in the output, what
+        follows was refused. 0 for a row that is done.
+    """
+
+    tokens: jax.Array
+    states: jax.Array
+    logits: jax.Array
+    num_new: jax.Array
+
+
 class Drafter(Protocol):
     """Proposes tokens. A drafter is a pytree: parameters are leaves, everything else static.
 
-    `init` and `draft` are traced. Rewinding is implicit: each call is told the committed lengths.
+    `init` and `draft` are traced. Rewinding is implicit: each call is told the committed lengths. A drafter that learns
+    from the target's calls also has `observe(draft_state, state, scored: Scored) -> draft_state`, called with the state
+    after the commit.
     """
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
@@ -188,10 +207,15 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     # Score the last committed token and the drafted ones in one call.
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
-    logits, cache = target.decode(scored, state.lengths - 1, state.target_cache)
+    states, cache = target.decode_states(scored, state.lengths - 1, state.target_cache)
+    logits = target.head(states)
 
     verified, adjusted = verify(state, draft, logits)
-    return _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)
+    after = _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)
+    if not hasattr(drafter, "observe"):
+        return after
+    seen = Scored(scored, states, logits, after.lengths - state.lengths)
+    return after.replace(draft_state=drafter.observe(draft_state, after, seen))
 
 
 def _no_draft(batch: int, program: Program) -> Draft:

@@ -72,8 +72,18 @@ class Hash:
         return one(0) * np.float32(self.likeness) + one(self.seed) * np.float32(1 - self.likeness)
 
 
+class Headless:
+    """A toy `Network`, whose states are its logits."""
+
+    def decode_states(self, tokens, positions, cache):
+        return self.decode(tokens, positions, cache)
+
+    def head(self, states):
+        return states
+
+
 @flax.struct.dataclass
-class HashNetwork:
+class HashNetwork(Headless):
     """`Network` of a `Hash`; its cache holds the tokens themselves, so a stale or missing slot changes the logits."""
 
     law: Hash = flax.struct.field(pytree_node=False)
@@ -122,7 +132,7 @@ class HashModel:
 
 
 @flax.struct.dataclass
-class EchoNetwork:
+class EchoNetwork(Headless):
     """`Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B, L]`.
 
     Attributes:

@@ -46,6 +46,15 @@ class Network:
         """
         return self.module.apply({"params": self.params}, tokens, positions, cache, method="decode")
 
+    def decode_states(self, tokens: jax.Array, positions: jax.Array, cache: DecoderCache, layers: int | None = None):
+        """As `decode`, without the head: states `[B, T, D]` after `layers` layers (None: all) and the last norm."""
+        apply = self.module.apply
+        return apply({"params": self.params}, tokens, positions, cache, layers, method="decode_states")
+
+    def head(self, states: jax.Array) -> jax.Array:
+        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
+        return self.module.apply({"params": self.params}, states, method="head")
+
     def teacher_forced(self, inputs: jax.Array, input_lengths: jax.Array, decoder_tokens: jax.Array) -> jax.Array:
         """Logits `[B, T, V]` float32 of whole sequences, without a cache."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]

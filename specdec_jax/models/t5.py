@@ -220,8 +220,9 @@ class Decoder(nn.Module):
         cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded)) for layer in self.layers)
         return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.relpos_bias(slots, slots))
 
-    def step(self, x, positions, cache: DecoderCache, embedding):
-        """Logits `[B, T, V]` and the cache after writing T tokens at `positions [B]` of every row."""
+    def step(self, x, positions, cache: DecoderCache, layers: int | None = None):
+        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
+        `positions [B]` of every row; the caches of the layers above stay as they are."""
         slots, queries = cache.position_bias.shape[0], x.shape[1]
         query_positions = positions[:, None] + jnp.arange(queries)
         mask = jnp.arange(slots) <= query_positions[:, None, :, None]
@@ -231,11 +232,10 @@ class Decoder(nn.Module):
         else:
             bias = jnp.stack([take(positions[row]) for row in range(x.shape[0])])
         bias = bias.transpose(0, 2, 1, 3)
-        cross_mask, layers = cache.cross_mask[:, None, None, :], []
-        for layer, layer_cache, cross in zip(self.layers, cache.layers, cache.cross):
-            x, layer_cache = layer(x, layer_cache, positions, mask, bias, cross, cross_mask)
-            layers.append(layer_cache)
-        return self._logits(x, embedding), cache.replace(layers=tuple(layers))
+        cross_mask, written = cache.cross_mask[:, None, None, :], list(cache.layers)
+        for i, layer in enumerate(self.layers[:layers]):
+            x, written[i] = layer(x, cache.layers[i], positions, mask, bias, cache.cross[i], cross_mask)
+        return self.decoder_norm(x), cache.replace(layers=tuple(written))
 
     def __call__(self, x, encoded, encoder_mask, embedding, deterministic=True):
         """Teacher-forced logits `[B, T, V]` of whole sequences `x [B, T, D]`."""
@@ -246,11 +246,11 @@ class Decoder(nn.Module):
         for layer in self.layers:
             cross = layer.cross_cache(encoded)
             x, _ = layer(x, None, None, mask, bias, cross, encoder_mask[:, None, None, :], deterministic)
-        return self._logits(x, embedding, deterministic)
+        return self.logits(self.dropout(self.decoder_norm(x), deterministic), embedding)
 
-    def _logits(self, x, embedding, deterministic=True):
+    def logits(self, x, embedding):
+        """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
         config = self.config
-        x = self.dropout(self.decoder_norm(x), deterministic)
         scale = config.scale_decoder_outputs
         if config.logits_via_embedding if scale is None else scale:
             x = x / jnp.sqrt(config.emb_dim).astype(x.dtype)
@@ -293,7 +293,16 @@ class T5(nn.Module):
 
     def decode(self, tokens, positions, cache: DecoderCache):
         """Feeds `tokens [B, T]` at `positions [B]` onwards; returns logits `[B, T, V]` float32 and the new cache."""
-        return self.decoder.step(self.token_embedder(tokens), positions, cache, self.token_embedder.embedding)
+        states, cache = self.decode_states(tokens, positions, cache)
+        return self.head(states), cache
+
+    def decode_states(self, tokens, positions, cache: DecoderCache, layers: int | None = None):
+        """As `decode`, up to the head: states `[B, T, D]` after the last of the first `layers` layers and the last norm."""
+        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers)
+
+    def head(self, states):
+        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
+        return self.decoder.logits(states, self.token_embedder.embedding)
 
     def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True):
         """Teacher-forced logits `[B, T, V]` float32."""
