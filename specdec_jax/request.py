@@ -1,6 +1,7 @@
 """From the arguments of `generate` to the state of the decode loop: checks, padding, keys, and the prefill."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -324,8 +325,14 @@ def _row_keys(key, batch: int, samples: int) -> jax.Array:
     return jnp.concatenate([keys[:, None], others], axis=1).reshape(-1)
 
 
+@functools.lru_cache(maxsize=16)
+def _default_keys(batch: int) -> jax.Array:
+    return fold_keys(jax.random.key(0), np.arange(batch))
+
+
 def _input_keys(key, batch: int) -> jax.Array:
-    key = jax.random.key(0) if key is None else key
+    if key is None:
+        return _default_keys(batch)
     if not isinstance(key, jax.Array):
         raise ValueError(f"key: got {key!r}, expected jax.random.key(seed), or one such key per input")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
