@@ -3,6 +3,7 @@
 from specdec_jax.checkpoints import bundled, load, save
 from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS, T5Config
@@ -13,13 +14,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Confidence",
+    "Entropy",
+    "EntropyBound",
     "GenerationResult",
+    "Heuristic",
     "LanguageModel",
     "ModelDrafter",
     "NGramDrafter",
     "Piece",
     "PromptLookupDrafter",
     "RandomDrafter",
+    "Renewal",
     "SamplingConfig",
     "Stats",
     "T5Config",

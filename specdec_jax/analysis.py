@@ -5,6 +5,8 @@
 All assume that acceptances are independent with the same probability.
 """
 
+import math
+
 
 def _check(alpha: float, gamma: int):
     if not 0 <= alpha <= 1:
@@ -32,6 +34,31 @@ def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float 
     if cost_ratio < 0 or verify_cost <= 0:
         raise ValueError(f"got cost_ratio {cost_ratio} and verify_cost {verify_cost}, expected c >= 0 and v > 0")
     return expected_tokens(alpha, gamma) / (gamma * cost_ratio + verify_cost)
+
+
+def oracle_tokens(alpha: float) -> float:
+    """Tokens per target call if γ were always right, section 3: `1 / (1 − α)`, what no policy of γ exceeds.
+
+    >>> oracle_tokens(0.8) / expected_tokens(0.8, 5) > 1.35
+    True
+    """
+    _check(alpha, 0)
+    return 1 / (1 - alpha) if alpha < 1 else math.inf
+
+
+def oracle_improvement(alpha: float, cost_ratio: float) -> float:
+    """Factor in wall time of an oracle that drafts exactly the tokens that will stand, v = 1: `1 / (1 − α + cα)`.
+
+    It drafts α / (1 − α) tokens for each target call, which take the time 1 + cα / (1 − α).
+
+    >>> round(oracle_improvement(0.75, cost_ratio=0.02), 2)  # a fixed γ = 7 gives 3.16
+    3.77
+    """
+    _check(alpha, 0)
+    if cost_ratio < 0:
+        raise ValueError(f"got cost_ratio {cost_ratio}, expected c >= 0")
+    time = 1 - alpha + cost_ratio * alpha
+    return 1 / time if time > 0 else math.inf
 
 
 def expected_calls(alpha: float, gamma: int, length: int) -> float:

@@ -74,6 +74,7 @@ class BenchmarkOptions(DecodingOptions):
         for gamma in self.gamma:
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0 is the plain arm
+            self.gamma_of(gamma)
         at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length)
         at_least(0, limit=self.limit)
         if self.preset and self.preset_length > self.max_input_length:
@@ -203,8 +204,9 @@ def benchmark(
     """
 
     def arm(gamma: int) -> Arm:
+        wanted = options.gamma_of(gamma) if gamma else 0
         return Arm(gamma, lambda batch: generate(
-            target, batch.inputs, drafter=drafter if gamma else None, gamma=gamma, key=batch.keys,
+            target, batch.inputs, drafter=drafter if gamma else None, gamma=wanted, key=batch.keys,
             **options.decoding(plain=not gamma),
         ))  # fmt: skip
 
@@ -325,22 +327,27 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
         for size, result in zip(padded, arm.results, strict=True)
     ]
     lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate"]
-    predicted = None if alpha is None else records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
+    adaptive = options.gamma_policy != "fixed"  # then the formulas do not apply, nor does the time of one width of call
+    predicted = None
+    if alpha is not None and not adaptive:
+        predicted = records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
     seconds = Spread.of(arm.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.
     same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY
-    shares = records.shares(records.cost(counted, arm.gamma, times), seconds.median)
+    shares = None if adaptive else records.shares(records.cost(counted, arm.gamma, times), seconds.median)
     return {
         "gamma": arm.gamma,
+        "mean_gamma": stats["drafted"] / max(stats["target_calls"], 1),
         "seconds": seconds._asdict(),
         "tokens": arm.tokens,
         "compile_seconds": arm.compile_seconds,
         "stats": stats,
         "improvement": improvement._asdict(),
         "predicted": predicted,
+        "oracle": None if alpha is None else records.oracle(arm.gamma, alpha, times),
         "measured_over_predicted": improvement.median / predicted["with_lengths"] if predicted else None,
         "shares": shares,
-        "limiting_term": max(shares, key=lambda name: shares[name]),
+        "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
         "differences": _differences(arm, plain, target, batches) if same_tokens else [],
     }
 

@@ -48,6 +48,7 @@ class DemoOptions(DecodingOptions):
             raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
         check_gamma(self.gamma)
         at_least(1, repeats=self.repeats, gamma=self.gamma)
+        self.gamma_of(self.gamma)
 
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
@@ -58,7 +59,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     target, drafter = options.load()
     encode(target, sentences, options.max_input_length)
     keys = fold_keys(jax.random.key(options.seed), np.arange(len(sentences)))
-    speculative = dict(drafter=drafter, gamma=options.gamma, **options.decoding())
+    speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
     console = Console()
     colours = console.is_terminal and "NO_COLOR" not in os.environ
     show = lambda parts: console.print(render(parts, colours), soft_wrap=True)

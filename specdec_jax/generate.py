@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import speculative
+from specdec_jax.gamma import Policy
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import Request, UnsupportedCombination, bucket, prepare
 from specdec_jax.sampling import SamplingConfig
@@ -97,7 +98,7 @@ def generate(
     inputs,
     *,
     drafter: Drafter | None = None,
-    gamma: int | Sequence[int] = 4,
+    gamma: int | Sequence[int] | Policy = 4,
     sampling: SamplingConfig = SamplingConfig(),
     verifier: str = "block",
     lenience: float | Sequence[float] | None = None,
@@ -122,7 +123,8 @@ def generate(
       inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
         them 0 is padding). An empty string gives an empty output.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
-      gamma: γ ≥ 0, tokens drafted per target call, one or one per input.
+      gamma: γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it (`gamma.py`), e.g.
+        `Heuristic(maximum=8)`.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
@@ -284,11 +286,17 @@ def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, r
 
 
 class TraceStep(NamedTuple):
-    """One iteration of one row: ids accepted, the id rejected (None after a full acceptance), the id the target added."""
+    """One iteration of one row: ids accepted, the id rejected (None after a full acceptance), the id the target added.
+
+    Also `gamma`, how many were drafted, and `entropies`, of the law that each was drawn from, in nats; None unless the
+    policy of γ reads them (see `gamma.Seen`).
+    """
 
     accepted: list[int]
     rejected: int | None
     corrected: int | None
+    gamma: int
+    entropies: list[float] | None
 
 
 def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
@@ -303,12 +311,9 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         new = [int(token) for token in np.asarray(state.tokens)[0, length : int(state.lengths[0])]]
         length += len(new)
         draft, drafted, stood = (np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted))
-        accepted = new[:stood]
-        steps.append(
-            TraceStep(
-                accepted, int(draft[stood]) if stood < drafted else None, new[stood] if len(new) > stood else None
-            )
-        )
+        rejected, corrected = int(draft[stood]) if stood < drafted else None, new[stood] if len(new) > stood else None
+        entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, :drafted].tolist()
+        steps.append(TraceStep(new[:stood], rejected, corrected, int(drafted), entropies))
     return steps
 
 

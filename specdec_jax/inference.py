@@ -17,6 +17,7 @@ from rich.console import Console
 from specdec_jax import checkpoints, data
 from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.generate import GenerationResult, Stats, generate, stream
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import (
@@ -24,6 +25,7 @@ from specdec_jax.request import (
     UnsupportedCombination,
     check_limits,
     check_pair,
+    check_policy,
     check_stop,
     fold_keys,
     verifier_settings,
@@ -82,6 +84,13 @@ class DecodingOptions:
     lenience: float | None = option(None, "of --verifier=lenient: accept up to 1/lenience times too often; 1 is strict")
     typical_epsilon: float | None = option(None, "of --verifier=typical: accept above this probability (none: 0.09)")
     typical_delta: float | None = option(None, "of --verifier=typical: or above this times exp(-entropy) (none: 0.3)")
+    gamma_policy: str = option(
+        "fixed", f"how --gamma is adapted while decoding, which then is the most: fixed, {', '.join(POLICIES)}"
+    )
+    gamma_settings: tuple[str, ...] = option(
+        (), "name:number, of --gamma_policy: "
+        + "; ".join(f"{name}: {', '.join(cls.numbers())}" for name, cls in POLICIES.items()) + "; repeatable"
+    )  # fmt: skip
     max_new_tokens: int = option(64, "longest output, in tokens")
     max_input_length: int = option(512, "longest input, in tokens; a longer one is an error, never cut")
     seed: int = option(0, "of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
@@ -110,6 +119,30 @@ class DecodingOptions:
             typical_delta=self.typical_delta,
         )  # fmt: skip
 
+    def gamma_of(self, gamma: int) -> int | Policy:
+        """What `generate` takes as γ: `gamma` itself, or the policy with `gamma` as its maximum.
+
+        Raises:
+          ValueError: no such policy, or settings that are not its own.
+        """
+        settings = _settings("gamma_settings", self.gamma_settings)
+        if self.gamma_policy == "fixed":
+            if settings:
+                raise UnsupportedCombination(
+                    f"gamma_settings: got {', '.join(self.gamma_settings)!r} with gamma_policy='fixed', expected none"
+                )
+            return gamma
+        if self.gamma_policy not in POLICIES:
+            raise ValueError(f"gamma_policy: got {self.gamma_policy!r}, expected one of fixed, {', '.join(POLICIES)}")
+        policy = POLICIES[self.gamma_policy]
+        for name in settings:
+            if name not in policy.numbers():
+                expected = ", ".join(policy.numbers())
+                raise ValueError(
+                    f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r}, expected one of {expected}"
+                )
+        return policy(gamma, **settings) if gamma else 0
+
     def check(self) -> None:
         """Refuses what can be seen to be wrong before a model is loaded.
 
@@ -128,6 +161,10 @@ class DecodingOptions:
         verifier_settings(
             self.verifier, sampling, int(self.drafts), 1, self.lenience, self.typical_epsilon, self.typical_delta
         )
+        if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
+            raise UnsupportedCombination(
+                f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at least 1"
+            )
         check_limits(sampling, np.array([self.max_new_tokens]), 1)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
@@ -148,6 +185,7 @@ class DecodingOptions:
             return target, None
         drafter = _drafter(self.drafter, target, load)
         check_pair(target, drafter)
+        check_policy(self.gamma_of(1), drafter)
         return target, drafter
 
 
@@ -179,6 +217,17 @@ def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None
     return dict(pairs) or None
 
 
+def _settings(name: str, items: Sequence[str]) -> dict[str, Any]:
+    """`{"a": value}` of `("a:value",)`; whole numbers are integers."""
+    try:
+        pairs = [(key, float(value)) for key, value in (item.split(":") for item in items)]
+    except ValueError:
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected name:number") from None
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected every name once")
+    return {key: int(value) if value.is_integer() else value for key, value in pairs}
+
+
 def check_gamma(gamma: int) -> None:
     if not 0 <= gamma <= MAX_GAMMA:
         raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {MAX_GAMMA}")
@@ -206,6 +255,7 @@ class GenerateOptions(DecodingOptions):
     def check(self) -> None:
         super().check()
         check_gamma(self.gamma)
+        self.gamma_of(self.gamma)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
         check_text("stop", check_stop(self.stop, self.deadline))
@@ -358,7 +408,7 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
     sentences = read_sentences(arguments, options.input_file)
     target, drafter = options.load()
     inputs = encode(target, sentences, options.max_input_length)
-    decoding = dict(drafter=drafter, gamma=options.gamma, **options.decoding())
+    decoding = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
     decoding.update(stop=options.stop, deadline=options.deadline)
     if options.stream:
         _print_pieces(target, inputs, options, decoding)

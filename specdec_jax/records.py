@@ -86,6 +86,23 @@ def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
     return max(added / gamma, times["draft step"].median)
 
 
+def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
+    """c of draft steps between target calls; 0 where no model drafts."""
+    return draft_seconds(gamma, times) / times["target step"].median if "draft step" in times else 0.0
+
+
+def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, float | None]:
+    """What no policy of γ exceeds with this α (of the tokens that were examined) and c, target calls costing the same.
+
+    None where there is no bound.
+    """
+    bounds = {
+        "tokens_per_target_call": analysis.oracle_tokens(alpha),
+        "improvement": analysis.oracle_improvement(alpha, cost_ratio(gamma, times)),
+    }
+    return {name: value if np.isfinite(value) else None for name, value in bounds.items()}
+
+
 def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: int, alpha: float) -> list[Work]:
     """Work by α and the output lengths alone: a batch runs until its last row is done.
 
@@ -112,7 +129,7 @@ def predictions(
       with_counts: as that, with the calls that were really made instead of those that α lets expect.
     """
     step = times["target step"].median
-    c = draft_seconds(gamma, times) / step if "draft step" in times else 0.0
+    c = cost_ratio(gamma, times)
     v = times[f"verify {gamma}"].median / step
     plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
     total = lambda work: sum(cost(work, gamma, times).values())
@@ -192,16 +209,24 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
         f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
     ]
     alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
-    if predicted is None:
+    if alpha is None:
         why = "no such rate with block verification" if arm["stats"]["drafted"] else "nothing was drafted"
-        return [*lines, f"  {calls or 0:.2f} tokens per target call; {why}: no alpha, no prediction"]
-    lines += [
-        f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
-        f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
-        f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as counted)",
-        f"  measured over predicted {arm['measured_over_predicted']:.3f}; most of the time: {arm['limiting_term']}",
-        "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
-    ]
+        lines.append(f"  {calls or 0:.2f} tokens per target call; {why}: no alpha, no prediction")
+    elif predicted is None:
+        lines.append(
+            f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; gamma adapts, on average {arm['mean_gamma']:.2f}"
+        )
+    else:
+        lines += [
+            f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
+            f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
+            f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as counted)",
+            f"  measured over predicted {arm['measured_over_predicted']:.3f}; most of the time: {arm['limiting_term']}",
+            "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
+        ]
+    if arm["oracle"]:
+        calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in arm["oracle"].values())
+        lines.append(f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)")
     for item in arm["differences"]:
         kind = "near-tie" if item["near_tie"] else "not a near-tie"
         lines.append(

@@ -11,12 +11,12 @@ import numpy as np
 from specdec_jax import speculative, verification
 from specdec_jax.drafters.lookup import NGramDrafter
 from specdec_jax.drafters.ngrams import NGramTable
+from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.models.base import LanguageModel, Network, padded_lengths
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.speculative import DecodeState, Drafter, Program
 from specdec_jax.verification import Settings
 
-MAX_GAMMA = 64
 # Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
 _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Medusa's constants of typical acceptance.
@@ -88,12 +88,16 @@ def prepare(
         raise ValueError(
             f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {max_input_length}"
         )
-    gammas = _per_row("gamma", gamma, batch, 0, MAX_GAMMA)
+    policy = gamma if isinstance(gamma, Policy) else None
+    gammas = _per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, MAX_GAMMA)
     gammas = gammas if drafter is not None else np.zeros_like(gammas)
+    if policy is not None:
+        policy = policy.rows(batch) if drafter is not None else None
     limits = _per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
     samples = int(_per_row("num_samples", num_samples, 1, 1, 2**20)[0])
     if drafter is not None:
         check_pair(target, drafter)
+        check_policy(gamma, drafter)
     vocab_size = target.config.vocab_size
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
@@ -107,8 +111,9 @@ def prepare(
         raise ValueError("stop: got strings for a model without a vocabulary, expected none")
     prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
 
-    program = Program(width, sampling.mode, vocab_size, verifier)
-    drafter = drafter if width else None
+    drafter, varies = drafter if width else None, getattr(drafter, "varies", False)
+    widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
+    program = Program(width, sampling.mode, vocab_size, verifier, widths)
     repeat = lambda values: np.repeat(values, samples, axis=0) if samples > 1 else values
     per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
     rows = dataclasses.replace(per_row(rows.replace(bias=None, forced=None)), bias=rows.bias, forced=rows.forced)
@@ -119,6 +124,7 @@ def prepare(
         slots(int(max(ends)), width),
         _pad(tokens, bucket(max(lengths))), lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
         per_row(settings), repeat(ends), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
+        per_row(policy),
     )  # fmt: skip
     return state, Request(
         network, drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty)
@@ -205,6 +211,15 @@ def check_pair(target: LanguageModel, drafter) -> None:
         )
     if model.start_token != target.start_token:
         raise ValueError(f"drafter: got start token {model.start_token}, expected the target's {target.start_token}")
+
+
+def check_policy(gamma, drafter) -> None:
+    """Refuses a policy of γ that reads laws with a drafter that has none: its tokens are copied, counted or blind."""
+    if isinstance(gamma, Policy) and gamma.reads_law and not getattr(drafter, "tells_law", False):
+        raise UnsupportedCombination(
+            f"gamma: got {type(gamma).__name__}, which reads the drafter's laws, with {type(drafter).__name__}, which "
+            "tells none, expected an integer or a policy that reads none (Heuristic, Renewal)"
+        )
 
 
 def _check_table(target: LanguageModel, table: NGramTable) -> None:

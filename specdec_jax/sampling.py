@@ -298,8 +298,10 @@ def process(logits: jax.Array, context: Context | None, rows: SamplingRows, mode
     return jnp.where(jnp.max(processed, axis=-1, keepdims=True) > -jnp.inf, processed, original)
 
 
-def standardize(logits: jax.Array, context: Context | None, rows: SamplingRows, mode: SamplingMode) -> Law:
-    """The law that a row samples from; args as for `process`."""
+def standardize(
+    logits: jax.Array, context: Context | None, rows: SamplingRows, mode: SamplingMode, soften: bool = False
+) -> Law:
+    """The law that a row samples from; args as for `process`. With `soften` temperature 0 counts as 1."""
     logits = process(logits, context, rows, mode)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     temperature = rows.temperature[:, None, None]
@@ -311,6 +313,8 @@ def standardize(logits: jax.Array, context: Context | None, rows: SamplingRows, 
         adjusted = _keep_top_p(adjusted, rows.top_p)
     if mode.min_p:
         adjusted = jnp.where(adjusted >= jnp.log(rows.min_p)[:, None, None], adjusted, -jnp.inf)  # the greatest is 0
+    if soften:
+        return Law.of(adjusted)
     one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
     return Law.of(jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)))
 

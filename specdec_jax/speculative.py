@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import sampling, verification
+from specdec_jax.gamma import Outcome, Policy, Seen
 from specdec_jax.models.base import Network
 from specdec_jax.processors import Context
 from specdec_jax.sampling import Law, PointMass, SamplingMode, SamplingRows
@@ -25,12 +26,14 @@ class Program(NamedTuple):
       mode: which sampling adjustments are on.
       vocab_size: V, width of the target's logits; a drafter's laws are brought to it.
       verifier: name of the verifier.
+      widths: positions of the target calls that are compiled, ascending, the last one G + 1; () is G + 1 alone.
     """
 
     gamma: int
     mode: SamplingMode
     vocab_size: int
     verifier: str = "block"
+    widths: tuple[int, ...] = ()
 
     @property
     def strict_argmax(self) -> bool:
@@ -87,11 +90,14 @@ class DecodeState:
       limits: `[B]` int32, the length at which a row stops.
       eos_ids: `[B, E]` int32, ids that stop a row, padded with −1.
       gamma: `[B]` int32, tokens to draft per iteration, at most G.
+      policy: drafts fewer now and then, by numbers of its own for each row; None drafts γ.
+      policy_state: what it keeps.
       target_cache: the target's cache; its live part ends one slot before a row's last token.
       draft_state: the drafter's own state, None without a drafter.
       counts: statistics.
       last_draft: `[B, G]` int32 tokens drafted in the last iteration.
       last_drafted, last_accepted: `[B]` int32, how many were drafted and how many stood in the last iteration.
+      last_seen: the laws of the last draft as the policy reads them; None if it reads none.
       program: the static part.
     """
 
@@ -107,12 +113,15 @@ class DecodeState:
     limits: jax.Array
     eos_ids: jax.Array
     gamma: jax.Array
+    policy: Policy | None
+    policy_state: Any
     target_cache: Any
     draft_state: Any
     counts: Counts
     last_draft: jax.Array
     last_drafted: jax.Array
     last_accepted: jax.Array
+    last_seen: Seen | None
     program: Program = flax.struct.field(pytree_node=False)
 
 
@@ -125,12 +134,14 @@ class Draft(NamedTuple):
       law: the law over `[B, G, V]` that they were really drawn from, a `PointMass` if they were not drawn; None where
         `Program.asks_draft_law` is False.
       calls: `[B]` int32 calls of the drafter's model that the row took part in.
+      seen: of the laws, where the policy of γ reads them.
     """
 
     tokens: jax.Array
     num_drafted: jax.Array
     law: Law | PointMass | None
     calls: jax.Array
+    seen: Seen | None = None
 
 
 class Scored(NamedTuple):
@@ -155,7 +166,8 @@ class Drafter(Protocol):
 
     `init` and `draft` are traced. Rewinding is implicit: each call is told the committed lengths. A drafter that learns
     from the target's calls also has `observe(draft_state, state, scored: Scored) -> draft_state`, called with the state
-    after the commit.
+    after the commit. One whose drafts come from laws that a policy of γ can read (`Draft.seen`) says so by a static
+    `tells_law = True`, one that may find less to draft than is wanted, or nothing, by `varies = True`.
     """
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
@@ -167,7 +179,7 @@ class Drafter(Protocol):
 
 def prefill(
     target: Network, drafter: Drafter | None, program: Program, slots: int, inputs, input_lengths, tokens, prefix_lengths,
-    keys, rows: SamplingRows, settings: Settings | None, limits, eos_ids, gamma, done,
+    keys, rows: SamplingRows, settings: Settings | None, limits, eos_ids, gamma, done, policy: Policy | None = None,
 ) -> DecodeState:  # fmt: skip
     """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.
 
@@ -176,7 +188,7 @@ def prefill(
       inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which lie side by side.
       input_lengths: `[I]`.
       tokens: `[B, P]` start token and decoder prefix, padded. prefix_lengths: `[B]`, at least 1.
-      keys, rows, settings, limits, eos_ids, gamma, done: as in `DecodeState`.
+      keys, rows, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
     batch, prefix = tokens.shape
     cache = target.prefill(inputs, input_lengths, slots, batch // inputs.shape[0])
@@ -188,17 +200,26 @@ def prefill(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
         lengths=prefix_lengths, done=done, starts=prefix_lengths, log_probs=no_log_probs,
         adjusted_log_probs=None if program.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
-        limits=limits, eos_ids=eos_ids, gamma=gamma, target_cache=cache, draft_state=draft_state,
+        limits=limits, eos_ids=eos_ids, gamma=gamma, policy=policy, policy_state=policy and policy.init(),
+        target_cache=cache, draft_state=draft_state,
         counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
-        last_drafted=zeros, last_accepted=zeros, program=program,
+        last_drafted=zeros, last_accepted=zeros, last_seen=empty_seen(policy, batch), program=program,
     )  # fmt: skip
+
+
+def empty_seen(policy: Policy | None, batch: int) -> Seen | None:
+    """Room for what `policy` reads of a draft's laws; None if it reads none."""
+    if policy is None or not policy.reads_law:
+        return None
+    return Seen(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
     """One iteration for all rows; a row that is done changes in nothing that counts."""
     program, batch = state.program, state.tokens.shape[0]
     # Draft. At most limit − length − 1: the target adds one more, and so no row ever passes its limit.
-    num_wanted = jnp.where(state.done, 0, jnp.minimum(state.gamma, state.limits - state.lengths - 1))
+    wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
+    num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
     if program.gamma:
         draft_state, draft = drafter.draft(state.draft_state, state, num_wanted)
     else:
@@ -207,8 +228,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     # Score the last committed token and the drafted ones in one call.
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
-    states, cache = target.decode_states(scored, state.lengths - 1, state.target_cache)
-    logits = target.head(states)
+    states, logits, cache = _score(target, state, scored, draft.num_drafted)
 
     verified, adjusted = verify(state, draft, logits)
     after = _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)
@@ -216,6 +236,40 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
         return after
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
     return after.replace(draft_state=drafter.observe(draft_state, after, seen))
+
+
+def _score(target: Network, state: DecodeState, tokens: jax.Array, num_drafted: jax.Array):
+    """Feeds `tokens [B, G + 1]`; returns states `[B, G + 1, D]`, logits `[B, G + 1, V]` and the target's cache.
+
+    Where several widths are compiled, in the narrowest call that covers every row's draft: v is not free. States and
+    logits past it are 0, and count for nothing.
+    """
+
+    def call(cache, width: int):
+        states, cache = target.decode_states(tokens[:, :width], state.lengths - 1, cache)
+        return (states, target.head(states)), cache
+
+    widths, needed = state.program.widths, jnp.max(num_drafted) + 1
+    if not widths:
+        (states, logits), cache = call(state.target_cache, tokens.shape[1])
+        return states, logits, cache
+
+    def once(width: int, carry):
+        # A loop that runs once for the width that is needed, and never for the others: `lax.switch` copies the caches.
+        def body(carry):
+            _, values, cache = carry
+            found, cache = call(cache, width)
+            put = lambda values, new: jax.lax.dynamic_update_slice_in_dim(values, new, 0, axis=1)
+            return jnp.zeros((), bool), jax.tree.map(put, values, found), cache
+
+        return jax.lax.while_loop(lambda carry: carry[0] & (needed <= width), body, carry)
+
+    shapes, _ = jax.eval_shape(lambda cache: call(cache, tokens.shape[1]), state.target_cache)
+    carry = jnp.ones((), bool), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), state.target_cache
+    for width in widths:
+        carry = once(width, carry)
+    _, (states, logits), cache = carry
+    return states, logits, cache
 
 
 def _no_draft(batch: int, program: Program) -> Draft:
@@ -298,11 +352,15 @@ def _commit(
         examined_by_position=counts.examined_by_position + integer(examined),
         accepted_by_position=counts.accepted_by_position + integer(stood),
     )
+    policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen)
+    if state.policy is not None:
+        policy_state = state.policy.update(policy_state, outcome)
     return state.replace(
         tokens=_write(state.tokens, new, state.lengths, num_new),
         log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
         adjusted_log_probs=adjusted_log_probs, lengths=lengths, done=done, counts=counts, last_draft=draft.tokens,
         last_drafted=jnp.where(active, draft.num_drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
+        last_seen=draft.seen, policy_state=policy_state,
     )  # fmt: skip
 
 

@@ -43,6 +43,20 @@ def test_plain_decoding_is_gamma_0():
     assert analysis.expected_calls(0.3, 0, 7) == 7
 
 
+def test_the_oracle_by_its_series():
+    """It drafts k tokens with probability α^k (1 − α), all of which stand."""
+    for alpha, c in ((0.3, 0.1), (0.8, 0.0), (0.9, 0.5)):
+        law = [alpha**k * (1 - alpha) for k in range(2000)]
+        tokens = sum(p * (k + 1) for k, p in enumerate(law))
+        time = sum(p * (1 + c * k) for k, p in enumerate(law))
+        assert analysis.oracle_tokens(alpha) == pytest.approx(tokens)
+        assert analysis.oracle_improvement(alpha, c) == pytest.approx(tokens / time)
+        assert analysis.oracle_improvement(alpha, c) > max(analysis.improvement(alpha, g, c) for g in range(20))
+    assert analysis.oracle_tokens(1.0) == analysis.oracle_improvement(1.0, 0.0) == float("inf")
+    with pytest.raises(ValueError, match="got cost_ratio -1"):
+        analysis.oracle_improvement(0.5, -1)
+
+
 def test_expected_calls_by_simulation():
     alpha, gamma, length, trials = 0.7, 3, 11, 20_000
     rng, total = np.random.default_rng(0), 0

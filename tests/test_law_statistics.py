@@ -79,11 +79,11 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
 
 def sample(target, drafter, config, draws: int, run=advance, **options):
     """Joint counts `[V³]` over `draws` rows, each with a key of its own, in batches."""
-    counts, stats, options = np.zeros(V**POSITIONS), [], {"verifier": "token"} | options
+    counts, stats, options = np.zeros(V**POSITIONS), [], {"verifier": "token", "gamma": GAMMA} | options
     for start in range(0, draws, ROWS):
         key = jax.random.fold_in(jax.random.key(0), start)
         state, request = prepare(
-            target, np.tile(INPUTS, (ROWS, 1)), input_lengths=np.full(ROWS, 3), drafter=drafter, gamma=GAMMA,
+            target, np.tile(INPUTS, (ROWS, 1)), input_lengths=np.full(ROWS, 3), drafter=drafter,
             sampling=config, max_new_tokens=POSITIONS, eos_ids=[EOS], key=key, **options,
         )  # fmt: skip
         state = run(target.network, request.drafter, state, np.int32(99))

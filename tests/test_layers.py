@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
-    {"processors", "sampling", "cache", "analysis", "vocabularies", "stopping"},
+    {"processors", "sampling", "cache", "gamma", "analysis", "vocabularies", "stopping"},
     {"models", "models.layers", "models.packing", "models.t5", "models.base"},
     {"verification", "speculative"},
     {"drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"},

@@ -1,5 +1,6 @@
 """How drafters propose token after token: the loop over a draft, and a token with the law that it is drawn from."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,16 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import sampling
+from specdec_jax.gamma import Seen
 from specdec_jax.sampling import Law
 from specdec_jax.speculative import DecodeState, context
 
 
 def draft_tokens(
-    state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0
-) -> tuple[jax.Array, jax.Array, Any]:
+    state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0,
+    seen: Callable[[Any], Seen | None] = lambda carry: None,
+) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
     """Drafts one token after another, preceded by `lag` steps whose tokens are thrown away (a model catching up).
 
-    A row stops drafting after an EOS that it chose; the EOS stays in the draft (dropping it would bias the law).
+    A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends the draft; that token
+    stays in the draft (dropping it would bias the law).
 
     Args:
       state: the committed tokens and what goes with them.
@@ -24,6 +28,7 @@ def draft_tokens(
       choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry), for step = −lag …
       carry: what `choose` keeps from step to step.
       lag: scalar.
+      seen: what `look` made of the laws so far, out of a carry.
 
     Returns:
       Tokens `[B, G]`, how many of them count `[B]`, and the last carry.
@@ -41,7 +46,11 @@ def draft_tokens(
         written = drawing[:, None] & (slots == (lengths + step)[:, None])
         tokens = jnp.where(written, token[:, None], tokens)
         is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
-        return step + 1, tokens, jnp.where(drawing & is_eos, step + 1, num_drafted), carry
+        most = jnp.where(is_eos, step + 1, num_drafted)
+        if seen(carry) is not None:
+            limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), seen(carry))
+            most = jnp.minimum(most, jnp.maximum(limit, step + 1))
+        return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
 
     start = -jnp.asarray(lag, jnp.int32)
     _, tokens, num_drafted, carry = jax.lax.while_loop(more, body, (start, state.tokens, num_wanted, carry))
@@ -86,6 +95,19 @@ def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Arra
         write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
         law = Law(*map(write, law, here))
     return drawn, law
+
+
+def look(state: DecodeState, logits, tokens, step, token: jax.Array, seen: Seen | None) -> Seen | None:
+    """`seen` with what the policy of γ reads of the law that `token [B]` came from; other args as for `draw_adjusted`."""
+    if seen is None:
+        return None
+    prefixes = context(state, tokens, jnp.maximum(step, 0))
+    law = sampling.standardize(logits, prefixes, state.sampling, state.program.mode, soften=True)
+    entropy = law.entropy()
+    here = Seen(law.prob(token[:, None]), entropy, entropy / max(math.log(logits.shape[-1]), 1e-9))
+    # While catching up position 0 is written, which step 0 then overwrites.
+    write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+    return Seen(*map(write, seen, here))
 
 
 def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:

@@ -5,7 +5,7 @@ tokens as the worst drafter that still helps in section 3.6.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.struct
 import jax
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import sampling
-from specdec_jax.drafters.drawing import draft_tokens, draw, draw_adjusted, empty_law, match_width
+from specdec_jax.drafters.drawing import draft_tokens, draw, draw_adjusted, empty_law, look, match_width
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.sampling import Law, PointMass
-from specdec_jax.speculative import DecodeState, Draft, context
+from specdec_jax.speculative import DecodeState, Draft, context, empty_seen
 from specdec_jax.vocabularies import Vocabulary
 
 
@@ -84,22 +84,31 @@ class NGramDrafter:
     def name(self) -> str:
         return f"{self.table.order}-gram table"
 
+    @property
+    def tells_law(self) -> bool:
+        return self.sampled
+
     def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
         return ()
 
     def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
         vocab_size = state.program.vocab_size
 
-        def choose(step, tokens, law):
+        def choose(step, tokens, carry):
             rows = self.table.rows(tokens, state.lengths + step)
             if not self.sampled:
-                return self.table.most_frequent(rows), law
+                return self.table.most_frequent(rows), carry
+            law, seen = carry
             logits = match_width(self.table.logits(rows)[:, None], vocab_size)
-            return draw_adjusted(state, logits, tokens, step, law)
+            drawn, law = draw_adjusted(state, logits, tokens, step, law)
+            return drawn, (law, look(state, logits, tokens, step, drawn, seen))
 
-        law = empty_law(state) if self.sampled else None
-        tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, law)
-        return (), _draft(state, tokens, num_drafted, law if self.sampled else _point_mass(state, tokens))
+        if not self.sampled:
+            tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, None)
+            return (), _draft(state, tokens, num_drafted, _point_mass(state, tokens))
+        carry = empty_law(state), empty_seen(state.policy, len(state.lengths))
+        tokens, num_drafted, (law, seen) = draft_tokens(state, num_wanted, choose, carry, seen=lambda carry: carry[1])
+        return (), _draft(state, tokens, num_drafted, law)._replace(seen=seen)
 
 
 class Inputs(NamedTuple):
@@ -123,6 +132,7 @@ class PromptLookupDrafter:
     """
 
     max_match: int = flax.struct.field(pytree_node=False, default=3)
+    varies: ClassVar[bool] = True
 
     def __post_init__(self):
         if not isinstance(self.max_match, int | np.integer) or not 1 <= self.max_match <= 64:

@@ -6,9 +6,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law, match_width
+from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law, look, match_width
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.speculative import DecodeState, Draft
+from specdec_jax.speculative import DecodeState, Draft, empty_seen
 
 
 @flax.struct.dataclass
@@ -31,6 +31,8 @@ class ModelDrafter:
     Attributes:
       model: the drafter's model; must share the target's vocabulary (its logits may be narrower or wider).
     """
+
+    tells_law = True
 
     def __init__(self, model: LanguageModel):
         self.model = model
@@ -63,20 +65,24 @@ class ModelDrafter:
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
 
         def choose(step, tokens, carry):
-            cache, law = carry
+            cache, law, seen = carry
             position = jnp.maximum(last + step, 0)
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             logits, cache = self.network.decode(fed, position, cache)
-            drawn, law = draw_adjusted(state, match_width(logits, vocab_size), tokens, step, law)
-            return drawn, (cache, law)
+            logits = match_width(logits, vocab_size)
+            drawn, law = draw_adjusted(state, logits, tokens, step, law)
+            return drawn, (cache, law, look(state, logits, tokens, step, drawn, seen))
 
-        carry = draft_state.cache, empty_law(state)
-        tokens, num_drafted, (cache, law) = draft_tokens(state, num_wanted, choose, carry, jnp.max(lag))
+        carry = draft_state.cache, empty_law(state), empty_seen(state.policy, len(last))
+        tokens, num_drafted, (cache, law, seen) = draft_tokens(
+            state, num_wanted, choose, carry, jnp.max(lag), seen=lambda carry: carry[2]
+        )
         draft = Draft(
             tokens=tokens,
             num_drafted=num_drafted,
             law=law,
             calls=jnp.where(num_wanted > 0, num_drafted + lag, 0),
+            seen=seen,
         )
         # A row that only watched has cached nothing new; its prefix's padding is no longer hidden by `last`.
         cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
