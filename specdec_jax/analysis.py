@@ -2,10 +2,14 @@
 
 α is the acceptance rate, γ the number of drafted tokens, c the time of a draft step over that of a target step
 (`cost_ratio`), v the time of a target call over γ + 1 positions over that of one position (`verify_cost`; the paper takes 1).
-All assume that acceptances are independent with the same probability.
+Formulas of α assume that acceptances are independent with the same probability; those of `survival` assume nothing of the
+kind: it holds the probabilities that at least 1, 2 … of the drafted tokens stand.
 """
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 
 def _check(alpha: float, gamma: int):
@@ -76,3 +80,101 @@ def expected_calls(alpha: float, gamma: int, length: int) -> float:
     for n in range(1, length + 1):
         calls.append(1 + sum(p * calls[n - k] for k, p in enumerate(law, 1) if k < n))
     return float(calls[length])
+
+
+def clustered_mean(sums, counts) -> tuple[float, float | None]:
+    """Mean of all items and its standard error, where the items of one sentence are not independent of each other.
+
+    With K sentences of `counts` n_k items that sum to `sums` s_k: m = Σ s_k / Σ n_k, and its error
+    `√(K/(K−1) · Σ (s_k − m·n_k)²) / Σ n_k` (the ratio estimator of a sample of clusters); None of fewer than two sentences.
+
+    >>> clustered_mean([1.0, 3.0], [2, 2])
+    (1.0, 0.5)
+    """
+    sums, counts = (np.asarray(values, np.float64) for values in (sums, counts))
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    if not len(sums):
+        raise ValueError("got no items, expected at least one")
+    mean, clusters = float(sums.sum() / counts.sum()), len(sums)
+    if clusters < 2:
+        return mean, None
+    squares = np.sum((sums - mean * counts) ** 2)
+    return mean, float(np.sqrt(squares * clusters / (clusters - 1)) / counts.sum())
+
+
+def tokens_by_survival(survival: Sequence[float]) -> list[float]:
+    """Tokens per target call for γ = 0 … G: `1 + Σ_{i ≤ γ} P(at least i drafted tokens stand)`.
+
+    >>> tokens_by_survival([0.5, 0.25])
+    [1.0, 1.5, 1.75]
+    """
+    return np.cumsum([1.0, *survival]).tolist()
+
+
+def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequence[float]) -> int:
+    """The γ from 0 (plain) to G with the greatest `tokens / (γc + v)`; the smallest of equals.
+
+    Args:
+      survival: `[G]`, as above; α, α², α³ … in the paper's model.
+      cost_ratio: c.
+      verify_cost: `[G + 1]`: v of 1, 2 … G + 1 positions.
+
+    >>> best_gamma([0.8, 0.64, 0.512], cost_ratio=0.1, verify_cost=[1, 1, 1, 1]), best_gamma([0.1], 0.2, [1, 1])
+    (3, 0)
+    """
+    if len(verify_cost) != len(survival) + 1:
+        raise ValueError(f"verify_cost: got {len(verify_cost)} numbers, expected {len(survival) + 1}")
+    tokens, gammas = np.array(tokens_by_survival(survival)), np.arange(len(survival) + 1)
+    return int(np.argmax(tokens / (gammas * cost_ratio + np.asarray(verify_cost))))
+
+
+def token_survival(log_ratios: np.ndarray) -> np.ndarray:
+    """P(at least i drafted tokens stand) by token verification, for i = 1 … G, given what the target says next.
+
+    A drafted token equals the target's y and stands with probability min(p, q), so that one stood where y came has
+    probability `min(1, q(y)/p(y))`, independent of what comes later; over y ~ p the product has the mean
+    `E[Π min(1, p/q)]` over drafts from q, without their noise.
+
+    Args:
+      log_ratios: `[..., G]`, log q(y) − log p(y) of the target's next tokens.
+    """
+    return np.exp(np.cumsum(np.minimum(log_ratios, 0), axis=-1))
+
+
+def block_survival(log_ratios: np.ndarray) -> np.ndarray:
+    """As `token_survival` for block verification, where at least i stand with probability π_i (Sun et al. 2024).
+
+    With Q_i/P_i the product of the first i ratios q(y)/p(y), `π_i · Q_i/P_i = min(1, Q_1/P_1 … Q_i/P_i)`.
+    """
+    return np.exp(np.minimum(np.minimum.accumulate(np.cumsum(log_ratios, axis=-1), axis=-1), 0))
+
+
+def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[float, float]:
+    """Expected target calls and draft steps for one output of n tokens, its end and the steps of catching up included.
+
+    From token t on, the number τ of drafted tokens that stand has the law that `survival[t]` gives and the next iteration
+    starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0. A drafter whose last token stood has not fed it
+    and makes one step more.
+
+    Args:
+      survival: `[n, G]`; G at least γ. What reaches past the end is not looked at.
+      gamma: γ.
+      ended: whether the output ends with an EOS, which a draft may contain and then ends with; else at a limit, and then the
+        last token is never drafted.
+
+    >>> calls_along(np.ones((9, 3)), 3)[0], calls_along(np.zeros((9, 3)), 3)
+    (3.0, (9.0, 27.0))
+    """
+    length = len(survival)
+    calls, steps = np.zeros(length + 1), np.zeros(length + 1)
+    for t in range(length - 1, -1, -1):
+        left = length - t
+        most = min(gamma, left if ended else left - 1)
+        reached = np.append(survival[t, :most], 0.0)
+        law = np.append(1.0, reached[:-1]) - reached  # of τ = 0 … most
+        after = np.minimum(t + 1 + np.arange(most + 1), length)
+        drafted = most + (gamma - left) * (1 - reached[left - 1]) if ended and left < gamma else most
+        behind = law[most] if 0 < gamma == most and after[most] < length else 0.0
+        calls[t] = 1 + law @ calls[after]
+        steps[t] = drafted + behind + law @ steps[after]
+    return float(calls[0]), float(steps[0])

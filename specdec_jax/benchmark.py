@@ -7,32 +7,27 @@ and tokenisation are inside the wall time; one counter counts the tokens of all 
 import dataclasses
 import json
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from specdec_jax import checkpoints, measure, records
+from specdec_jax import checkpoints, measure, passes, records
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import GenerationResult, generate
+from specdec_jax.generate import generate
 from specdec_jax.inference import (
-    SENTENCES,
     DecodingOptions,
     NamedDrafter,
     at_least,
     check_gamma,
     check_output,
-    encode,
     option,
-    read_sentences,
-    track,
 )
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.request import bucket, fold_keys, slots
+from specdec_jax.passes import Arm, Batch
+from specdec_jax.request import slots
 from specdec_jax.verification import LOSSY
 
 
@@ -93,54 +88,6 @@ class BenchmarkOptions(DecodingOptions):
         return bool(self.preset) and self.temperature > 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Sentences that are decoded together.
-
-    Attributes:
-      inputs: what `generate` is given: strings, or ids with a preset.
-      ids: their ids, EOS included.
-      numbers: places of the inputs before they were sorted, from 0; fillers repeat the last.
-      keys: one random key per input, by its number.
-    """
-
-    inputs: list
-    ids: list[list[int]]
-    numbers: list[int]
-    keys: jax.Array
-
-    @property
-    def padded(self) -> int:
-        return bucket(max(map(len, self.ids)))
-
-
-@dataclasses.dataclass
-class Arm:
-    """One way of decoding and what it gave.
-
-    Attributes:
-      gamma: 0 is plain.
-      decode: from a batch to a result.
-      compile_seconds: of the first call for every shape.
-      seconds: total wall time of each pass.
-      results: one per batch, of the last pass.
-    """
-
-    gamma: int
-    decode: Callable[[Batch], GenerationResult]
-    compile_seconds: float = 0.0
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    results: list[GenerationResult] = dataclasses.field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """New tokens, EOS included: the one counter for all arms."""
-        return int(sum(result.lengths.sum() for result in self.results))
-
-    def total(self, name: str) -> int:
-        return sum(getattr(result.stats, name) for result in self.results)
-
-
 def run(options: BenchmarkOptions) -> None:
     """`specdec benchmark`."""
     options.check()
@@ -157,11 +104,9 @@ def run(options: BenchmarkOptions) -> None:
 
 
 def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
-    sentences = read_sentences([], options.input_file) if options.input_file else list(SENTENCES)
-    sentences = sentences[: options.limit or None]
+    sentences = passes.sentences_of(options.input_file, options.limit)
     target, drafter = options.load()
-    ids = encode(target, sentences, options.max_input_length)
-    return target, drafter, _batches(sentences, ids, options, "")
+    return target, drafter, passes.batches_of(target, sentences, options)
 
 
 def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | None, list[Batch]]:
@@ -176,21 +121,7 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | No
     drafter = ModelDrafter(model(options.drafter_preset)) if options.drafter_preset else None
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
-    return target, drafter, _batches(ids, ids, options, [])
-
-
-def _batches(inputs: list, ids: list, options: BenchmarkOptions, filler) -> list[Batch]:
-    """Sorts by length and cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
-    size = min(options.batch_size, len(inputs))
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
-    keys, batches = fold_keys(jax.random.key(options.seed), np.arange(len(inputs))), []
-    for first in range(0, len(order), size):
-        chosen = order[first : first + size]
-        missing = size - len(chosen)
-        numbers = chosen + [chosen[-1]] * missing
-        rows = [inputs[i] for i in chosen] + [filler] * missing
-        batches.append(Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)]))
-    return batches
+    return target, drafter, passes.cut(ids, ids, options.batch_size, options.seed, [])
 
 
 def benchmark(
@@ -213,16 +144,15 @@ def benchmark(
     speculative = options.gamma if drafter is not None and not options.preset else ()
     arms = {"plain": arm(0)} | {f"gamma {gamma}": arm(gamma) for gamma in speculative}
     steps = _step_arms(target, drafter, batches, options)
-    _warm_up(arms, steps, batches)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    passes.warm_up(arms, steps, batches)
+    timed = []
     for repeat in range(options.repeats):
         turn = f"pass {repeat + 1} of {options.repeats}"
-        for name in track(measure.rotated(steps, repeat), len(steps), f"steps, {turn}"):
-            seconds[name].append(measure.timed(steps[name]))
-        _one_pass(arms, batches, repeat, turn)
-    per_step = {name: Spread.of(np.array(times) / _steps_in(name)) for name, times in seconds.items()}
-    record = _record(target, drafter, arms, per_step, batches, options)
+        timed.append(passes.timed_steps(steps, repeat, f"steps, {turn}"))
+        passes.one_pass(arms, batches, repeat, turn)
+    record = _record(target, drafter, arms, passes.per_step(timed), batches, options)
     if options.samples_preset:
+        seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): records.sampling_cost(gamma, seconds) for gamma in options.gamma}
     return record, _problems(record, arms, options, target)
 
@@ -231,56 +161,13 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
     """Single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     longest, room = lengths[-1], slots(1 + options.max_new_tokens, max(options.gamma))
-    single = target.network_for(rows)
-    arms = {
-        **measure.products_arms(target.network, rows),
-        "target step": measure.step_arm(single, rows, longest, room, 1),
-    }
-    for gamma in options.gamma:
+    arms = measure.products_arms(target.network, rows)
+    arms |= measure.step_arms(target, drafter, rows, lengths, room, options.gamma, options.gamma)
+    for gamma in options.gamma if options.samples_preset else ():
         wide = target.network_for(rows * (gamma + 1))
-        arms[f"verify {gamma}"] = measure.step_arm(wide, rows, longest, room, gamma + 1)
-        if options.samples_preset:
-            calls = measure.sampling_arms(wide, rows, longest, room, gamma, options.sampling())
-            arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
-    for length in lengths:
-        arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, room)
-    if isinstance(drafter, ModelDrafter):
-        arms["draft step"] = measure.step_arm(drafter.network, rows, longest, room, 1)
-        for gamma in options.gamma:
-            pair = target.network_for(rows * (gamma + 1)), drafter.network
-            arms[f"draft {gamma} and verify"] = measure.paired_arm(*pair, rows, longest, room, gamma)
-        for length in lengths:
-            arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, room)
+        calls = measure.sampling_arms(wide, rows, longest, room, gamma, options.sampling())
+        arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     return arms
-
-
-def _steps_in(name: str) -> int:
-    return 1 if "encoder" in name else measure.STEPS
-
-
-def _warm_up(arms: dict[str, Arm], steps, batches: Sequence[Batch]) -> None:
-    """Compiles everything that is timed later; each arm's share is kept."""
-    shapes = {batch.padded: batch for batch in batches}
-    for arm, batch in track([(arm, batch) for arm in arms.values() for batch in shapes.values()],
-                            len(arms) * len(shapes), "compiling"):  # fmt: skip
-        start = time.perf_counter()
-        arm.decode(batch)
-        arm.compile_seconds += time.perf_counter() - start
-    for step in track(steps.values(), len(steps), "compiling steps"):
-        jax.block_until_ready(step())
-
-
-def _one_pass(arms: dict[str, Arm], batches: Sequence[Batch], turn: int, what: str) -> None:
-    """Every batch through every arm, one arm after the other."""
-    for arm in arms.values():
-        arm.seconds.append(0.0)
-        arm.results = []
-    for index, batch in enumerate(track(batches, len(batches), what)):
-        for name in measure.rotated(arms, turn + index):
-            start = time.perf_counter()
-            result = arms[name].decode(batch)
-            arms[name].seconds[-1] += time.perf_counter() - start
-            arms[name].results.append(result)
 
 
 def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], batches, options) -> dict[str, Any]:
@@ -295,7 +182,7 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
         "machine": records.machine(),
         "options": dataclasses.asdict(options),
         "target": records.model(target),
-        "drafter": _drafter_record(drafter) if drafter is not None else None,
+        "drafter": records.drafter(drafter) if drafter is not None else None,
         "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "step_over_products": step / products,
@@ -314,13 +201,8 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
     }
 
 
-def _drafter_record(drafter: NamedDrafter) -> dict[str, Any]:
-    return records.model(drafter.model) if isinstance(drafter, ModelDrafter) else {"name": drafter.name}
-
-
 def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int], options) -> dict[str, Any]:
-    per_token = lambda one: np.array(one.seconds) / max(one.tokens, 1)
-    improvement, stats = Spread.of(per_token(plain) / per_token(arm)), _total_stats(arm)
+    improvement, stats = Spread.of(plain.seconds_per_token / arm.seconds_per_token), _total_stats(arm)
     most = lambda result, name: max(getattr(row, name) for row in result.stats.per_row)
     counted = [
         records.Work(size, most(result, "target_calls"), most(result, "draft_calls"))

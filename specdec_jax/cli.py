@@ -57,6 +57,8 @@ COMMANDS = {
         arguments="[sentence ...]",
     ),
     "benchmark": Command("Times plain against speculative decoding.", "benchmark", "BenchmarkOptions"),
+    "measure": Command("Measures acceptance and cost, and what they promise.", "measuring", "MeasureOptions"),
+    "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "tuning", "TuneOptions"),
     "count": Command("Counts an n-gram table to draft with.", "counting", "CountOptions"),
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.", "train", "TrainConfig", run="fit", by_flags=False

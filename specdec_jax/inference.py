@@ -470,7 +470,7 @@ def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> I
         yield from bar.track(items, total=total, description=what)
 
 
-def check_output(path: str | None) -> None:
-    """Refuses a file for the record that could not be written hours later."""
+def check_output(path: str | None, name: str = "output") -> None:
+    """Refuses a file for a result that could not be written hours later."""
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
-        raise ValueError(f"output: got {path!r}, expected a file in a folder that exists")
+        raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")

@@ -1,12 +1,13 @@
-"""What single steps cost on this machine: seconds of a target step, a verify call, a draft step, an encoder.
+"""What single steps cost on this machine: seconds of a target step, a verify call, a draft step, an encoder; and how much
+two models agree on given outputs.
 
-Every measurement runs many steps inside one compiled program, so that dispatch does not count. A step is a decode call
+Every timing runs many steps inside one compiled program, so that dispatch does not count. A step is a decode call
 and the argmax of its logits; the tokens it finds are fed to the next, so that nothing is hoisted or elided.
 """
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import sampling, speculative
+from specdec_jax.drafters.drawing import match_width
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel, Network
 from specdec_jax.models.layers import apply_kernel
-from specdec_jax.request import fold_keys
-from specdec_jax.sampling import Law, SamplingConfig
-from specdec_jax.speculative import DecodeState, Draft, Program
+from specdec_jax.processors import Context
+from specdec_jax.request import Request, bucket, fold_keys, prepare
+from specdec_jax.sampling import Law, SamplingConfig, SamplingMode, SamplingRows
+from specdec_jax.speculative import DecodeState, Draft, Drafter, Program
 
 STEPS = 32
 # Verifiers whose cost is measured.
@@ -212,6 +216,135 @@ def prefill_arm(network: Network, batch: int, input_length: int, slots: int) -> 
     """A call of the encoder and of everything else that happens once per request."""
     inputs, lengths = _inputs(network, batch, input_length)
     return lambda: _prefill(network, inputs, lengths, slots=slots)
+
+
+def step_arms(
+    target: LanguageModel, drafter, rows: int, lengths: Sequence[int], room: int, gammas: Sequence[int], pairs: Sequence[int]
+) -> dict[str, Callable[[], object]]:  # fmt: skip
+    """Single steps and encoders by name, for `steps_in(name)` steps each.
+
+    Args:
+      drafter: one without a model has no steps of its own.
+      rows: B. lengths: that inputs are padded to. room: slots.
+      gammas: a "verify γ" for each is a target call over γ + 1 positions.
+      pairs: a "draft γ and verify" for each is that with γ draft steps before it.
+    """
+    single, longest = target.network_for(rows), max(lengths)
+    arms = {"target step": step_arm(single, rows, longest, room, 1)}
+    for gamma in gammas:
+        arms[f"verify {gamma}"] = step_arm(target.network_for(rows * (gamma + 1)), rows, longest, room, gamma + 1)
+    for length in lengths:
+        arms[f"target encoder {length}"] = prefill_arm(target.network, rows, length, room)
+    if isinstance(drafter, ModelDrafter):
+        arms["draft step"] = step_arm(drafter.network, rows, longest, room, 1)
+        for gamma in pairs:
+            pair = target.network_for(rows * (gamma + 1)), drafter.network
+            arms[f"draft {gamma} and verify"] = paired_arm(*pair, rows, longest, room, gamma)
+        for length in lengths:
+            arms[f"drafter encoder {length}"] = prefill_arm(drafter.network, rows, length, room)
+    return arms
+
+
+def steps_in(name: str) -> int:
+    """How many steps a call of the arm of this name makes."""
+    return 1 if "encoder" in name else STEPS
+
+
+@jax.jit
+def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState, steps) -> DecodeState:
+    """`steps` iterations of the decode loop, each from the same committed lengths: drafts, scores, verifies, commits.
+
+    What an iteration writes is what the next one reads, so that nothing can leave the loop.
+
+    Args:
+      state: from `iteration_state`.
+      steps: traced.
+    """
+
+    def body(_, state):
+        after = speculative.iterate(network, drafter, state)
+        return after.replace(lengths=lengths, done=done)
+
+    lengths, done = state.lengths, state.done
+    return jax.lax.fori_loop(0, steps, body, state)
+
+
+def iteration_state(
+    target: LanguageModel, drafter, batch: int, input_length: int, gamma: int, **options
+) -> tuple[DecodeState, Request]:
+    """A state in the middle of `batch` rows whose drafter has nothing to catch up with; options as for `generate`."""
+    inputs, lengths = _inputs(target.network, batch, input_length)
+    options |= dict(input_lengths=lengths, max_input_length=input_length, eos_ids=())
+    state, request = prepare(target, inputs, drafter=drafter, gamma=gamma, **options)
+    middle = jnp.full(batch, 1 + max(0, int(request.limits[0]) - gamma - 1) // 2, jnp.int32)
+    state = iterated_steps(request.network, request.drafter, state.replace(lengths=middle), np.int32(1))
+    return state, request
+
+
+def iteration_arm(state: DecodeState, request: Request) -> Callable[[], object]:
+    """A call of `STEPS` iterations."""
+    return functools.partial(iterated_steps, request.network, request.drafter, state, np.int32(STEPS))
+
+
+def call_arm(state: DecodeState, request: Request) -> Callable[[], object]:
+    """A call of `STEPS` times the target call and the verification of such an iteration, without its draft."""
+    return functools.partial(verified_steps, request.network, state, steps=STEPS)
+
+
+class Agreement(NamedTuple):
+    """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk past an output's end.
+
+    Attributes:
+      overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At temperature 0 whether the
+        argmax is the same.
+      log_ratio: log q(y) − log p(y) of the token y that is there.
+    """
+
+    overlap: np.ndarray
+    log_ratio: np.ndarray
+
+
+def agreement(
+    target: LanguageModel, drafter: LanguageModel, inputs: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray,
+    config: SamplingConfig,
+) -> Agreement:  # fmt: skip
+    """Scores outputs of the target with both models, teacher-forced, one call each.
+
+    Args:
+      inputs: ids of B inputs.
+      tokens: `[B, T]` new tokens. lengths: `[B]`.
+      config: what they were sampled with.
+    """
+    width = bucket(max(1, int(max(lengths))))
+    tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(np.int32)
+    fed = np.concatenate([np.full((len(tokens), 1), target.start_token, np.int32), tokens[:, :-1]], axis=1)
+    input_lengths = np.array([len(ids) for ids in inputs], np.int32)
+    padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
+    for row, ids in enumerate(inputs):
+        padded[row, : len(ids)] = ids
+    logits = target.logits(padded, fed, input_lengths)
+    # An id that the drafter lacks is read as its last one, as in the decode loop.
+    last = drafter.config.vocab_size - 1
+    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths)
+    rows = config.rows(len(tokens), target.config.vocab_size)
+    eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
+    overlap, log_ratio = jax.device_get(_agreement(logits, draft_logits, fed, tokens, eos_ids, rows, mode=config.mode))
+    return Agreement(overlap, log_ratio)
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def _agreement(logits, draft_logits, fed, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
+    ones = jnp.ones(len(fed), jnp.int32)
+    prefixes = Context(fed, ones, ones, eos_ids)
+    law, draft_law = (
+        sampling.standardize(values, prefixes, rows, mode)
+        for values in (logits, match_width(draft_logits, logits.shape[-1]))
+    )
+    overlap = jnp.sum(jnp.minimum(law.probs(), draft_law.probs()), axis=-1)
+    here, there = law.log_prob(tokens), draft_law.log_prob(tokens)
+    # A token that was sampled has p > 0, but for what two ways of computing it round apart (ties, the rim of a filter).
+    here = jnp.where(here > -jnp.inf, here, there)
+    return overlap, jnp.where(there > -jnp.inf, there - here, -jnp.inf)
 
 
 def _inputs(network: Network, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:

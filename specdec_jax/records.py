@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from specdec_jax import analysis
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 
@@ -47,6 +48,11 @@ def model(model: LanguageModel) -> dict[str, Any]:
         "parameter_dtype": ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
         "config": dataclasses.asdict(model.config),
     }
+
+
+def drafter(drafter) -> dict[str, Any]:
+    """As `model`; of a drafter without one its name."""
+    return model(drafter.model) if isinstance(drafter, ModelDrafter) else {"name": drafter.name}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,3 +87,68 @@ def test_refuses_costs():
         analysis.improvement(0.5, 3, -1)
     with pytest.raises(ValueError, match="verify_cost 0"):
         analysis.improvement(0.5, 3, 0.1, 0)
+
+
+def test_the_standard_error_is_that_of_whole_sentences():
+    """By resampling sentences: 600 samples of 50 each, whose items depend on each other strongly."""
+    rng = np.random.default_rng(0)
+
+    def sample():
+        counts = rng.integers(1, 12, 50)
+        level = rng.beta(2, 2, 50)  # of each sentence
+        return rng.binomial(counts, level), counts
+
+    means, errors = np.transpose([analysis.clustered_mean(*sample()) for _ in range(600)])
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.1)
+    sums, counts = sample()
+    mean, error = analysis.clustered_mean(sums, counts)
+    naive = np.sqrt(mean * (1 - mean) / counts.sum())
+    assert error > 1.3 * naive
+    assert analysis.clustered_mean([*sums, 0], [*counts, 0]) == (mean, error), "what has no item does not count"
+    assert analysis.clustered_mean([3], [4]) == (0.75, None)
+    with pytest.raises(ValueError, match="got no items, expected"):
+        analysis.clustered_mean([0], [0])
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3, 5])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_calls_along_an_output_are_those_of_independent_acceptances(alpha, gamma):
+    length = 11
+    survival = np.tile(alpha ** np.arange(1, 6), (length, 1))
+    for ended in (True, False):
+        calls, steps = analysis.calls_along(survival, gamma, ended)
+        assert calls == pytest.approx(analysis.expected_calls(alpha, gamma, length))
+        assert (steps == 0) == (gamma == 0)
+
+
+def test_draft_steps_count_the_end_and_catching_up():
+    certain, never = np.ones((7, 3)), np.zeros((7, 3))
+    # All stand: 3 and one more token, then 3 that end with the EOS, and the last token of the first draft fed late.
+    assert analysis.calls_along(certain, 3) == (2, 3 + 1 + 3)
+    # At a limit the last token is never drafted.
+    assert analysis.calls_along(certain, 3, ended=False) == (2, 3 + 1 + 2)
+    assert analysis.calls_along(never, 3) == (7, 7 * 3)
+    assert analysis.calls_along(never, 3, ended=False) == (7, 4 * 3 + 2 + 1 + 0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "c", "v", "expected"),
+    [
+        ([0.8] * 8, 0.0, [1] * 9, 8),  # free drafts
+        ([0.8] * 8, 0.9, [1] * 9, 0),  # alpha < c: plain decoding
+        ([0.8] * 8, 0.1, [1] * 9, 6),
+        ([0.8] * 8, 0.1, [1, 1.6, 1.4, 1.5, 1.6, 2.5, 2.6, 2.7, 2.8], 4),  # a jump between 5 and 6 positions
+        ([0.9, 0.9, 0.1, 0.9], 0.05, [1] * 5, 2),  # what the paper's model cannot say
+        ([0.5], 0.5, [1, 1], 0),  # no gain: the smallest of equals
+    ],
+)  # fmt: skip
+def test_best_gamma(rates, c, v, expected):
+    survival = np.cumprod(rates)
+    assert analysis.best_gamma(survival, c, v) == expected
+    gains = [(1 + survival[:gamma].sum()) / (gamma * c + v[gamma]) for gamma in range(len(v))]
+    assert gains[expected] == max(gains)
+
+
+def test_best_gamma_needs_a_cost_for_every_width():
+    with pytest.raises(ValueError, match="got 2 numbers, expected 3"):
+        analysis.best_gamma([0.5, 0.25], 0.1, [1, 1])

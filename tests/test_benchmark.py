@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import benchmark, inference, measure, records, speculative
+from specdec_jax import benchmark, inference, measure, passes, records, speculative
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
@@ -44,9 +44,9 @@ def options() -> benchmark.BenchmarkOptions:
 
 
 @pytest.fixture(scope="module")
-def batches(options) -> list[benchmark.Batch]:
+def batches(options) -> list[passes.Batch]:
     ids = [[5, 9, 1], [7, 8, 9, 1], [3, 1]]
-    return benchmark._batches(ids, ids, options, [])
+    return passes.cut(ids, ids, options.batch_size, options.seed, [])
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
     result = benchmark.generate(
         target, batches[0].inputs, drafter=ModelDrafter(target), gamma=3, key=batches[0].keys, **block
     )
-    stats = benchmark._total_stats(benchmark.Arm(3, None, results=[result]))
+    stats = benchmark._total_stats(passes.Arm(3, None, results=[result]))
     assert stats["acceptance_rate"] is None and stats["drafted"] > 0 and stats["tokens_per_target_call"] > 1
     record = copy.deepcopy(measured[0])
     record["speculative"][0] |= {"stats": stats, "predicted": None}

@@ -1,0 +1,134 @@
+"""Ways of decoding timed in turn: the same batches of sentences through each of them, pass after pass.
+
+The arms are interleaved batch by batch, since the speed of a shared machine drifts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from specdec_jax import measure
+from specdec_jax.generate import GenerationResult
+from specdec_jax.inference import SENTENCES, encode, read_sentences, track
+from specdec_jax.measure import Spread
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import bucket, fold_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sentences that are decoded together.
+
+    Attributes:
+      inputs: what `generate` is given: strings, or ids with a preset.
+      ids: their ids, EOS included.
+      numbers: places of the inputs before they were sorted, from 0; fillers repeat the last.
+      keys: one random key per input, by its number.
+    """
+
+    inputs: list
+    ids: list[list[int]]
+    numbers: list[int]
+    keys: jax.Array
+
+    @property
+    def padded(self) -> int:
+        return bucket(max(map(len, self.ids)))
+
+
+@dataclasses.dataclass
+class Arm:
+    """One way of decoding and what it gave.
+
+    Attributes:
+      gamma: 0 is plain.
+      decode: from a batch to a result.
+      compile_seconds: of the first call for every shape.
+      seconds: total wall time of each pass.
+      results: one per batch, of the last pass.
+    """
+
+    gamma: int
+    decode: Callable[[Batch], GenerationResult]
+    compile_seconds: float = 0.0
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    results: list[GenerationResult] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens, EOS included: the one counter for all arms."""
+        return int(sum(result.lengths.sum() for result in self.results))
+
+    @property
+    def seconds_per_token(self) -> np.ndarray:
+        """Of each pass."""
+        return np.array(self.seconds) / max(self.tokens, 1)
+
+    def total(self, name: str) -> int:
+        return sum(getattr(result.stats, name) for result in self.results)
+
+
+def cut(inputs: list, ids: list, batch_size: int, seed: int, filler) -> list[Batch]:
+    """Sorts by length and cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
+    size = min(batch_size, len(inputs))
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
+    keys, batches = fold_keys(jax.random.key(seed), np.arange(len(inputs))), []
+    for first in range(0, len(order), size):
+        chosen = order[first : first + size]
+        missing = size - len(chosen)
+        numbers = chosen + [chosen[-1]] * missing
+        rows = [inputs[i] for i in chosen] + [filler] * missing
+        batches.append(Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)]))
+    return batches
+
+
+def sentences_of(input_file: str | None, limit: int) -> list[str]:
+    """The first `limit` (0: all) lines of a file, or the built-in sentences."""
+    return (read_sentences([], input_file) if input_file else list(SENTENCES))[: limit or None]
+
+
+def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:
+    """Sentences in batches; `options` of a command that has `batch_size`."""
+    ids = encode(target, sentences, options.max_input_length)
+    return cut(list(sentences), ids, options.batch_size, options.seed, "")
+
+
+def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Sequence[Batch]) -> None:
+    """Compiles everything that is timed later; each arm's share is kept."""
+    shapes = {batch.padded: batch for batch in batches}
+    for arm, batch in track([(arm, batch) for arm in arms.values() for batch in shapes.values()],
+                            len(arms) * len(shapes), "compiling"):  # fmt: skip
+        start = time.perf_counter()
+        arm.decode(batch)
+        arm.compile_seconds += time.perf_counter() - start
+    for step in track(steps.values(), len(steps), "compiling steps"):
+        jax.block_until_ready(step())
+
+
+def one_pass(arms: Mapping[str, Arm], batches: Sequence[Batch], turn: int, what: str) -> None:
+    """Every batch through every arm, one arm after the other."""
+    for arm in arms.values():
+        arm.seconds.append(0.0)
+        arm.results = []
+    for index, batch in enumerate(track(batches, len(batches), what)):
+        for name in measure.rotated(arms, turn + index):
+            start = time.perf_counter()
+            result = arms[name].decode(batch)
+            arms[name].seconds[-1] += time.perf_counter() - start
+            arms[name].results.append(result)
+
+
+def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str, float]:
+    """Seconds of one call of every arm of single steps."""
+    return {name: measure.timed(steps[name]) for name in track(measure.rotated(steps, turn), len(steps), what)}
+
+
+def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Seconds of one step, by arm, over passes of `timed_steps`."""
+    return {
+        name: Spread.of([one[name] / measure.steps_in(name) for one in seconds])
+        for name in (seconds[0] if seconds else ())
+    }
