@@ -1,6 +1,8 @@
 """Exact, fast decoding for T5-family models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
 from specdec_jax.checkpoints import bundled, load, save
+from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
+from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
@@ -13,7 +15,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "EarlyExitDrafter",
     "GenerationResult",
+    "HorizontalCascade",
     "LanguageModel",
     "ModelDrafter",
     "NGramDrafter",
@@ -24,6 +28,7 @@ __all__ = [
     "Stats",
     "T5Config",
     "UnsupportedCombination",
+    "VerticalCascade",
     "advance",
     "bundled",
     "finish",

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specdec_jax import checkpoints, measure, records
+from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, generate
 from specdec_jax.inference import (
@@ -197,7 +198,8 @@ def benchmark(
 ) -> tuple[dict, list[str]]:
     """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
 
-    A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0.
+    A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0. For one that
+    is made of several nothing is timed and nothing predicted.
     With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed, with the
     cost of sampling where the temperature is not 0.
     """
@@ -242,11 +244,12 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
             arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     for length in lengths:
         arms[f"target encoder {length}"] = measure.prefill_arm(target.network, rows, length, room)
-    if isinstance(drafter, ModelDrafter):
+    if isinstance(drafter, ModelDrafter | EarlyExitDrafter):
         arms["draft step"] = measure.step_arm(drafter.network, rows, longest, room, 1)
         for gamma in options.gamma:
             pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = measure.paired_arm(*pair, rows, longest, room, gamma)
+    if isinstance(drafter, ModelDrafter):
         for length in lengths:
             arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, room)
     return arms
@@ -325,7 +328,10 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
         for size, result in zip(padded, arm.results, strict=True)
     ]
     lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate"]
-    predicted = None if alpha is None else records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
+    untimed = stats["draft_calls"] > 0 and "draft step" not in times
+    predicted = (
+        None if alpha is None or untimed else records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
+    )
     seconds = Spread.of(arm.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.
     same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY

@@ -75,7 +75,8 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
         parts["target encoder"] += times[f"target encoder {item.padded}"].median
         parts["target calls"] += item.calls * target_call
         if item.draft_calls is not None and "draft step" in times:
-            parts["drafter encoder"] += times[f"drafter encoder {item.padded}"].median
+            encoder = times.get(f"drafter encoder {item.padded}")  # early exit has none of its own
+            parts["drafter encoder"] += encoder.median if encoder else 0.0
             parts["draft steps"] += item.draft_calls * draft_seconds(gamma, times)
     return parts
 
@@ -166,6 +167,8 @@ def summary(record: Mapping[str, Any]) -> str:
     ]
     if "draft step" in steps:
         lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
+    elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
+        lines.append("draft step     not timed, since several drafters take turns")
     elif record["drafter"]:
         lines.append("draft step     none, since no model drafts; c is counted as 0")
     for gamma, v in record["verify_cost"].items():
@@ -194,7 +197,8 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
     alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
     if predicted is None:
         why = "no such rate with block verification" if arm["stats"]["drafted"] else "nothing was drafted"
-        return [*lines, f"  {calls or 0:.2f} tokens per target call; {why}: no alpha, no prediction"]
+        why = f"{why}: no alpha" if alpha is None else f"alpha {alpha:.3f}; draft steps were not timed"
+        return [*lines, f"  {calls or 0:.2f} tokens per target call; {why}, no prediction"]
     lines += [
         f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
         f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "

@@ -125,12 +125,14 @@ class Draft(NamedTuple):
       law: the law over `[B, G, V]` that they were really drawn from, a `PointMass` if they were not drawn; None where
         `Program.asks_draft_law` is False.
       calls: `[B]` int32 calls of the drafter's model that the row took part in.
+      target_cache: the target's cache, if the drafter has written to it: to slots that the target's call overwrites.
     """
 
     tokens: jax.Array
     num_drafted: jax.Array
     law: Law | PointMass | None
     calls: jax.Array
+    target_cache: Any = None
 
 
 class Scored(NamedTuple):
@@ -207,7 +209,8 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     # Score the last committed token and the drafted ones in one call.
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
-    states, cache = target.decode_states(scored, state.lengths - 1, state.target_cache)
+    cache = state.target_cache if draft.target_cache is None else draft.target_cache
+    states, cache = target.decode_states(scored, state.lengths - 1, cache)
     logits = target.head(states)
 
     verified, adjusted = verify(state, draft, logits)
