@@ -1,6 +1,8 @@
 """Exact, fast decoding for T5-family models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
 from specdec_jax.checkpoints import bundled, load, save
+from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
+from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
@@ -15,10 +17,12 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "Confidence",
+    "EarlyExitDrafter",
     "Entropy",
     "EntropyBound",
     "GenerationResult",
     "Heuristic",
+    "HorizontalCascade",
     "LanguageModel",
     "ModelDrafter",
     "NGramDrafter",
@@ -30,6 +34,7 @@ __all__ = [
     "Stats",
     "T5Config",
     "UnsupportedCombination",
+    "VerticalCascade",
     "advance",
     "bundled",
     "finish",

@@ -129,7 +129,8 @@ def benchmark(
 ) -> tuple[dict, list[str]]:
     """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
 
-    A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0.
+    A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0. For one that
+    is made of several nothing is timed and nothing predicted.
     With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed, with the
     cost of sampling where the temperature is not 0.
     """
@@ -210,8 +211,9 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     ]
     lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate"]
     adaptive = options.gamma_policy != "fixed"  # then the formulas do not apply, nor does the time of one width of call
+    untimed = stats["draft_calls"] > 0 and "draft step" not in times
     predicted = None
-    if alpha is not None and not adaptive:
+    if alpha is not None and not adaptive and not untimed:
         predicted = records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
     seconds = Spread.of(arm.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.

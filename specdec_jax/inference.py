@@ -15,6 +15,7 @@ import rich.progress
 from rich.console import Console
 
 from specdec_jax import checkpoints, data
+from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.gamma import POLICIES, Policy
@@ -34,7 +35,7 @@ from specdec_jax.sampling import SamplingConfig
 from specdec_jax.verification import LOSSY, VERIFIERS
 
 # What `--drafter` can name.
-NamedDrafter = ModelDrafter | NGramDrafter | PromptLookupDrafter | RandomDrafter
+NamedDrafter = ModelDrafter | EarlyExitDrafter | NGramDrafter | PromptLookupDrafter | RandomDrafter
 
 # Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
 _WINDOW = 64
@@ -64,7 +65,7 @@ class DecodingOptions:
     drafter: str | None = option(
         None,
         "what drafts: a smaller model, like --target; lookup: copies from input and output; a table of `specdec count` "
-        "(.npz); random: random tokens; none is plain decoding",
+        "(.npz); exit:K: the first K decoder layers of the target; random: random tokens; none is plain decoding",
     )
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json of both, for checkpoints that have none (T5X's)"
@@ -195,6 +196,8 @@ def _drafter(name: str, target: LanguageModel, load: Callable[[str], LanguageMod
         return PromptLookupDrafter()
     if name == "random":
         return RandomDrafter(target.config.vocab_size)
+    if name.startswith("exit:"):
+        return EarlyExitDrafter(target, _exit_layer(name))
     if name.endswith(".npz"):
         return NGramDrafter.load(name, target.vocabulary)
     try:
@@ -202,7 +205,14 @@ def _drafter(name: str, target: LanguageModel, load: Callable[[str], LanguageMod
     except ValueError as error:
         if pathlib.Path(name).is_dir() or name in checkpoints.bundled():
             raise
-        raise ValueError(f"drafter: {error}, lookup, random or a table (.npz)") from None
+        raise ValueError(f"drafter: {error}, lookup, exit:K, random or a table (.npz)") from None
+
+
+def _exit_layer(name: str) -> int:
+    try:
+        return int(name.removeprefix("exit:"))
+    except ValueError:
+        raise ValueError(f"drafter: got {name!r}, expected exit:K with a number of decoder layers K") from None
 
 
 def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from specdec_jax import sampling, speculative
 from specdec_jax.drafters.drawing import match_width
+from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel, Network
@@ -235,11 +236,12 @@ def step_arms(
         arms[f"verify {gamma}"] = step_arm(target.network_for(rows * (gamma + 1)), rows, longest, room, gamma + 1)
     for length in lengths:
         arms[f"target encoder {length}"] = prefill_arm(target.network, rows, length, room)
-    if isinstance(drafter, ModelDrafter):
+    if isinstance(drafter, ModelDrafter | EarlyExitDrafter):
         arms["draft step"] = step_arm(drafter.network, rows, longest, room, 1)
         for gamma in pairs:
             pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = paired_arm(*pair, rows, longest, room, gamma)
+    if isinstance(drafter, ModelDrafter):
         for length in lengths:
             arms[f"drafter encoder {length}"] = prefill_arm(drafter.network, rows, length, room)
     return arms

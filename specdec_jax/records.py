@@ -81,7 +81,8 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
         parts["target encoder"] += times[f"target encoder {item.padded}"].median
         parts["target calls"] += item.calls * target_call
         if item.draft_calls is not None and "draft step" in times:
-            parts["drafter encoder"] += times[f"drafter encoder {item.padded}"].median
+            encoder = times.get(f"drafter encoder {item.padded}")  # early exit has none of its own
+            parts["drafter encoder"] += encoder.median if encoder else 0.0
             parts["draft steps"] += item.draft_calls * draft_seconds(gamma, times)
     return parts
 
@@ -189,6 +190,8 @@ def summary(record: Mapping[str, Any]) -> str:
     ]
     if "draft step" in steps:
         lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
+    elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
+        lines.append("draft step     not timed, since several drafters take turns")
     elif record["drafter"]:
         lines.append("draft step     none, since no model drafts; c is counted as 0")
     for gamma, v in record["verify_cost"].items():
@@ -219,9 +222,8 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
         why = "no such rate with block verification" if arm["stats"]["drafted"] else "nothing was drafted"
         lines.append(f"  {calls or 0:.2f} tokens per target call; {why}: no alpha, no prediction")
     elif predicted is None:
-        lines.append(
-            f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; gamma adapts, on average {arm['mean_gamma']:.2f}"
-        )
+        drafted = f"{arm['mean_gamma']:.2f} drafted for each"
+        lines.append(f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call, {drafted}; no prediction")
     else:
         lines += [
             f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",

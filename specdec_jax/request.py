@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import speculative, verification
+from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.lookup import NGramDrafter
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
@@ -197,7 +198,14 @@ def check_stop(stop, deadline) -> tuple[str, ...]:
 
 
 def check_pair(target: LanguageModel, drafter) -> None:
-    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28)."""
+    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28), or an early exit of another model."""
+    for part in getattr(drafter, "parts", ()):
+        check_pair(target, part)
+    if isinstance(drafter, EarlyExitDrafter) and drafter.model is not target:
+        raise ValueError(
+            f"drafter: got an early exit of another model ({drafter.model.name}), expected one of the target itself "
+            f"({target.name})"
+        )
     if isinstance(drafter, NGramDrafter):
         _check_table(target, drafter.table)
     model = getattr(drafter, "model", None)

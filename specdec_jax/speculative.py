@@ -135,6 +135,7 @@ class Draft(NamedTuple):
         `Program.asks_draft_law` is False.
       calls: `[B]` int32 calls of the drafter's model that the row took part in.
       seen: of the laws, where the policy of γ reads them.
+      target_cache: the target's cache, if the drafter has written to it: to slots that the target's call overwrites.
     """
 
     tokens: jax.Array
@@ -142,6 +143,7 @@ class Draft(NamedTuple):
     law: Law | PointMass | None
     calls: jax.Array
     seen: Seen | None = None
+    target_cache: Any = None
 
 
 class Scored(NamedTuple):
@@ -228,7 +230,8 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     # Score the last committed token and the drafted ones in one call.
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
-    states, logits, cache = _score(target, state, scored, draft.num_drafted)
+    cache = state.target_cache if draft.target_cache is None else draft.target_cache
+    states, logits, cache = _score(target, state.replace(target_cache=cache), scored, draft.num_drafted)
 
     verified, adjusted = verify(state, draft, logits)
     after = _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)

@@ -15,7 +15,10 @@ LAYERS = [
     {"processors", "sampling", "cache", "gamma", "analysis", "vocabularies", "stopping"},
     {"models", "models.layers", "models.packing", "models.t5", "models.base"},
     {"verification", "speculative"},
-    {"drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"},
+    {
+        *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
+        *("drafters.exit", "drafters.cascade"),
+    },
     {"request", "generate"},
     {
         *(

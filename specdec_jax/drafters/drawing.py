@@ -12,6 +12,21 @@ from specdec_jax.gamma import Seen
 from specdec_jax.sampling import Law
 from specdec_jax.speculative import DecodeState, context
 
+# A number that no committed length reaches, and that nothing else is folded into a request's key with.
+_APART = 2**31 - 2
+
+
+def keys_apart(state: DecodeState) -> jax.Array:
+    """Keys `[B]` for the draws of a part of the draft that begins past the committed tokens.
+
+    Uniforms are keyed by the length at which a draft begins. With the request's own keys a part that begins later would
+    meet the draws of a later iteration. Coupling keys by absolute position, which is its point: there the keys stay.
+    """
+    if state.program.verifier == "gumbel":
+        return state.keys
+    fold = lambda key, length: jax.random.fold_in(jax.random.fold_in(key, _APART), length)
+    return jax.vmap(fold)(state.keys, state.lengths)
+
 
 def draft_tokens(
     state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0,

@@ -47,6 +47,10 @@ class ModelDrafter:
         (drafter.network,) = children
         return drafter
 
+    @property
+    def name(self) -> str:
+        return self.model.name
+
     def init(self, inputs, input_lengths, tokens, slots: int) -> ModelDraftState:
         batch, prefix = tokens.shape
         cache = self.network.prefill(inputs, input_lengths, slots, batch // inputs.shape[0])

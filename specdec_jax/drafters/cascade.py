@@ -1,0 +1,242 @@
+"""Drafters made of drafters (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462)."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.drafters.drawing import empty_law, keys_apart, match_width
+from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
+from specdec_jax.sampling import Law, PointMass
+from specdec_jax.speculative import DecodeState, Draft, Drafter, Scored, verify
+
+
+class CascadeState(NamedTuple):
+    """The states of a cascade's two drafters."""
+
+    first: Any
+    second: Any
+
+
+class _Cascade:
+    """Two drafters as one: what both kinds of cascade share."""
+
+    parts: tuple[Any, Any]
+    number: int  # the static setting
+
+    def tree_flatten(self):
+        return self.parts, self.number
+
+    @classmethod
+    def tree_unflatten(cls, number, parts):
+        cascade = object.__new__(cls)
+        cascade.parts, cascade.number = tuple(parts), number
+        return cascade
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> CascadeState:
+        return CascadeState(*(part.init(inputs, input_lengths, tokens, slots) for part in self.parts))
+
+    def observe(self, draft_state: CascadeState, state: DecodeState, scored: Scored) -> CascadeState:
+        """Passes on what the target made of the draft to a drafter that learns from it."""
+        seen = lambda part, own: part.observe(own, state, scored) if hasattr(part, "observe") else own
+        return CascadeState(*map(seen, self.parts, draft_state))
+
+
+@jax.tree_util.register_pytree_node_class
+class HorizontalCascade(_Cascade):
+    """One drafter for the first positions of a draft, another, cheaper one for the later, which count for less.
+
+    The second also takes over where the first has nothing more to propose: a copying drafter before a model drafts what
+    can be copied, the model the rest. Each position has the law of the drafter that it comes from; a point mass beside
+    a law becomes a one-hot one.
+    """
+
+    def __init__(self, first: Drafter, then: Drafter, switch: int):
+        """Args:
+          first: drafts positions 0 … switch − 1.
+          then: drafts what follows; not an `EarlyExitDrafter`, since the target's cache lacks what was drafted.
+          switch: at least 1.
+
+        Raises:
+          ValueError: another kind of argument.
+        """
+        _check_drafters(first=first, then=then)
+        _check_behind("then", then)
+        self.parts, self.number = (first, then), _positive("switch", switch)
+
+    @property
+    def name(self) -> str:
+        first, then = self.parts
+        return f"{first.name}, then {then.name} (from {self.number})"
+
+    def draft(self, draft_state: CascadeState, state: DecodeState, num_wanted) -> tuple[CascadeState, Draft]:
+        (first, then), program = self.parts, state.program
+        early = min(self.number, program.gamma)
+        front = dataclasses.replace(state, program=program._replace(gamma=early))
+        own, head = first.draft(draft_state.first, front, jnp.minimum(num_wanted, early))
+        count = head.num_drafted
+
+        # Nothing comes after an EOS.
+        end = jnp.take_along_axis(head.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)
+        ended = (count > 0) & jnp.any(end == state.eos_ids, axis=1)
+        behind = dataclasses.replace(
+            state, tokens=_written(state.tokens, head.tokens, state.lengths, count), lengths=state.lengths + count,
+            keys=keys_apart(state),
+        )  # fmt: skip
+        other, tail = then.draft(draft_state.second, behind, jnp.where(ended, 0, num_wanted - count))
+
+        def joined(buffer, of_head, of_tail):
+            return _written(_written(buffer, of_head, count * 0, count), of_tail, count, tail.num_drafted)
+
+        tokens = joined(jnp.zeros_like(tail.tokens), head.tokens, tail.tokens)
+        law: Law | PointMass | None = None
+        if program.asks_draft_law and isinstance(head.law, PointMass) and isinstance(tail.law, PointMass):
+            law = PointMass(tokens, program.vocab_size)
+        elif program.asks_draft_law:
+            law = Law(*map(joined, empty_law(state), _as_law(head.law), _as_law(tail.law)))
+        calls = head.calls + tail.calls
+        draft = Draft(tokens, count + tail.num_drafted, law, calls, target_cache=head.target_cache)
+        return CascadeState(own, other), draft
+
+
+class _Loop(NamedTuple):
+    """What `VerticalCascade` carries from call to call of its model.
+
+    Attributes:
+      tokens: `[B, S]` with what was drafted so far. drafted: `[B]`, how much. wanted: `[B]`, how much it is to be.
+      model, inner: the states of the two drafters.
+      law: of the draft, or None.
+      calls: `[B]`.
+    """
+
+    tokens: jax.Array
+    drafted: jax.Array
+    wanted: jax.Array
+    model: ModelDraftState
+    inner: Any
+    law: Law | None
+    calls: jax.Array
+
+
+@jax.tree_util.register_pytree_node_class
+class VerticalCascade(_Cascade):
+    """A model drafter that is itself drafted for: speculative decoding inside the draft.
+
+    A cheaper drafter proposes some tokens after what is drafted so far, the model judges them in one call (argmax, or
+    algorithm 1 of Leviathan et al. 2023) and adds one of its own, until all that is wanted is drafted. So the law of the
+    draft is the model's at every position, and the model is called less often. With argmax or Gumbel coupling the draft
+    is token for token what the model alone would draft.
+    """
+
+    def __init__(self, model_drafter: ModelDrafter, inner: Drafter, inner_gamma: int):
+        """Args:
+          model_drafter: whose law the draft has.
+          inner: drafts for it; any drafter that reads no cache of the target.
+          inner_gamma: the most tokens that it proposes for one call of the model, at least 1. (More than γ − 1 are
+            never proposed, since each call adds one of the model's own.)
+
+        Raises:
+          ValueError: another kind of argument.
+        """
+        if not isinstance(model_drafter, ModelDrafter):
+            raise ValueError(f"model_drafter: got {type(model_drafter).__name__}, expected a ModelDrafter")
+        _check_drafters(inner=inner)
+        _check_behind("inner", inner)
+        self.parts, self.number = (model_drafter, inner), _positive("inner_gamma", inner_gamma)
+
+    @property
+    def name(self) -> str:
+        model_drafter, inner = self.parts
+        return f"{model_drafter.name} over {inner.name} ({self.number})"
+
+    def draft(self, draft_state: CascadeState, state: DecodeState, num_wanted) -> tuple[CascadeState, Draft]:
+        """Drafts with a loop of model calls over a fixed number of positions.
+
+        A call begins at the first token that the model's cache lacks. After a full acceptance by the target that is one
+        more than the last token; then so many proposals fewer fit into it, and there is no step to catch up.
+        """
+        (model_drafter, inner), program = self.parts, state.program
+        width = min(self.number, max(program.gamma - 1, 1))
+        verifier = "gumbel" if program.verifier == "gumbel" else "token"
+        inside = dataclasses.replace(
+            state, policy=None, keys=keys_apart(state), program=program._replace(gamma=width, verifier=verifier)
+        )
+        offsets, network = jnp.arange(width + 1), model_drafter.network
+
+        def body(loop: _Loop) -> _Loop:
+            left, (cache, cached) = loop.wanted - loop.drafted, (loop.model.cache, loop.model.cached)
+            view = dataclasses.replace(inside, tokens=loop.tokens, lengths=state.lengths + loop.drafted)
+            lag = view.lengths - 1 - cached
+            room = jnp.maximum(jnp.minimum(width - lag, left - 1), 0)
+            inner_state, guess = inner.draft(loop.inner, view, room)
+
+            proposed = _written(loop.tokens, guess.tokens, view.lengths, guess.num_drafted)
+            places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)
+            logits, cache = network.decode(jnp.take_along_axis(proposed, places, axis=1), cached, cache)
+            judging = jnp.minimum(lag[:, None] + offsets, width)[..., None]
+            logits = jnp.take_along_axis(match_width(logits, program.vocab_size), judging, axis=1)
+            verified, law = verify(view, guess, logits)
+
+            at_end = offsets == verified.num_accepted[:, None]
+            new = jnp.where(at_end, verified.next_token[:, None], jnp.pad(guess.tokens, ((0, 0), (0, 1))))
+            is_eos = jnp.any(new[:, :, None] == state.eos_ids[:, None, :], axis=-1)
+            first_eos = jnp.min(jnp.where(is_eos, offsets, width + 1), axis=1)
+            num_new = jnp.minimum(verified.num_accepted, first_eos) + 1
+            num_new = jnp.where((left > 0) & (lag <= width), num_new, 0)  # a row far behind has only caught up
+
+            drafted = loop.drafted + num_new
+            place = lambda buffer, values: _written(buffer, values, loop.drafted, num_new)
+            return _Loop(
+                tokens=_written(loop.tokens, new, view.lengths, num_new),
+                drafted=drafted,
+                wanted=jnp.where(first_eos < num_new, drafted, loop.wanted),
+                model=ModelDraftState(cache, jnp.where(left > 0, cached + jnp.minimum(lag + num_new, width + 1), cached)),
+                inner=inner_state,
+                law=loop.law and Law(*map(place, loop.law, law)),
+                calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
+            )  # fmt: skip
+
+        none = jnp.zeros_like(state.lengths)
+        known = ModelDraftState(draft_state.first.cache, jnp.minimum(draft_state.first.cached, state.lengths - 1))
+        loop = _Loop(state.tokens, none, num_wanted, known, draft_state.second, empty_law(state), none)
+        loop = jax.lax.while_loop(lambda loop: jnp.any(loop.drafted < loop.wanted), body, loop)
+        places = jnp.minimum(state.lengths[:, None] + jnp.arange(program.gamma), state.tokens.shape[1] - 1)
+        tokens = jnp.take_along_axis(loop.tokens, places, axis=1)
+        return CascadeState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.law, loop.calls)
+
+
+def _written(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
+    """`buffer [B, N, …]` with the first `counts [B]` of `values [B, T, …]` from place `starts [B]` on."""
+    offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
+    wide = lambda x: x.reshape(*x.shape, *[1] * (buffer.ndim - 2))
+    spread = jnp.take_along_axis(values, wide(jnp.clip(offsets, 0, values.shape[1] - 1)), axis=1)
+    return jnp.where(wide((offsets >= 0) & (offsets < counts[:, None])), spread, buffer)
+
+
+def _as_law(law: Law | PointMass) -> Law:
+    return law.law() if isinstance(law, PointMass) else law
+
+
+def _positive(name: str, value) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
+    return int(value)
+
+
+def _check_drafters(**drafters) -> None:
+    for name, drafter in drafters.items():
+        if not hasattr(drafter, "draft"):
+            raise ValueError(f"{name}: got {drafter!r}, expected a drafter")
+
+
+def _check_behind(name: str, drafter) -> None:
+    """Refuses a drafter that would continue a draft from the target's cache, which does not hold it."""
+    if isinstance(drafter, EarlyExitDrafter):
+        raise ValueError(
+            f"{name}: got an EarlyExitDrafter, expected a drafter that needs nothing of the target's cache"
+        )
+    for part in getattr(drafter, "parts", ()):
+        _check_behind(name, part)
