@@ -1,8 +1,8 @@
 """Exact, fast decoding for T5-family models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
 from specdec_jax.checkpoints import bundled, load, save
-from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
-from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
+from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS, T5Config
@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "AssistedNGramDrafter",
     "GenerationResult",
     "LanguageModel",
     "ModelDrafter",
@@ -31,6 +32,7 @@ __all__ = [
     "load",
     "prepare",
     "save",
+    "shortlist_from_counts",
     "stream",
     "trace",
     "warm_up",

@@ -172,7 +172,9 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | No
 
     assert options.preset
     target = model(options.preset)
-    drafter = ModelDrafter(model(options.drafter_preset)) if options.drafter_preset else None
+    drafter = options.reduced(model(options.drafter_preset)) if options.drafter_preset else None
+    if drafter is None:
+        options.refuse_reduction()
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
     return target, drafter, _batches(ids, ids, options, [])
@@ -247,6 +249,8 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
         for gamma in options.gamma:
             pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = measure.paired_arm(*pair, rows, longest, room, gamma)
+        for name, network in drafter.parts().items():
+            arms[f"draft step, {name}"] = measure.step_arm(network, rows, longest, room, 1)
         for length in lengths:
             arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, room)
     return arms

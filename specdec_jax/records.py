@@ -166,6 +166,10 @@ def summary(record: Mapping[str, Any]) -> str:
     ]
     if "draft step" in steps:
         lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
+        for name, spread in steps.items():
+            if name.startswith("draft step, "):
+                share = steps["draft step"]["median"] / spread["median"]
+                lines.append(f"  {name.removeprefix('draft step, ')} {_seconds(spread)}, of which it takes {share:.3f}")
     elif record["drafter"]:
         lines.append("draft step     none, since no model drafts; c is counted as 0")
     for gamma, v in record["verify_cost"].items():
