@@ -55,7 +55,7 @@ def abstract_network(preset: str) -> Network:
 
 def abstract_drafter(preset: str) -> ModelDrafter:
     """A `ModelDrafter` of shapes only."""
-    return ModelDrafter.tree_unflatten(None, (abstract_network(preset),))
+    return ModelDrafter.tree_unflatten(None, (abstract_network(preset), None))
 
 
 def size(tree) -> int:

@@ -3,8 +3,8 @@
 from specdec_jax.checkpoints import bundled, load, save
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.exit import EarlyExitDrafter
-from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
-from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
+from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
 from specdec_jax.models.base import LanguageModel
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "AssistedNGramDrafter",
     "Confidence",
     "EarlyExitDrafter",
     "Entropy",
@@ -42,6 +43,7 @@ __all__ = [
     "load",
     "prepare",
     "save",
+    "shortlist_from_counts",
     "stream",
     "trace",
     "warm_up",

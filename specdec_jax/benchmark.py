@@ -118,7 +118,9 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | No
 
     assert options.preset
     target = model(options.preset)
-    drafter = ModelDrafter(model(options.drafter_preset)) if options.drafter_preset else None
+    drafter = options.reduced(model(options.drafter_preset)) if options.drafter_preset else None
+    if drafter is None:
+        options.refuse_reduction()
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
     return target, drafter, passes.cut(ids, ids, options.batch_size, options.seed, [])

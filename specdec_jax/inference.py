@@ -16,8 +16,9 @@ from rich.console import Console
 
 from specdec_jax import checkpoints, data
 from specdec_jax.drafters.exit import EarlyExitDrafter
-from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
-from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
+from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
+from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.generate import GenerationResult, Stats, generate, stream
 from specdec_jax.models.base import LanguageModel
@@ -35,7 +36,9 @@ from specdec_jax.sampling import SamplingConfig
 from specdec_jax.verification import LOSSY, VERIFIERS
 
 # What `--drafter` can name.
-NamedDrafter = ModelDrafter | EarlyExitDrafter | NGramDrafter | PromptLookupDrafter | RandomDrafter
+NamedDrafter = (
+    ModelDrafter | EarlyExitDrafter | NGramDrafter | PromptLookupDrafter | AssistedNGramDrafter | RandomDrafter
+)
 
 # Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
 _WINDOW = 64
@@ -64,9 +67,19 @@ class DecodingOptions:
     target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, like --target; lookup: copies from input and output; a table of `specdec count` "
-        "(.npz); exit:K: the first K decoder layers of the target; random: random tokens; none is plain decoding",
+        "what drafts: a smaller model, like --target; exit:K: the first K decoder layers of the target; lookup: copies from "
+        "input and output; assisted: n-grams of input, output and what the target thought probable; a table of "
+        "`specdec count` (.npz); random: random tokens; none is plain decoding",
     )
+    shortlist_size: int = option(
+        0,
+        "a drafting model proposes from this many ids only, the most frequent ones, which makes its head smaller; 0: all",
+    )
+    shortlist: str | None = option(
+        None, "a table of `specdec count` (.npz) that says which ids are frequent (none: the vocabulary's first are); "
+        "without --shortlist_size all that it counted"
+    )  # fmt: skip
+    drafter_int8: bool = option(False, "a drafting model multiplies with weights of 8 bits")
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json of both, for checkpoints that have none (T5X's)"
     )
@@ -169,6 +182,7 @@ class DecodingOptions:
         check_limits(sampling, np.array([self.max_new_tokens]), 1)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
+        at_least(0, shortlist_size=self.shortlist_size)
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
 
@@ -182,18 +196,42 @@ class DecodingOptions:
         load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary)
         target = load(self.target)
         self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
-        if not self.drafter:
-            return target, None
-        drafter = _drafter(self.drafter, target, load)
-        check_pair(target, drafter)
-        check_policy(self.gamma_of(1), drafter)
+        drafter = _drafter(self.drafter, target, load, self.reduced) if self.drafter else None
+        if not isinstance(drafter, ModelDrafter):
+            self.refuse_reduction()
+        if drafter is not None:
+            check_pair(target, drafter)
+            check_policy(self.gamma_of(1), drafter)
         return target, drafter
 
+    def reduced(self, model: LanguageModel) -> ModelDrafter:
+        """The drafter with `model` that these options ask for."""
+        if not self.shortlist:
+            return ModelDrafter(model, self.shortlist_size or None, self.drafter_int8)
+        table, _ = NGramTable.load(self.shortlist)
+        if not table.matches(model.vocabulary):
+            raise ValueError(
+                f"shortlist: got a table of {table.vocab_size} ids of another vocabulary, expected the drafter's"
+            )
+        counts = np.asarray(table.unigram)
+        size = self.shortlist_size or len({*np.flatnonzero(counts), *model.eos_ids})
+        return ModelDrafter(model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8)
 
-def _drafter(name: str, target: LanguageModel, load: Callable[[str], LanguageModel]) -> NamedDrafter:
-    """What `--drafter` names; a folder called lookup or random can be had as ./lookup."""
+    def refuse_reduction(self) -> None:
+        """Refuses what makes a drafting model cheaper, where no model drafts."""
+        for name in ("shortlist_size", "shortlist", "drafter_int8"):
+            if getattr(self, name):
+                raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model")
+
+
+def _drafter(
+    name: str, target: LanguageModel, load: Callable[[str], LanguageModel], reduced: Callable[[LanguageModel], ModelDrafter]
+) -> NamedDrafter:  # fmt: skip
+    """What `--drafter` names, a model's as `reduced` makes it; a folder called lookup, assisted or random can be had as ./lookup."""
     if name == "lookup":
         return PromptLookupDrafter()
+    if name == "assisted":
+        return AssistedNGramDrafter()
     if name == "random":
         return RandomDrafter(target.config.vocab_size)
     if name.startswith("exit:"):
@@ -201,11 +239,12 @@ def _drafter(name: str, target: LanguageModel, load: Callable[[str], LanguageMod
     if name.endswith(".npz"):
         return NGramDrafter.load(name, target.vocabulary)
     try:
-        return ModelDrafter(load(name))
+        model = load(name)
     except ValueError as error:
         if pathlib.Path(name).is_dir() or name in checkpoints.bundled():
             raise
-        raise ValueError(f"drafter: {error}, lookup, exit:K, random or a table (.npz)") from None
+        raise ValueError(f"drafter: {error}, lookup, assisted, exit:K, random or a table (.npz)") from None
+    return reduced(model)
 
 
 def _exit_layer(name: str) -> int:

@@ -242,6 +242,8 @@ def step_arms(
             pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = paired_arm(*pair, rows, longest, room, gamma)
     if isinstance(drafter, ModelDrafter):
+        for name, network in drafter.variants().items():
+            arms[f"draft step, {name}"] = step_arm(network, rows, longest, room, 1)
         for length in lengths:
             arms[f"drafter encoder {length}"] = prefill_arm(drafter.network, rows, length, room)
     return arms

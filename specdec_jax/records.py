@@ -190,6 +190,10 @@ def summary(record: Mapping[str, Any]) -> str:
     ]
     if "draft step" in steps:
         lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
+        for name, spread in steps.items():
+            if name.startswith("draft step, "):
+                share = steps["draft step"]["median"] / spread["median"]
+                lines.append(f"  {name.removeprefix('draft step, ')} {_seconds(spread)}, of which it takes {share:.3f}")
     elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
         lines.append("draft step     not timed, since several drafters take turns")
     elif record["drafter"]:

@@ -219,6 +219,9 @@ def check_pair(target: LanguageModel, drafter) -> None:
         )
     if model.start_token != target.start_token:
         raise ValueError(f"drafter: got start token {model.start_token}, expected the target's {target.start_token}")
+    listed, width = getattr(drafter, "shortlist", None), target.config.vocab_size
+    if listed is not None and int(listed.ids[0]) >= width:
+        raise ValueError(f"drafter: got a shortlist without any id below {width}, the target's number of ids")
 
 
 def check_policy(gamma, drafter) -> None:

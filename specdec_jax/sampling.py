@@ -177,6 +177,11 @@ class SamplingMode(NamedTuple):
     processor: Processor | None = None
 
     @property
+    def processes(self) -> bool:
+        """Whether any processor is on."""
+        return self.bias or self.reads_prefix or self.min_length or self.forced
+
+    @property
     def reads_prefix(self) -> bool:
         """Whether a law depends on the tokens before it beyond what the model makes of them."""
         return self.repetition or self.ngram > 0 or self.processor is not None
@@ -280,7 +285,7 @@ def process(logits: jax.Array, context: Context | None, rows: SamplingRows, mode
       rows: the traced parameters.
       mode: which processors are on.
     """
-    if not (mode.bias or mode.reads_prefix or mode.min_length or mode.forced):
+    if not mode.processes:
         return logits
     original = processed = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if mode.bias:

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
     {"processors", "sampling", "cache", "gamma", "analysis", "vocabularies", "stopping"},
-    {"models", "models.layers", "models.packing", "models.t5", "models.base"},
+    {"models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"},
     {"verification", "speculative"},
     {
         *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),

@@ -81,6 +81,24 @@ class Headless:
     def head(self, states):
         return states
 
+    def shortlisted(self, ids):
+        return ShortNetwork(self, jnp.asarray(ids))
+
+
+@flax.struct.dataclass
+class ShortNetwork:
+    """A toy network whose logits are those of `ids` alone."""
+
+    network: Headless
+    ids: jax.Array
+
+    def prefill(self, inputs, input_lengths, slots, copies=1):
+        return self.network.prefill(inputs, input_lengths, slots, copies)
+
+    def decode(self, tokens, positions, cache):
+        logits, cache = self.network.decode(tokens, positions, cache)
+        return logits[..., self.ids], cache
+
 
 @flax.struct.dataclass
 class HashNetwork(Headless):

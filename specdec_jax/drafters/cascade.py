@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.drafters.drawing import empty_law, keys_apart, match_width
+from specdec_jax.drafters.drawing import empty_law, keys_apart
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.sampling import Law, PointMass
@@ -177,7 +177,7 @@ class VerticalCascade(_Cascade):
             places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)
             logits, cache = network.decode(jnp.take_along_axis(proposed, places, axis=1), cached, cache)
             judging = jnp.minimum(lag[:, None] + offsets, width)[..., None]
-            logits = jnp.take_along_axis(match_width(logits, program.vocab_size), judging, axis=1)
+            logits = jnp.take_along_axis(model_drafter.widened(logits, program.vocab_size), judging, axis=1)
             verified, law = verify(view, guess, logits)
 
             at_end = offsets == verified.num_accepted[:, None]

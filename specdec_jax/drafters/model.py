@@ -1,13 +1,16 @@
 """A smaller model of the same vocabulary as drafter (Leviathan et al. 2023, section 2.3)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law, look, match_width
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, Network
+from specdec_jax.models.shortlist import Shortlist
 from specdec_jax.speculative import DecodeState, Draft, empty_seen
 
 
@@ -30,26 +33,59 @@ class ModelDrafter:
 
     Attributes:
       model: the drafter's model; must share the target's vocabulary (its logits may be narrower or wider).
+      network: what drafts: the model's own, or made of it as below.
+      shortlist: the ids that are proposed, None for all.
     """
 
     tells_law = True
 
-    def __init__(self, model: LanguageModel):
-        self.model = model
-        self.network = model.network
+    def __init__(self, model: LanguageModel, shortlist: int | Sequence[int] | np.ndarray | None = None, int8=False):
+        """Neither of the two changes the output law; both change what is proposed, and so the acceptance.
+
+        Args:
+          model: as the attribute.
+          shortlist: ids that alone are proposed, so that the head has no more columns than these: ascending, each once,
+            those that end a sequence among them (as from `shortlist_from_counts`). A number takes so many of the
+            vocabulary's first ids, which SentencePiece orders by frequency, and the ending ones.
+          int8: multiply with kernels of 8 bits, made now and kept beside the model's own.
+
+        Raises:
+          ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id that ends a sequence.
+        """
+        self.model, self.network, self.shortlist, self.int8 = model, model.network, None, bool(int8)
+        if shortlist is not None:
+            ids = check_shortlist(shortlist, model.config.vocab_size, model.eos_ids)
+            self.shortlist = Shortlist.of(ids, model.config.vocab_size)
+            self.network = self.network.shortlisted(self.shortlist.ids)
+        if int8:
+            self.network = self.network.in_int8()
+
+    def variants(self) -> dict[str, Network]:
+        """What the network would be without the shortlist, 8 bits, or both: what either gains can be timed."""
+        found = {}
+        if self.int8 and self.shortlist is not None:
+            found["shortlist alone"] = self.model.network.shortlisted(self.shortlist.ids)
+            found["int8 alone"] = self.model.network.in_int8()
+        if self.network is not self.model.network:
+            found["unreduced"] = self.model.network
+        return found
 
     def tree_flatten(self):
-        return (self.network,), None
+        return (self.network, self.shortlist), None
 
     @classmethod
     def tree_unflatten(cls, _, children):
-        drafter = object.__new__(cls)  # inside jit only the network is there
-        (drafter.network,) = children
+        drafter = object.__new__(cls)  # inside jit the model is not there
+        drafter.network, drafter.shortlist = children
         return drafter
 
     @property
     def name(self) -> str:
         return self.model.name
+
+    def widened(self, logits: jax.Array, vocab_size: int) -> jax.Array:
+        """The network's logits as `[..., vocab_size]`; ids that it does not propose have −inf."""
+        return match_width(logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size)
 
     def init(self, inputs, input_lengths, tokens, slots: int) -> ModelDraftState:
         batch, prefix = tokens.shape
@@ -73,7 +109,10 @@ class ModelDrafter:
             position = jnp.maximum(last + step, 0)
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             logits, cache = self.network.decode(fed, position, cache)
-            logits = match_width(logits, vocab_size)
+            bare = state.program.mode.greedy and not state.program.mode.processes and seen is None
+            if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
+                return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, law, seen)
+            logits = self.widened(logits, vocab_size)
             drawn, law = draw_adjusted(state, logits, tokens, step, law)
             return drawn, (cache, law, look(state, logits, tokens, step, drawn, seen))
 
@@ -91,3 +130,41 @@ class ModelDrafter:
         # A row that only watched has cached nothing new; its prefix's padding is no longer hidden by `last`.
         cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
         return ModelDraftState(cache, cached), draft
+
+
+def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
+    """The ids `[F]` of a `ModelDrafter`'s shortlist, ascending."""
+    if isinstance(shortlist, int | np.integer):
+        return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
+    ids = np.asarray(shortlist)
+    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"shortlist: got {shortlist!r}, expected a number of ids, or ids (at least one)")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"shortlist: got id {wrong}, expected ids of the drafter's model, 0 to {vocab_size - 1}")
+    if np.any(np.diff(ids) <= 0):
+        wrong = int(np.argmax(np.diff(ids) <= 0))
+        raise ValueError(f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, each once")
+    missing = set(eos_ids) - set(ids.tolist())
+    if missing:
+        raise ValueError(f"shortlist: got ids without {min(missing)}, which ends a sequence, expected it among them")
+    return ids
+
+
+def shortlist_from_counts(counts, size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
+    """The `size` most frequent ids, ascending, for `ModelDrafter`; of equally frequent ones those that come first.
+
+    Args:
+      counts: `[V]` how often each id occurs in outputs like those to come, e.g. `NGramDrafter.table.unigram` or
+        `np.bincount(ids, minlength=V)`.
+      size: F from 1 to V, `eos_ids` included.
+      eos_ids: ids that are taken whatever their counts.
+    """
+    counts = np.asarray(counts)
+    if counts.ndim != 1 or not counts.size:
+        raise ValueError(f"counts: got an array of shape {counts.shape}, expected one number for each id")
+    least = max(1, len(set(eos_ids)))
+    if not isinstance(size, int | np.integer) or not least <= size <= len(counts):
+        raise ValueError(f"shortlist: got a size of {size!r}, expected an integer from {least} to {len(counts)}")
+    first = np.isin(np.arange(len(counts)), list(eos_ids))
+    return np.sort(np.lexsort((-counts, ~first))[:size])

@@ -1,5 +1,6 @@
 """What the rest of the package sees of a model: `Network` inside jit, `LanguageModel` outside; linen stays hidden."""
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -54,6 +55,23 @@ class Network:
     def head(self, states: jax.Array) -> jax.Array:
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
         return self.module.apply({"params": self.params}, states, method="head")
+
+    def shortlisted(self, ids: np.ndarray) -> "Network":
+        """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
+        config = self.module.config
+        tied, scale = config.logits_via_embedding, config.scale_decoder_outputs
+        panel = packing.panel_width(jax.default_backend(), config.dtype)
+        params = packing.with_head(self.params, np.asarray(ids), tied, panel)
+        own = dataclasses.replace(
+            config, logits_via_embedding=False, scale_decoder_outputs=tied if scale is None else scale
+        )
+        return Network(params, T5(own, fused=True))
+
+    def in_int8(self) -> "Network":
+        """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
+        tied = self.module.config.logits_via_embedding
+        network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
+        return Network(packing.in_int8(network.params), network.module)
 
     def teacher_forced(self, inputs: jax.Array, input_lengths: jax.Array, decoder_tokens: jax.Array) -> jax.Array:
         """Logits `[B, T, V]` float32 of whole sequences, without a cache."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.cache import KVCache
+from specdec_jax.models.int8 import Int8Kernel
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
 
@@ -62,7 +63,8 @@ class Dense(nn.Module):
         if self.matmul_dtype is not None:
             y = _rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
             return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
-        kernel = jax.tree.map(lambda piece: piece.astype(self.dtype), kernel)
+        if not isinstance(kernel, Int8Kernel):
+            kernel = jax.tree.map(lambda piece: piece.astype(self.dtype), kernel)
         return apply_kernel(x.astype(self.dtype), kernel, output_dtype)
 
 
@@ -70,8 +72,11 @@ def apply_kernel(x: jax.Array, kernel, output_dtype) -> jax.Array:
     """`x [..., D]` times a kernel, `[..., F]`: the one place where a weight matrix meets activations.
 
     Args:
-      kernel: `[D, F]`, or panels `[F/P, D, P]` (see `packing.py`), multiplied as a batch, or a tuple of such.
+      kernel: `[D, F]`, or panels `[F/P, D, P]` (see `packing.py`), multiplied as a batch, or a tuple of such; or an
+        `Int8Kernel`.
     """
+    if isinstance(kernel, Int8Kernel):
+        return kernel.product(x, output_dtype)
     if isinstance(kernel, tuple):
         return jnp.concatenate([apply_kernel(x, piece, output_dtype) for piece in kernel], axis=-1)
     if kernel.ndim == 2:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.models.int8 import Int8Kernel
+
 # Columns of a panel: what XLA's float32 kernels hold in registers for several rows, with and without AVX-512. A single
 # row is as fast or faster with the wide panels everywhere.
 _WIDE, _NARROW = 64, 16
@@ -96,6 +98,38 @@ def narrowed(packed: dict, panel: int) -> dict:
         return pieces if len(pieces) > 1 else pieces[0]
 
     return jax.tree.map(narrow, packed)
+
+
+def padded(ids: np.ndarray) -> np.ndarray:
+    """`ids [F]` with copies of the last up to a multiple of the widest panel."""
+    return np.pad(ids, (0, -len(ids) % _WIDE), mode="edge")
+
+
+def with_head(packed: dict, ids: np.ndarray, tied: bool, panel: int | None) -> dict:
+    """`packed` with a head of its own for `ids [F]`; all other arrays are shared.
+
+    Args:
+      tied: the head of `packed` is its embedding.
+      panel: as in `pack`.
+    """
+    if tied:
+        kernel = packed["token_embedder"]["embedding"][ids].T
+    else:
+        kernel = _from_panels(packed["decoder"]["logits_dense"]["kernel"])[:, ids]
+    if panel and len(ids) % panel == 0:
+        kernel = _to_panels(kernel, panel)
+    return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": kernel}}}
+
+
+def in_int8(packed: dict) -> dict:
+    """`packed` with every kernel that a decoder step multiplies with as an `Int8Kernel`; all other arrays are shared."""
+
+    def rounded(path, leaf):
+        names = [key.key for key in path]
+        once = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
+        return Int8Kernel.of(_from_panels(leaf)) if names[-1] == "kernel" and not once else leaf
+
+    return {**packed, "decoder": jax.tree_util.tree_map_with_path(rounded, packed["decoder"])}
 
 
 @functools.partial(jax.jit, static_argnames="panel")

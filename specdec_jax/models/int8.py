@@ -1,0 +1,42 @@
+"""Kernels in 8 bits, for drafters: their law is free, so that what rounding costs is acceptance, never exactness."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+_MOST = 127
+
+
+@flax.struct.dataclass
+class Int8Kernel:
+    """A kernel `[D, F]` of which column f is about `values[:, f] · scales[f]`: symmetric, one scale for each output.
+
+    Attributes:
+      values: `[D, F]` int8.
+      scales: `[F]` float32.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @classmethod
+    def of(cls, kernel: jax.Array) -> "Int8Kernel":
+        return cls(*_rounded(kernel, 0))
+
+    def product(self, x: jax.Array, output_dtype) -> jax.Array:
+        """`x [..., D]` times the kernel, `[..., F]`; every row of x is rounded alike, the sums are exact in int32."""
+        rows = x.reshape(-1, x.shape[-1])
+        values, scales = _rounded(rows, 1)
+        # XLA's product of a single row on a CPU reads a copy of the whole kernel in int32, that of two the kernel itself.
+        values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
+        sums = jax.lax.dot_general(values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+        y = sums[: len(rows)].astype(jnp.float32) * scales[:, None] * self.scales
+        return y.astype(output_dtype).reshape(*x.shape[:-1], -1)
+
+
+def _rounded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Nearest integers of a matrix in units that let its greatest magnitude along `axis` be 127, and the units."""
+    x = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=axis) / _MOST
+    units = jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)
+    return jnp.round(x / units).astype(jnp.int8), scales
