@@ -58,6 +58,7 @@ COMMANDS = {
     ),
     "benchmark": Command("Times plain against speculative decoding.", "benchmark", "BenchmarkOptions"),
     "count": Command("Counts an n-gram table to draft with.", "counting", "CountOptions"),
+    "distill": Command("Trains a drafter on a target's outputs and laws, or resumes that.", "distill", "DistillConfig"),
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.", "train", "TrainConfig", run="fit", by_flags=False
     ),

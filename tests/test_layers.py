@@ -29,7 +29,7 @@ LAYERS = [
         *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),
         *("checkpoints", "data", "losses", "runs", "train"),
     },
-    {"measure", "records", "inference", "benchmark", "demo", "counting"},
+    {"measure", "records", "inference", "benchmark", "demo", "counting", "distill"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
