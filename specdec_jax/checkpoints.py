@@ -85,6 +85,11 @@ def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
     return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
 
 
+def load_shape(path) -> T5Config:
+    """A checkpoint's configuration; no parameter is read."""
+    return _open(_resolve(path), None).config
+
+
 def save(model: LanguageModel, path, dtype=None) -> None:
     """Writes a model folder that `load` reads, in the parameters' own dtype or in `dtype`.
 

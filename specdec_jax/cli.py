@@ -60,6 +60,7 @@ COMMANDS = {
     "measure": Command("Measures acceptance and cost, and what they promise.", "measuring", "MeasureOptions"),
     "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "tuning", "TuneOptions"),
     "count": Command("Counts an n-gram table to draft with.", "counting", "CountOptions"),
+    "distill": Command("Trains a drafter on a target's outputs and laws, or resumes that.", "distill", "DistillConfig"),
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.", "train", "TrainConfig", run="fit", by_flags=False
     ),

@@ -20,7 +20,7 @@ from specdec_jax.vocabularies import (
 
 __all__ = [
     "EOS_ID", "PAD_ID", "UNK_ID", "Batch", "BucketedBatches", "ByteVocabulary", "SentencePieceVocabulary",
-    "TokenizerJsonVocabulary", "Vocabulary", "read_lines", "read_pairs",
+    "TokenizerJsonVocabulary", "Vocabulary", "check_buckets", "read_examples", "read_lines", "read_pairs",
 ]  # fmt: skip
 
 
@@ -60,6 +60,38 @@ def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
     return pairs
 
 
+def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
+    """(source, target, ids) of TSV files with two columns, where the ids are None, or three.
+
+    A third column has the ids of the target, with spaces between them: what a model wrote need not be what its vocabulary
+    makes of the text, and need not have come to an end.
+
+    Raises:
+      ValueError: a line has another number of columns or no ids in the third, or a file cannot be read.
+    """
+    examples: list[tuple[str, str, list[int] | None]] = []
+    for path in paths:
+        for number, line in enumerate(read_lines(path), 1):
+            source, *rest = line.split("\t")
+            if len(rest) not in (1, 2):
+                expected = "2 (source, tab, target) or 3 (and the target's ids)"
+                raise ValueError(f"{path}, line {number}: got {len(rest) + 1} columns, expected {expected}")
+            ids = rest[1].split() if rest[1:] else None
+            if ids is not None and not (ids and all(token.isdecimal() for token in ids)):
+                raise ValueError(f"{path}, line {number}: got {rest[1]!r} in column 3, expected the target's ids")
+            examples.append((source, rest[0], None if ids is None else [int(token) for token in ids]))
+    return examples
+
+
+def check_buckets(buckets: Sequence[int], batch_tokens: int) -> None:
+    """Raises ValueError where `BucketedBatches` cannot be made of them."""
+    buckets = tuple(buckets)
+    if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
+        raise ValueError(f"buckets: got {buckets}, expected ascending lengths from 1")
+    if batch_tokens < buckets[-1]:
+        raise ValueError(f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {buckets[-1]}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """One padded batch: `inputs [B, L]`, `targets [B, T]` (EOS included), int32, 0 is padding."""
@@ -85,12 +117,7 @@ class BucketedBatches:
           seed: of the order of the pairs and of the batches, anew in every epoch.
         """
         self._pairs, self._buckets, self._seed = pairs, tuple(buckets), seed
-        if not self._buckets or self._buckets[0] < 1 or list(self._buckets) != sorted(set(self._buckets)):
-            raise ValueError(f"buckets: got {self._buckets}, expected ascending lengths from 1")
-        if batch_tokens < self._buckets[-1]:
-            raise ValueError(
-                f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {self._buckets[-1]}"
-            )
+        check_buckets(buckets, batch_tokens)
         self._rows = [batch_tokens // length for length in self._buckets]
         longest = np.array([max(len(source), len(target)) for source, target in pairs], int)
         self._bucket_of = np.searchsorted(np.array(self._buckets), longest)

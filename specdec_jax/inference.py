@@ -407,6 +407,7 @@ def decode_all(
     batch_size: int,
     seed: int,
     num_samples: int = 1,
+    first: int = 0,
     **options,
 ) -> Iterator[Output]:
     """Outputs in the order of `inputs`, `num_samples` for each, decoded in batches of like length.
@@ -414,7 +415,8 @@ def decode_all(
     Args:
       inputs: ids of every sentence, as from `encode`.
       batch_size: rows of a batch; fewer only where there are fewer inputs, so that one shape compiles.
-      seed: input i draws from `fold_in(key(seed), i)`, so that its sample does not depend on its batch.
+      seed: input i draws from `fold_in(key(seed), first + i)`, so that its sample does not depend on its batch.
+      first: number of the first input, where `inputs` are a part of more.
       options: as for `generate`.
     """
     if not inputs:
@@ -423,11 +425,11 @@ def decode_all(
     for start in range(0, len(inputs), _WINDOW * rows):
         window = range(start, min(start + _WINDOW * rows, len(inputs)))
         order, waiting, outputs = sorted(window, key=lambda i: len(inputs[i])), list(window)[::-1], {}
-        for first in range(0, len(order), rows):
-            chosen = order[first : first + rows]
+        for begin in range(0, len(order), rows):
+            chosen = order[begin : begin + rows]
             filled = chosen + [chosen[-1]] * (rows - len(chosen))
             batch = [inputs[i] for i in chosen] + [[]] * (rows - len(chosen))
-            keys = fold_keys(key, np.array(filled))
+            keys = fold_keys(key, np.array(filled) + first)
             result = generate(target, batch, key=keys, num_samples=num_samples, **options)
             for row, i in enumerate(chosen):
                 outputs[i] = [_output(result, row * num_samples + sample) for sample in range(num_samples)]

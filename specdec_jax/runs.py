@@ -19,22 +19,25 @@ from specdec_jax.losses import TrainState
 
 
 class Checkpoints:
-    """The two newest states, and the parameters with the lowest validation loss.
+    """The two newest states, and the parameters that did best on the validation files.
 
     Saving is synchronous: the next step donates the buffers that would still be written.
     """
 
-    def __init__(self, output: pathlib.Path, resume: bool = False):
-        """Args: output: the run's folder. resume: also remove what a kill left half written."""
+    def __init__(self, output: pathlib.Path, resume: bool = False, select: str = "loss"):
+        """Args: output: the run's folder. resume: also remove what a kill left half written. select: what the best is
+        judged by: the lowest "loss", the highest "acceptance" or "agreement"."""
         options = functools.partial(
             ocp.CheckpointManagerOptions, enable_async_checkpointing=False, cleanup_tmp_directories=resume
         )
-        loss = lambda metrics: metrics["validation_loss"]
+        # Lower is better. What was kept before it was judged by the same is worse than anything.
+        name, sign = ("validation_loss", 1) if select == "loss" else (select, -1)
+        self._score = lambda metrics: sign * metrics[name] if name in metrics else math.inf
         for folder in ("checkpoints", "best"):
             (output / folder).mkdir(parents=True, exist_ok=True)
         self.newest = ocp.CheckpointManager(output / "checkpoints", options=options(max_to_keep=2))
         self.best = ocp.CheckpointManager(
-            output / "best", options=options(max_to_keep=1, best_fn=loss, best_mode="min")
+            output / "best", options=options(max_to_keep=1, best_fn=self._score, best_mode="min")
         )
 
     def restore(self, state: TrainState) -> TrainState:
@@ -48,17 +51,18 @@ class Checkpoints:
                 f"{folder}: got a checkpoint of another model, expected that of the settings: {error}"
             ) from error
 
-    def keep_best(self, step: int, params: dict, loss: float) -> bool:
-        """Keeps `params` if `loss` is the lowest; returns whether it is. A loss that is not finite never is."""
+    def keep_best(self, step: int, params: dict, loss: float, **more: float) -> bool:
+        """Keeps `params` if they are the best, judged by the validation loss or one of the figures in `more`; returns
+        whether they are. Those whose loss is not finite never are."""
         if not math.isfinite(loss):
             return False
-        best = self.best.best_step()
-        if best is not None and self.best.metrics(best)["validation_loss"] <= loss:
+        best, metrics = self.best.best_step(), {"validation_loss": loss, **more}
+        if best is not None and self._score(self.best.metrics(best)) <= self._score(metrics):
             return False
         if step in self.best.all_steps():  # taken before the run was resumed, under other settings
             self.best.delete(step)
         # `force`: after a resumption the step may lie before the best of the time before it.
-        self.best.save(step, args=ocp.args.StandardSave(params), metrics={"validation_loss": loss}, force=True)
+        self.best.save(step, args=ocp.args.StandardSave(params), metrics=metrics, force=True)
         return True
 
 
@@ -103,13 +107,18 @@ class Reporter:
             left = f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
             self.message(f"step {step}/{self._steps}: {text}, {left} left")
 
-    def validation(self, step: int, loss: float, by_file: dict[str, float], best: bool) -> None:
-        """Validation loss over all files and of each; `best`: the lowest so far."""
-        self._write(step, validation_loss=loss, validation_losses=by_file)
-        parts = ", ".join(f"{name} {value:.4f}" for name, value in by_file.items()) if len(by_file) > 1 else ""
-        self.message(
-            f"step {step}/{self._steps}: validation loss {loss:.4f}{parts and f' ({parts})'}{' (best)' * best}"
-        )
+    def validation(
+        self, step: int, loss: float, by_file: dict[str, float], best: bool, **more: tuple[float, dict[str, float]]
+    ) -> None:
+        """Validation loss over all files and of each, and `more` figures likewise; `best`: the best so far."""
+        totals = {name: total for name, (total, _) in more.items()}
+        by_files = {f"{name}_by_file": values for name, (_, values) in more.items()}
+        self._write(step, validation_loss=loss, validation_losses=by_file, **totals, **by_files)
+        parts = []
+        for name, (total, values) in {"validation loss": (loss, by_file), **more}.items():
+            each = ", ".join(f"{file} {value:.4f}" for file, value in values.items()) if len(values) > 1 else ""
+            parts.append(f"{name} {total:.4f}{each and f' ({each})'}")
+        self.message(f"step {step}/{self._steps}: {', '.join(parts)}{' (best)' * best}")
 
     def message(self, text: str) -> None:
         """One line, above the bar."""

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import rich.console
 
 from specdec_jax import checkpoints, data
-from specdec_jax.losses import Metrics, Objective, TrainState, evaluate, train_step
+from specdec_jax.losses import DIVERGENCES, Likeness, Metrics, Objective, TrainState, evaluate, train_step
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, write_atomically
@@ -26,12 +26,15 @@ class TrainConfig:
 
     Attributes:
       model: shape of the network; `matmul_dtype` and `dropout_rate` count in training only, `dtype` is set below.
-      train_files, validation_files: TSV files (source, tab, target), gzip or not; any number of each.
+      train_files, validation_files: TSV files (source, tab, target; or, with a tab and the target's ids after that, as
+        `specdec distill` writes them), gzip or not; any number of each.
       output_dir: checkpoints, the log and the final model go here; an existing run in it is resumed.
       data_dir: folder to which the names of those files are relative.
-      vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, or one trained on the train
-        files. "": `vocabulary.model` in `output_dir`.
-      vocabulary_size: ids of the vocabulary: its pieces and, with a teacher that has them, the teacher's sentinels.
+      initialise_from: path of a model of the same shape and vocabulary, or a bundled name, whose parameters a new run starts
+        from; None: random ones. The optimiser's state is new either way.
+      vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, that of `initialise_from`, or
+        one trained on the train files. "": `vocabulary.model` in `output_dir`.
+      vocabulary_size: ids of the vocabulary: its pieces and, with a model that has them, that model's sentinels.
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
@@ -39,7 +42,12 @@ class TrainConfig:
       buckets: padded lengths, ascending; longer pairs are left out and counted.
       label_smoothing: mass spread over the vocabulary.
       teacher: path of a model to distil from, or None.
-      distill_weight: w in (1 − w) · cross-entropy + w · KL(teacher ‖ student), per target piece; above 0 iff there is a
+      distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece; above 0 iff there is a
+        teacher.
+      divergence: D: "forward_kl", "reverse_kl", "jensen_shannon" or "total_variation", which is 1 − α (`losses.py`).
+      distill_temperature: of the teacher's law in D; below 1 its argmax counts more.
+      select: what the best parameters have: the lowest validation "loss", or on the validation files the highest
+        "acceptance" (mean of Σ_v min(p, q), α at temperature 1) or "agreement" (of the argmax, α at temperature 0) with the
         teacher.
       seed: of the initial parameters, the order of the batches and dropout.
       log_every, save_every, evaluate_every: steps between records, checkpoints and validation losses.
@@ -51,6 +59,7 @@ class TrainConfig:
     validation_files: tuple[str, ...]
     output_dir: str
     data_dir: str = ""
+    initialise_from: str | None = None
     vocabulary: str = ""
     vocabulary_size: int = 6144
     steps: int = 2000
@@ -62,6 +71,9 @@ class TrainConfig:
     label_smoothing: float = 0.1
     teacher: str | None = None
     distill_weight: float = 0.0
+    divergence: str = "forward_kl"
+    distill_temperature: float = 1.0
+    select: str = "loss"
     seed: int = 0
     log_every: int = 20
     save_every: int = 100
@@ -87,6 +99,15 @@ class TrainConfig:
         weights = "a number in (0, 1] with a teacher, 0 without"
         fits = 0 < self.distill_weight <= 1 if self.teacher else self.distill_weight == 0
         _expect(fits, "distill_weight", self.distill_weight, weights)
+        _expect(self.divergence in DIVERGENCES, "divergence", self.divergence, f"one of {', '.join(DIVERGENCES)}")
+        positive = 0 < self.distill_temperature < np.inf
+        _expect(positive, "distill_temperature", self.distill_temperature, "a positive number")
+        if not self.teacher:
+            for name, default in (("divergence", "forward_kl"), ("distill_temperature", 1.0)):
+                _expect(getattr(self, name) == default, name, getattr(self, name), f"{default!r} without a teacher")
+        choices = ("loss", *Likeness._fields) if self.teacher else ("loss",)
+        expected = f"one of {', '.join(choices)}" if self.teacher else "'loss' without a teacher"
+        _expect(self.select in choices, "select", self.select, expected)
         pieces = f"at most model.vocab_size = {self.model.vocab_size}"
         _expect(self.vocabulary_size <= self.model.vocab_size, "vocabulary_size", self.vocabulary_size, pieces)
         _expect(self.dtype in (None, "float32", "bfloat16"), "dtype", self.dtype, "None, float32 or bfloat16")
@@ -147,8 +168,8 @@ def _is_matrix(path) -> bool:
 def fit(config: TrainConfig) -> dict:
     """Trains, or goes on where an earlier run into `output_dir` stopped, and writes the model `output_dir/model`.
 
-    `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters with the lowest validation loss
-    (`best`), which become the model, and `log.jsonl`. SIGINT and SIGTERM end the step in progress and save it.
+    `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters that did best on the validation files
+    (`best`, judged by `select`), which become the model, and `log.jsonl`. SIGINT and SIGTERM end the step in progress and save it.
 
     Returns: the parameters of the last step.
     Raises:
@@ -158,7 +179,7 @@ def fit(config: TrainConfig) -> dict:
     _check_files(config)
     output = pathlib.Path(config.output_dir).absolute()
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
-    saved = Checkpoints(output, resume=True)
+    saved = Checkpoints(output, resume=True, select=config.select)
     for line in _record_settings(config, output, saved.newest.latest_step()):
         console.print(line, markup=False)
     run = _Run(config, saved)
@@ -183,8 +204,8 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
 
     Args:
       output_dir: also of a run that was moved or copied: what the run recorded as its own folder does not count.
-      which: "best" takes the parameters with the lowest validation loss (the newest where none was taken), "newest"
-        those of the newest checkpoint.
+      which: "best" takes the parameters that did best on the validation files (the newest where none were taken),
+        "newest" those of the newest checkpoint.
       dtype: in which the parameters are stored; None keeps float32.
     """
     _expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
@@ -193,7 +214,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
         raise ValueError(f"{output_dir}: got a folder without config.json, expected one of a training run")
     stored = json.loads((output / "config.json").read_text())
     config = TrainConfig(**{**stored, "model": T5Config(**stored["model"]), "output_dir": str(output)})
-    saved = Checkpoints(output)
+    saved = Checkpoints(output, select=config.select)
     state = _abstract_state(config)
     if which == "best" and saved.best.latest_step() is not None:
         params = saved.best.restore(saved.best.best_step(), args=ocp.args.StandardRestore(state.params))
@@ -218,14 +239,16 @@ class _Run:
         self.config, self.saved = config, saved
         teacher = _teacher(config)
         vocabulary = _vocabulary(config, teacher)
+        self._initial = _initial_params(config) if saved.newest.latest_step() is None else None
         network = computing(config, config.model)
         self.objective = Objective(T5(network), config.label_smoothing)
         self.teacher_params = None
         if teacher is not None:
             shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
-                self.objective, teacher=T5(computing(config, shape)), distill_weight=config.distill_weight
-            )
+                self.objective, teacher=T5(computing(config, shape)), distill_weight=config.distill_weight,
+                divergence=config.divergence, distill_temperature=config.distill_temperature,
+            )  # fmt: skip
             self.teacher_params = teacher.params
         self.optimizer = make_optimizer(config)
         batches = lambda path: _batches(config, vocabulary, [path])
@@ -233,6 +256,9 @@ class _Run:
         self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
 
     def initial_state(self) -> TrainState:
+        if self._initial is not None:
+            params, self._initial = self._initial, None
+            return _state_of(self.config, params)
         if self.saved.newest.latest_step() is None:
             return jax.jit(functools.partial(_init, self.config))(jax.random.key(self.config.seed))
         return self.saved.restore(_abstract_state(self.config))
@@ -245,14 +271,24 @@ class _Run:
         )  # fmt: skip
 
     def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
-        """Reports the mean loss of a piece, by file and over all, and keeps the parameters if it is the lowest."""
+        """Reports means over the pieces, by file and over all, and keeps the parameters if they are the best."""
         sums = {
             name: evaluate(state.params, batches, self.objective, self.teacher_params)
             for name, batches in self.validation.items()
         }
-        by_file = {name: float(metrics.loss / metrics.pieces) for name, metrics in sums.items()}
-        loss = float(sum(metrics.loss for metrics in sums.values()) / sum(metrics.pieces for metrics in sums.values()))
-        reporter.validation(step, loss, by_file, self.saved.keep_best(step, state.params, loss))
+        pieces = {name: metrics.pieces for name, (metrics, _) in sums.items()}
+
+        def mean(of: dict[str, np.ndarray]) -> tuple[float, dict[str, float]]:
+            each = {name: float(value / pieces[name]) for name, value in of.items()}
+            return float(sum(of.values()) / sum(pieces.values())), each
+
+        loss, by_file = mean({name: metrics.loss for name, (metrics, _) in sums.items()})
+        fields = Likeness._fields if self.teacher_params is not None else ()
+        more = {
+            field: mean({name: getattr(likeness, field) for name, (_, likeness) in sums.items()}) for field in fields
+        }
+        best = self.saved.keep_best(step, state.params, loss, **{field: value for field, (value, _) in more.items()})
+        reporter.validation(step, loss, by_file, best, **more)
 
     def save(self, state: TrainState, step: int) -> None:
         if not _finite(state.params):
@@ -268,8 +304,11 @@ def _finite(params):
 
 
 def _loop(run: _Run, state: TrainState, reporter: Reporter) -> TrainState:
-    config, window, clock = run.config, [], time.perf_counter()
+    config, window = run.config, []
     with deferred_signals() as signals:
+        if config.initialise_from is not None and run.saved.best.latest_step() is None:
+            run.validate(state, 0, reporter)  # the best is then no worse than where the run began
+        clock = time.perf_counter()
         for done in range(int(state.step) + 1, config.steps + 1):
             state, metrics = run.step(state, done - 1)
             if window:  # the host is at most one step ahead: progress is true, and a signal is soon obeyed
@@ -304,7 +343,11 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
 
 def _init(config: TrainConfig, key) -> TrainState:
     dummy = jnp.ones((1, 4), jnp.int32)
-    params = T5(computing(config, config.model)).init(key, dummy, dummy > 0, dummy)["params"]
+    return _state_of(config, T5(computing(config, config.model)).init(key, dummy, dummy > 0, dummy)["params"])
+
+
+def _state_of(config: TrainConfig, params: dict) -> TrainState:
+    """The state before the first step."""
     return TrainState(params, make_optimizer(config).init(params), jnp.zeros((), jnp.int32))
 
 
@@ -341,16 +384,22 @@ def _record_settings(config: TrainConfig, output: pathlib.Path, step: int | None
     path, settings = output / "config.json", json.loads(json.dumps(dataclasses.asdict(config)))
     lines = []
     if step is not None and path.exists():
-        before = json.loads(path.read_text())
-        shape = lambda model: {
-            key: value for key, value in model.items() if key not in ("dropout_rate", "matmul_dtype")
-        }
-        same = shape(before["model"]) == shape(settings["model"])
+        # What a setting did before it was one, its default says.
+        before = {field.name: field.default for field in dataclasses.fields(config)} | json.loads(path.read_text())
+        same = _shape(T5Config(**before["model"])) == _shape(config.model)
         _expect(same, "model", settings["model"], f"that of the run in {config.output_dir}: {before['model']}")
-        changed = [name for name in settings if name != "output_dir" and before.get(name) != settings[name]]
-        lines = [f"changed since step {step}: {name} {before.get(name)} -> {settings[name]}" for name in changed]
+        begun = before["initialise_from"]
+        expected = f"{begun!r}, which the run in {config.output_dir} began from"
+        _expect(config.initialise_from == begun, "initialise_from", config.initialise_from, expected)
+        changed = [name for name in settings if name != "output_dir" and before[name] != settings[name]]
+        lines = [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
     write_atomically(path, json.dumps(settings, indent=1).encode())
     return lines
+
+
+def _shape(model: T5Config) -> T5Config:
+    """What decides a network's parameters and what it computes with them."""
+    return dataclasses.replace(model, dropout_rate=0.0, dtype="float32", matmul_dtype=None)
 
 
 def _teacher(config: TrainConfig) -> LanguageModel | None:
@@ -359,12 +408,23 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     teacher = checkpoints.load(config.teacher, computing(config, config.model).dtype)
     width, expected = teacher.config.vocab_size, config.model.vocab_size
     _expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
-    _expect(teacher.start_token == 0, "teacher", f"start token {teacher.start_token}", "0, that of training")
-    given = type(teacher.vocabulary).__name__
-    _expect(
-        isinstance(teacher.vocabulary, data.SentencePieceVocabulary), "teacher", given, "a SentencePiece vocabulary"
-    )
+    check_special("teacher", teacher.vocabulary, teacher.start_token)
     return teacher
+
+
+def _initial_params(config: TrainConfig) -> dict | None:
+    if config.initialise_from is None:
+        return None
+    model = checkpoints.load(config.initialise_from, "float32")
+    _expect(_shape(model.config) == _shape(config.model), "initialise_from", model.config, f"the shape {config.model}")
+    return model.params
+
+
+def check_special(name: str, vocabulary, start_token: int) -> None:
+    """Refuses a model whose vocabulary or start token training does not know."""
+    _expect(start_token == 0, name, f"start token {start_token}", "0, that of training")
+    given = type(vocabulary).__name__
+    _expect(isinstance(vocabulary, data.SentencePieceVocabulary), name, given, "a SentencePiece vocabulary")
 
 
 def _vocabulary_path(config: TrainConfig) -> pathlib.Path:
@@ -372,14 +432,22 @@ def _vocabulary_path(config: TrainConfig) -> pathlib.Path:
 
 
 def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> data.SentencePieceVocabulary:
-    path = _vocabulary_path(config)
+    path, given = _vocabulary_path(config), {}
+    if teacher is not None:
+        given["the teacher"] = teacher.vocabulary
+    if config.initialise_from is not None:
+        pieces, start_token = checkpoints.load_vocabulary(config.initialise_from)
+        check_special("initialise_from", pieces, start_token)
+        given[config.initialise_from] = pieces
+    owner = next(iter(given), None)
     if not path.exists():
-        write_atomically(path, teacher.vocabulary.model if teacher else _train_vocabulary(config))
-    vocabulary = data.SentencePieceVocabulary.load(path, teacher.vocabulary.extra_ids if teacher else 0)
-    if teacher is not None and teacher.vocabulary.fingerprint() != vocabulary.fingerprint():
-        raise ValueError(f"vocabulary: got {path}, expected the teacher's pieces")
+        write_atomically(path, given[owner].model if owner else _train_vocabulary(config))
+    vocabulary = data.SentencePieceVocabulary.load(path, given[owner].extra_ids if owner else 0)
+    for name, pieces in given.items():
+        if pieces.fingerprint() != vocabulary.fingerprint():
+            raise ValueError(f"vocabulary: got {path}, expected {name}'s pieces")
     got = f"{vocabulary.size - vocabulary.extra_ids} pieces in {path}"
-    got += f" and {vocabulary.extra_ids} sentinels of the teacher" if vocabulary.extra_ids else ""
+    got += f" and {vocabulary.extra_ids} sentinels of {owner}" if vocabulary.extra_ids else ""
     _expect(vocabulary.size == config.vocabulary_size, "vocabulary", got, f"vocabulary_size = {config.vocabulary_size}")
     return vocabulary
 
@@ -406,11 +474,16 @@ def _train_vocabulary(config: TrainConfig) -> bytes:
 
 def _batches(config: TrainConfig, vocabulary, paths) -> data.BucketedBatches:
     end = list(vocabulary.eos_ids)
-    pairs = [tuple(vocabulary.encode(text) + end for text in pair) for pair in data.read_pairs(paths)]
-    if any(0 in ids for pair in pairs for ids in pair):  # only a vocabulary with other special ids than T5's has it
-        name = ", ".join(map(str, paths))
+    pairs = [
+        (vocabulary.encode(source) + end, vocabulary.encode(target) + end if ids is None else ids)
+        for source, target, ids in data.read_examples(paths)
+    ]
+    name, largest = ", ".join(map(str, paths)), max((max(ids) for pair in pairs for ids in pair), default=0)
+    if largest >= config.model.vocab_size:  # only ids that a file gives can be so
+        raise ValueError(f"{name}: got the id {largest}, expected at most {config.model.vocab_size - 1}")
+    if any(0 in ids for pair in pairs for ids in pair):  # ids that a file gives, or other special ids than T5's
         raise ValueError(f"{name}: got the piece {vocabulary.piece(0)!r} with id 0, expected none: 0 is padding")
     try:
         return data.BucketedBatches(pairs, config.buckets, config.batch_tokens, config.seed)
     except ValueError as error:
-        raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None

@@ -33,7 +33,7 @@ LAYERS = [
         *("checkpoints", "data", "losses", "runs", "train"),
     },
     {
-        *("measure", "records", "inference", "benchmark", "demo", "counting"),
+        *("measure", "records", "inference", "benchmark", "demo", "counting", "distill"),
         *("passes", "acceptance", "measuring", "tuning", "plots"),
     },
     {"cli"},

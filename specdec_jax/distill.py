@@ -1,0 +1,339 @@
+"""`specdec distill`: a drafter learns from what its target writes (sequence level), and from its laws there (token level).
+
+Both happen in one folder and both go on after a kill: first the target's outputs are written, in files of a fixed
+number of sources each, then `train.fit` runs on them.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import rich.console
+import rich.progress
+
+from specdec_jax import checkpoints, data, train
+from specdec_jax.inference import at_least, decode_all, option
+from specdec_jax.losses import DIVERGENCES
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.runs import deferred_signals, write_atomically
+from specdec_jax.sampling import SamplingConfig
+
+_SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+_RECORD = "distill.json"
+# What decides the outputs, beside the sources.
+_DECIDING = (
+    "target", "max_sources", "greedy", "samples", "temperature", "max_new_tokens", "batch_size", "shard_size", "seed",
+    "dtype",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Settings of `specdec distill`; each field's help is in its metadata."""
+
+    target: str | None = option(None, "the model that is distilled: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(None, "a model to start from, of the target's vocabulary; or see --drafter_shape")
+    drafter_shape: tuple[int, ...] = option(
+        (), f"comma-separated {', '.join(_SHAPE)} of a new drafter, for the rest like the target"
+    )
+    source_files: tuple[str, ...] = option(
+        (), "UTF-8 text, gzip or not, a source a line, what follows a tab is ignored; repeatable"
+    )
+    validation_files: tuple[str, ...] = option((), "the same, for validation; repeatable")
+    data_dir: str = option("", "folder to which the names of those files are relative")
+    output_dir: str | None = option(None, "folder of the run; a run that is there goes on")
+    max_sources: int = option(0, "sources taken from each of the files, evenly spread; 0: all")
+    greedy: bool = option(True, "train and validate on the target's argmax output for every source")
+    samples: int = option(0, "train and validate on so many samples of the target for every source")
+    temperature: float = option(1.0, "of those samples")
+    max_new_tokens: int = option(64, "longest output, in tokens; a longer one is learnt as far as it goes")
+    batch_size: int = option(64, "sources decoded together")
+    shard_size: int = option(2048, "sources whose outputs are written together: what a kill loses at most")
+    distill_weight: float = option(1.0, "w in (1 - w) * cross-entropy + w * divergence, for every token")
+    divergence: str = option("forward_kl", f"from the target's law: {', '.join(DIVERGENCES)} (1 - alpha)")
+    distill_temperature: float = option(1.0, "of the target's law in the divergence; below 1 its argmax counts more")
+    select: str = option(
+        "loss", "which parameters are kept, by validation: loss, acceptance (alpha at temperature 1), agreement (at 0)"
+    )
+    steps: int = option(2000, "optimiser steps in all")
+    warmup_steps: int = option(100, "linear warm-up at the start")
+    decay_steps: int = option(500, "linear decay to zero at the end")
+    learning_rate: float = option(0.01, "size of a step relative to the root mean square of the array it changes")
+    batch_tokens: int = option(4096, "padded pieces of one side of a batch")
+    buckets: tuple[int, ...] = option(
+        (8, 10, 12, 14, 16, 20, 24, 32, 48, 64), "padded lengths, ascending; longer sources are left out"
+    )
+    seed: int = option(0, "of the samples, the drafter's initial parameters and the order of the batches")
+    log_every: int = option(20, "steps between two records")
+    save_every: int = option(100, "steps between two checkpoints")
+    evaluate_every: int = option(200, "steps between two validations")
+    dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
+    matmul_dtype: str | None = option(None, "dtype to which the operands of products are rounded in training")
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before a model is loaded.
+
+        Raises:
+          ValueError: with what was got and what was expected.
+        """
+        for name, expected in (
+            ("target", " or ".join(["a checkpoint's folder", *checkpoints.bundled()])),
+            ("output_dir", "a folder for the run"),
+            ("source_files", "at least one UTF-8 text file"),
+            ("validation_files", "at least one UTF-8 text file"),
+        ):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: got nothing, expected {expected}")
+        for name in ("source_files", "validation_files"):
+            for path in self.paths(name):
+                if not path.is_file():
+                    raise ValueError(f"{name}: got {str(path)!r}, which is no file, expected a UTF-8 text file")
+        if bool(self.drafter) == bool(self.drafter_shape):
+            got = "both" if self.drafter else "nothing"
+            raise ValueError(f"drafter, drafter_shape: got {got}, expected one of them")
+        if self.drafter_shape and len(self.drafter_shape) != len(_SHAPE):
+            raise ValueError(f"drafter_shape: got {self.drafter_shape}, expected {', '.join(_SHAPE)}")
+        at_least(1, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, shard_size=self.shard_size)
+        at_least(0, max_sources=self.max_sources, samples=self.samples)
+        if not self.greedy and not self.samples:
+            raise ValueError(
+                "samples: got 0 without greedy outputs, expected at least 1: there is nothing to learn from"
+            )
+        if self.samples and not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature: got {self.temperature}, expected a positive number (greedy is 0)")
+        data.check_buckets(self.buckets, self.batch_tokens)
+        if self.max_new_tokens > self.buckets[-1]:
+            expected = f"at most the longest bucket, {self.buckets[-1]}"
+            raise ValueError(f"max_new_tokens: got {self.max_new_tokens}, expected {expected}")
+
+    def paths(self, name: str) -> list[pathlib.Path]:
+        """`source_files` or `validation_files` with their folder."""
+        return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
+
+    def shape(self, target: T5Config) -> T5Config:
+        """The drafter's."""
+        network = checkpoints.load_shape(self.drafter) if self.drafter else target
+        shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
+        return dataclasses.replace(network, **shape, dtype="float32", matmul_dtype=self.matmul_dtype)
+
+    def training(self, model: T5Config, vocabulary_size: int, train_files, validation_files) -> train.TrainConfig:
+        """The settings of the second stage."""
+        same = (
+            "output_dir", "steps", "warmup_steps", "decay_steps", "learning_rate", "batch_tokens", "buckets",
+            "distill_weight", "divergence", "distill_temperature", "select", "seed", "log_every", "save_every",
+            "evaluate_every", "dtype",
+        )  # fmt: skip
+        return train.TrainConfig(
+            model=model, train_files=train_files, validation_files=validation_files, data_dir=str(self.output_dir),
+            initialise_from=self.drafter, vocabulary_size=vocabulary_size, teacher=self.target, label_smoothing=0.0,
+            **{name: getattr(self, name) for name in same},
+        )  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A file of outputs: one kind for the sources of one part.
+
+    Attributes:
+      path: where they go; each line has source, output and the output's ids.
+      sources: ids of each, EOS included.
+      texts: the same as text.
+      first: number of the first source among all, for its key.
+      samples: outputs of each source; 0: its argmax output.
+    """
+
+    path: pathlib.Path
+    sources: list[list[int]]
+    texts: list[str]
+    first: int
+    samples: int
+
+    @property
+    def per_source(self) -> int:
+        return self.samples or 1
+
+    def shard(self, start: int) -> pathlib.Path:
+        """The file of the outputs for the sources from `start` on, until all are there."""
+        return self.path.with_suffix(f".{start:09}.tsv")
+
+
+def run(config: DistillConfig) -> dict:
+    """`specdec distill`: writes the target's outputs, trains on them, writes the model `output_dir/model`.
+
+    Returns: the parameters of the last step.
+    Raises:
+      ValueError: bad settings or files, before anything compiles; settings that contradict outputs that are there.
+      KeyboardInterrupt: after a signal; the same settings go on from there.
+    """
+    config.check()
+    assert config.target and config.output_dir
+    vocabulary = _vocabulary(config)
+    model = config.shape(checkpoints.load_shape(config.target))
+    parts = {"train": _sources(config, config.paths("source_files"))}
+    for number, path in enumerate(config.paths("validation_files"), 1):
+        parts[f"validation-{number}"] = _sources(config, [path])
+    jobs = _jobs(config, vocabulary, parts)
+    training = config.training(
+        model, vocabulary.size,
+        [job.path.name for job in jobs if job.path.name.startswith("outputs-train")],
+        [job.path.name for job in jobs if job.path.name.startswith("outputs-validation")],
+    )  # fmt: skip
+    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
+    used = sum(len(job.texts) for job in jobs) // kinds
+    console.print(
+        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like padding",
+        markup=False,
+    )
+    _record(config, parts)
+    if not all(job.path.exists() for job in jobs):
+        _write_all(config, jobs, console)
+    return train.fit(training)
+
+
+def _vocabulary(config: DistillConfig) -> data.Vocabulary:
+    """The target's; refuses what `train.fit` would refuse hours later."""
+    vocabulary, start_token = checkpoints.load_vocabulary(config.target)
+    train.check_special("target", vocabulary, start_token)
+    if config.drafter:
+        pieces, start_token = checkpoints.load_vocabulary(config.drafter)
+        train.check_special("drafter", pieces, start_token)
+        if pieces.fingerprint() != vocabulary.fingerprint():
+            raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
+        width, expected = (checkpoints.load_shape(path).vocab_size for path in (config.drafter, config.target))
+        if width != expected:
+            raise ValueError(f"drafter: got {width} logits, expected {expected}, as many as the target's")
+    return vocabulary
+
+
+def _sources(config: DistillConfig, paths) -> list[str]:
+    sources = []
+    for path in paths:
+        lines = [line.partition("\t")[0] for line in data.read_lines(path)]
+        count = min(config.max_sources or len(lines), len(lines))
+        sources += [lines[i * len(lines) // count] for i in range(count)]
+    return sources
+
+
+def _jobs(config: DistillConfig, vocabulary, parts: dict[str, list[str]]) -> list[Job]:
+    output, end, first, jobs = pathlib.Path(config.output_dir), list(vocabulary.eos_ids[:1]), 0, []
+    kinds = {"greedy": 0} if config.greedy else {}
+    kinds |= {"sampled": config.samples} if config.samples else {}
+    for part, texts in parts.items():
+        sources = [(vocabulary.encode(text) + end, text) for text in texts if text.strip()]
+        sources = [(ids, text) for ids, text in sources if len(ids) <= config.buckets[-1] and 0 not in ids]
+        if not sources:
+            raise ValueError(f"{part}: got no source of at most {config.buckets[-1]} pieces, expected at least one")
+        ids, kept = map(list, zip(*sources))
+        jobs += [Job(output / f"outputs-{part}-{kind}.tsv", ids, kept, first, n) for kind, n in kinds.items()]
+        first += len(sources)
+    return jobs
+
+
+def _record(config: DistillConfig, parts: dict[str, list[str]]) -> None:
+    """Writes what decides the outputs, or compares it with that of the run that goes on."""
+    path = pathlib.Path(config.output_dir, _RECORD)
+    settings: dict[str, Any] = {name: getattr(config, name) for name in _DECIDING}
+    settings["longest bucket"] = config.buckets[-1]
+    for part, texts in parts.items():
+        digest = hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+        settings[f"{part} sources"] = f"{len(texts)} lines, {digest[:16]}"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name in before | settings:
+            got, expected = settings.get(name), before.get(name)
+            if got != expected:
+                raise ValueError(f"{name}: got {got}, expected {expected}: the outputs in {path.parent} are of that")
+        return
+    write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
+
+
+def _write_all(config: DistillConfig, jobs: list[Job], console: rich.console.Console) -> None:
+    """Every file of outputs that is not there yet."""
+    target = checkpoints.load(config.target, config.dtype)
+    total = sum(len(job.texts) * job.per_source for job in jobs)
+    with deferred_signals() as signals, _Progress(console, total, signals) as progress:
+        for job in jobs:
+            starts = range(0, len(job.texts), config.shard_size)
+            for start in starts:
+                shard = job.shard(start)
+                if job.path.exists() or shard.exists():
+                    progress.skip(min(config.shard_size, len(job.texts) - start) * job.per_source)
+                else:
+                    lines = list(map(progress.advance, _lines(config, target, job, start)))
+                    write_atomically(shard, "".join(lines).encode())
+                    progress.report()
+            if not job.path.exists():
+                write_atomically(job.path, b"".join(job.shard(start).read_bytes() for start in starts))
+            for start in starts:
+                job.shard(start).unlink(missing_ok=True)
+
+
+def _lines(config: DistillConfig, target: LanguageModel, job: Job, start: int) -> Iterator[str]:
+    """A line for each output of one shard; "" for one with the id of padding, which would count as such."""
+    chosen = slice(start, start + config.shard_size)
+    outputs = decode_all(
+        target, job.sources[chosen], batch_size=config.batch_size, seed=config.seed, first=job.first + start,
+        num_samples=job.per_source, sampling=SamplingConfig(temperature=config.temperature if job.samples else 0.0),
+        max_new_tokens=config.max_new_tokens, max_input_length=config.buckets[-1],
+    )  # fmt: skip
+    texts = (text for text in job.texts[chosen] for _ in range(job.per_source))
+    for text, output in zip(texts, outputs, strict=True):
+        columns = (text, " ".join(output.text.split()), " ".join(map(str, output.tokens)))
+        yield "" if 0 in output.tokens else "\t".join(columns) + "\n"
+
+
+class _Progress:
+    """Context manager: a bar with rate and time left on a terminal, a line for each file elsewhere."""
+
+    def __init__(self, console: rich.console.Console, total: int, signals: list[int]):
+        """Args: signals: once there is one in it, `advance` and `report` raise KeyboardInterrupt."""
+        self._console, self._total, self._signals, self._done, self._new = console, total, signals, 0, 0
+        columns = (
+            rich.progress.TextColumn("outputs"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[text]}"),
+        )
+        self._bar = rich.progress.Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=total, text="compiling")
+
+    def __enter__(self) -> "_Progress":
+        self._begin = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.stop()
+
+    def skip(self, count: int) -> None:
+        """`count` outputs are there from an earlier run."""
+        self._done += count
+        self._bar.update(self._task, completed=self._done)
+
+    def advance(self, line: str) -> str:
+        """One output is there, `line`, which is returned."""
+        self._done, self._new = self._done + 1, self._new + 1
+        self._bar.update(self._task, completed=self._done, text=self._text())
+        self._stop_if_asked()
+        return line
+
+    def report(self) -> None:
+        """A file is written."""
+        if not self._console.is_terminal:
+            self._console.print(f"outputs {self._done}/{self._total}: {self._text()}", markup=False)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self._signals:
+            self._console.print("interrupted: files of outputs are kept; the same command goes on from there")
+            raise KeyboardInterrupt
+
+    def _text(self) -> str:
+        speed = self._new / (time.monotonic() - self._begin)
+        left = int((self._total - self._done) / speed)
+        return f"{speed:,.1f} a second, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"

@@ -1,0 +1,497 @@
+"""Distillation: divergences and α against slow versions, starting from a model, runs that are killed in either stage."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import signal
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_training import CONFIGS, TINY, config_of, random_params
+
+from specdec_jax import checkpoints, cli, data, distill, inference, losses, runs, train
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.sampling import SamplingConfig
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+SMALL = T5Config(64, 8, 2, 4, 1, 1, 16)
+
+
+# Divergences.
+
+
+def law(logits):
+    weights = np.exp(logits - np.max(logits, axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def kl(p, q):
+    return sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+SLOW = {
+    "forward_kl": kl,
+    "reverse_kl": lambda p, q: kl(q, p),
+    "jensen_shannon": lambda p, q: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
+    "total_variation": lambda p, q: np.sum(np.abs(p - (p + q) / 2)),  # definition 3.2
+}
+
+
+def test_every_divergence_has_a_slow_version():
+    assert set(SLOW) == set(losses.DIVERGENCES)
+
+
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_divergence_and_its_gradient_against_finite_differences(name):
+    rng = np.random.default_rng(0)
+    for scale in (0.1, 1.0, 5.0):
+        teacher, student = rng.normal(0, scale, (2, 9))
+        slow = lambda logits: SLOW[name](law(teacher), law(logits))
+        fast = lambda logits: losses.DIVERGENCES[name](jax.nn.log_softmax(teacher), jax.nn.log_softmax(logits))
+        value, grad = jax.value_and_grad(fast)(jnp.asarray(student, jnp.float32))
+        bumps = 1e-6 * np.eye(9)
+        expected = [(slow(student + bump) - slow(student - bump)) / 2e-6 for bump in bumps]
+        np.testing.assert_allclose(value, slow(student), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_divergence_of_equal_and_of_disjoint_laws(name):
+    far = jnp.log(jnp.array([[1.0, 1e-30], [1e-30, 1.0]]))
+    limit = {"forward_kl": 30 * np.log(10), "reverse_kl": 30 * np.log(10), "jensen_shannon": np.log(2)}.get(name, 1.0)
+    value, grad = jax.value_and_grad(losses.DIVERGENCES[name], argnums=1)(far[0], far[1])
+    assert value == pytest.approx(limit, rel=1e-5) and np.all(np.isfinite(grad))
+    same = jax.nn.log_softmax(jnp.arange(6.0))
+    through = lambda logits: losses.DIVERGENCES[name](same, jax.nn.log_softmax(logits))
+    value, grad = jax.value_and_grad(through)(jnp.arange(6.0))
+    assert abs(value) < 1e-6 and np.max(np.abs(grad)) < 1e-6
+
+
+def test_total_variation_is_one_minus_the_acceptance_probability():
+    p, q = np.array([0.5, 0.2, 0.3]), np.array([0.1, 0.6, 0.3])
+    accepted = sum(q[x] * min(1, p[x] / q[x]) for x in range(3))  # a draft x ~ q is accepted with min(1, p/q)
+    assert losses.total_variation(jnp.log(p), jnp.log(q)) == pytest.approx(1 - accepted) == pytest.approx(0.4)
+
+
+def random_batch():
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.integers(2, 64, (2, 3, 6)).astype(np.int32)
+    inputs[0, 4:], targets[1, 3:], targets[2, 5:] = 0, 0, 0
+    return inputs, targets
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def forward(params, inputs, targets, shape):
+    return T5(shape).apply({"params": params}, inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))))
+
+
+def logits_of(params, batch, shape=TINY):
+    return np.asarray(forward(params, *batch, shape), np.float64)
+
+
+@pytest.mark.parametrize("name, weight, temperature", [("total_variation", 1.0, 0.5), ("reverse_kl", 0.3, 2.0)])
+def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
+    params, teacher, batch = random_params(), random_params(seed=1), random_batch()
+    objective = losses.Objective(T5(TINY), 0.0, T5(TINY), weight, name, temperature)
+    loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher)
+    q, p = law(logits_of(params, batch)), law(logits_of(teacher, batch) / temperature)
+    expected = sum(
+        weight * SLOW[name](p[at], q[at]) - (1 - weight) * np.log(q[at][batch[1][at]])
+        for at in zip(*np.nonzero(batch[1]))
+    )
+    assert metrics.pieces == 14
+    np.testing.assert_allclose([metrics.loss, loss], [expected, expected / 14], rtol=1e-5)
+    grads = jax.jit(jax.grad(lambda teacher: losses.loss_fn(params, batch, objective, teacher)[0]))(teacher)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_acceptance_and_agreement_are_those_of_the_pair():
+    student, teacher = random_params(SMALL), random_params(seed=1)
+    rng = np.random.default_rng(3)
+    pairs = [(rng.integers(2, 64, 5).tolist(), rng.integers(2, 64, n).tolist()) for n in (2, 7, 4, 6, 3)]
+    batches = data.BucketedBatches(pairs, (8,), 16)
+    objective = losses.Objective(T5(SMALL), 0.1, T5(TINY), 0.5, distill_temperature=0.3)
+    metrics, likeness = losses.evaluate(student, batches, objective, teacher)
+    batch = np.zeros((2, 5, 8), np.int32)  # all at once, padded
+    for row, pair in enumerate(pairs):
+        for side, ids in zip(batch, pair):
+            side[row, : len(ids)] = ids
+    mine, other = logits_of(student, batch, SMALL), logits_of(teacher, batch)
+    accepted, agreeing = 0.0, 0
+    for at in zip(*np.nonzero(batch[1])):
+        accepted += sum(min(p, q) for p, q in zip(law(mine[at]), law(other[at])))
+        agreeing += int(np.argmax(mine[at]) == np.argmax(other[at]))
+    assert metrics.pieces == 22
+    np.testing.assert_allclose(likeness.acceptance, accepted, rtol=1e-5)
+    assert likeness.agreement == agreeing
+    assert losses.evaluate(teacher, batches, dataclasses.replace(objective, model=T5(TINY)), teacher)[1] == (
+        pytest.approx(22, rel=1e-5),
+        22,
+    )
+
+
+# Training: settings, the start, the choice of the best.
+
+
+@pytest.fixture(scope="module")
+def models(language, tmp_path_factory):
+    """Folder with a random `target` and smaller `drafter`, and a drafter of a `stranger`'s vocabulary."""
+    folder = tmp_path_factory.mktemp("models")
+    texts = (language / "train.tsv").read_text().split("\n")
+    vocabulary, other = (data.SentencePieceVocabulary.train(texts, size) for size in (40, 39))
+    for seed, (name, shape, pieces) in enumerate(
+        [("target", TINY, vocabulary), ("drafter", SMALL, vocabulary), ("stranger", SMALL, other)]
+    ):
+        checkpoints.save(LanguageModel.random(shape, seed, pieces), folder / name)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_optimizer(monkeypatch):
+    """The same object for every run here (their schedules are the same), so that a step compiles once."""
+    monkeypatch.setattr(train, "make_optimizer", _optimizer)
+
+
+_make_optimizer = train.make_optimizer
+
+
+@functools.cache
+def _schedule(*schedule):
+    return _make_optimizer(config_of(".", ".", **dict(schedule)))
+
+
+def _optimizer(config):
+    names = ("steps", "warmup_steps", "decay_steps", "learning_rate")
+    return _schedule(*((name, getattr(config, name)) for name in names))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(divergence="reverse_kl"), "divergence: got 'reverse_kl', expected 'forward_kl' without a teacher"),
+        (dict(distill_temperature=0.5), "distill_temperature: got 0.5, expected 1.0 without a teacher"),
+        (dict(select="agreement"), "select: got 'agreement', expected 'loss' without a teacher"),
+        (
+            dict(teacher="x", distill_weight=1.0, divergence="tv"),
+            "divergence: got 'tv', expected one of forward_kl, rev",
+        ),
+        (
+            dict(teacher="x", distill_weight=1.0, distill_temperature=0.0),
+            "distill_temperature: got 0.0, expected a pos",
+        ),
+        (
+            dict(teacher="x", distill_weight=1.0, select="alpha"),
+            "select: got 'alpha', expected one of loss, acceptance",
+        ),
+    ],
+)
+def test_bad_training_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(".", ".", **settings)
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path):
+    start = str(models / "drafter")
+    config = config_of(language, tmp_path, model=SMALL, initialise_from=start)
+    state, expected = train._Run(config, runs.Checkpoints(tmp_path)).initial_state(), checkpoints.load(start, "float32")
+    assert same(state.params, expected.params) and int(state.step) == 0
+    assert same(state.opt_state, _optimizer(config).init(state.params))
+    written = data.SentencePieceVocabulary.load(tmp_path / "vocabulary.model")
+    assert written.fingerprint() == expected.vocabulary.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(model=TINY), "initialise_from: got T5Config.*emb_dim=8, .* expected the shape T5Config.*emb_dim=16"),
+        (dict(initialise_from="nowhere"), "nowhere: got no such path"),
+        (dict(initialise_from="STRANGER", teacher="TARGET", distill_weight=1.0), "expected .*stranger's pieces"),
+    ],
+)
+def test_a_start_that_does_not_fit(models, language, tmp_path, monkeypatch, settings, message):
+    monkeypatch.setattr(losses, "_logits", None)  # nothing is computed before
+    known = {"STRANGER": str(models / "stranger"), "TARGET": str(models / "target")}
+    settings = {name: known.get(value, value) for name, value in settings.items()}
+    given = dict(model=SMALL, initialise_from=str(models / "drafter")) | settings
+    with pytest.raises(ValueError, match=message):
+        train.fit(config_of(language, tmp_path / "run", **given))
+
+
+@pytest.mark.parametrize("select, step", [("loss", 2), ("acceptance", 3), ("agreement", 1)])
+def test_the_best_is_what_is_selected(tmp_path, select, step):
+    saved = runs.Checkpoints(tmp_path, select=select)
+    params = {"a": np.zeros(2, np.float32)}
+    saved.keep_best(1, params, 2.0, acceptance=0.5, agreement=0.7)
+    saved.keep_best(2, params, 1.0, acceptance=0.4, agreement=0.6)
+    saved.keep_best(3, params, 3.0, acceptance=0.6, agreement=0.5)
+    assert not saved.keep_best(4, params, float("nan"), acceptance=0.9, agreement=0.9)
+    assert runs.Checkpoints(tmp_path, select=select).best.best_step() == step
+
+
+def test_the_best_by_another_measure_gives_way(tmp_path):
+    params = {"a": np.zeros(2, np.float32)}
+    assert runs.Checkpoints(tmp_path).keep_best(5, params, 1.0)  # without a teacher: no acceptance
+    assert runs.Checkpoints(tmp_path, select="acceptance").keep_best(6, params, 2.0, acceptance=0.1, agreement=0.1)
+
+
+# Files with ids.
+
+
+def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypatch):
+    vocabulary = checkpoints.load_vocabulary(models / "target")[0]
+    (tmp_path / "a.tsv").write_text("bara\tceni\nbara\tceni\t63 5 7\n")
+    seen, make = [], data.BucketedBatches
+    monkeypatch.setattr(data, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1])
+    config = config_of(tmp_path, tmp_path / "run", train_files="a.tsv")
+    train._batches(config, vocabulary, config.paths("train_files"))
+    source = vocabulary.encode("bara") + [1]
+    assert seen == [(source, vocabulary.encode("ceni") + [1]), (source, [63, 5, 7])]
+    for line, message in (
+        ("a\tb\t64", "a.tsv: got the id 64, expected at most 63"),
+        ("a\tb\t5 0 1", "a.tsv: got the piece .* with id 0"),
+        ("a\tb\tc", "a.tsv, line 1: got 'c' in column 3, expected the target's ids"),
+        ("a\tb\t", "a.tsv, line 1: got '' in column 3"),
+        ("a\tb\t1\t2", "a.tsv, line 1: got 4 columns, expected 2"),
+        ("a", "a.tsv, line 1: got 1 columns, expected 2"),
+    ):
+        (tmp_path / "a.tsv").write_text(line + "\n")
+        with pytest.raises(ValueError, match=message):
+            train._batches(config, vocabulary, config.paths("train_files"))
+
+
+# `specdec distill`.
+
+
+def distill_config(models, language, output, **settings):
+    defaults = dict(
+        target=str(models / "target"), drafter=str(models / "drafter"), source_files=("train.tsv",),
+        validation_files=("validation.tsv", "more.tsv"), data_dir=str(language), output_dir=str(output),
+        max_sources=12, samples=2, max_new_tokens=8, batch_size=4, shard_size=8, distill_weight=1.0,
+        divergence="total_variation", distill_temperature=0.5, select="agreement", steps=12, warmup_steps=2,
+        decay_steps=4, learning_rate=1e-2, batch_tokens=256, buckets=(32,), log_every=4, save_every=4, evaluate_every=6,
+    )  # fmt: skip
+    return distill.DistillConfig(**{**defaults, **settings})
+
+
+def outputs(output):
+    return {path.name: path.read_bytes() for path in pathlib.Path(output).glob("outputs-*")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models, language, tmp_path_factory):
+    """A run through the command line that nothing disturbed."""
+    output = tmp_path_factory.mktemp("distill") / "run"
+    config, default = distill_config(models, language, output), distill.DistillConfig()
+    flags = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == getattr(default, field.name):
+            continue
+        several = field.type == tuple[str, ...]
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        flags += [f"--{field.name}={item}" for item in (value if several else [text])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "make_optimizer", _optimizer)
+        assert cli.main(["distill", "--compilation_cache_dir=", *flags]) == 0
+    return output
+
+
+def test_the_outputs_are_the_targets_own(undisturbed, models, language):
+    files = outputs(undisturbed)
+    parts = ("train", "validation-1", "validation-2")
+    assert set(files) == {f"outputs-{part}-{kind}.tsv" for part in parts for kind in ("greedy", "sampled")}
+    rows = lambda name: [line.split("\t") for line in files[f"outputs-{name}.tsv"].decode().splitlines()]
+    sources = lambda name: [line.split("\t")[0] for line in (language / name).read_text().splitlines()]
+    target, chosen = (
+        checkpoints.load(models / "target", "float32"),
+        [sources("more.tsv")[i * 20 // 12] for i in range(12)],
+    )
+    ids = [target.vocabulary.encode(text) + [1] for text in chosen]
+    decoded = inference.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
+    kept = [(text, output.tokens) for text, output in zip(chosen, decoded) if 0 not in output.tokens]
+    assert kept and [(text, list(map(int, ids.split()))) for text, _, ids in rows("validation-2-greedy")] == kept
+    sampled = rows("train-sampled")
+    assert 16 <= len(sampled) <= 24 and len({ids for _, _, ids in sampled}) == len(sampled)  # some have the id 0
+    assert {text for text, _, _ in sampled} <= {sources("train.tsv")[i * 400 // 12] for i in range(12)}
+    everything = [ids.split() for name in ("train", "validation-1") for _, _, ids in rows(f"{name}-sampled")]
+    assert {len(ids) for ids in everything if ids[-1] != "1"} == {8}  # cut, and without an EOS that nobody wrote
+
+
+def test_a_sample_depends_on_the_number_of_its_input_alone(models):
+    target = checkpoints.load(models / "target", "float32")
+    ids = [target.vocabulary.encode(text) + [1] for text in ("bara", "ceni mu", "gute", "hal bara ni", "kinso")]
+    draw = lambda inputs, first: [
+        output.tokens
+        for output in inference.decode_all(
+            target, inputs, batch_size=4, seed=3, first=first, num_samples=2, max_new_tokens=8,
+            sampling=SamplingConfig(temperature=1.0),
+        )
+    ]  # fmt: skip
+    whole = draw(ids * 2, 0)
+    assert draw((ids * 2)[4:8], 4) == whole[8:16] and whole[8:16] != draw((ids * 2)[4:8], 0)
+
+
+def test_the_log_has_the_pairs_acceptance_on_the_targets_outputs(undisturbed):
+    log = [json.loads(line) for line in (undisturbed / "log.jsonl").read_text().splitlines()]
+    validations = [record for record in log if "validation_loss" in record]
+    assert [record["step"] for record in validations] == [0, 6, 12]
+    names = {f"outputs-validation-{n}-{kind}.tsv" for n in (1, 2) for kind in ("greedy", "sampled")}
+    for record in validations:
+        for name in ("acceptance", "agreement"):
+            assert set(record[f"{name}_by_file"]) == names
+            each = record[f"{name}_by_file"].values()
+            assert 0 <= min(each) <= record[name] <= max(each) <= 1
+    assert validations[-1]["acceptance"] > validations[0]["acceptance"]
+    best = max(validations, key=lambda record: record["agreement"])
+    assert runs.Checkpoints(undisturbed, select="agreement").best.best_step() == best["step"]
+    assert checkpoints.load(undisturbed / "model").config.emb_dim == SMALL.emb_dim
+
+
+class Killed(Exception):
+    pass
+
+
+def final_params(output):
+    saved = runs.Checkpoints(pathlib.Path(output))
+    stored = json.loads((pathlib.Path(output) / "config.json").read_text())
+    config = train.TrainConfig(**{**stored, "model": T5Config(**stored["model"])})
+    assert saved.newest.latest_step() == 12
+    return saved.restore(train._abstract_state(config))
+
+
+def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
+    undisturbed, models, language, tmp_path, monkeypatch, capsys
+):
+    config = distill_config(models, language, tmp_path / "run")
+    calls, generate, train_step = [], inference.generate, train.train_step
+
+    def interfere(at, action):
+        def generating(*arguments, **options):
+            calls.append("generate")
+            if len(calls) == at:
+                action()
+            return generate(*arguments, **options)
+
+        calls.clear()
+        monkeypatch.setattr(inference, "generate", generating)
+
+    def kill():
+        raise Killed
+
+    interfere(6, kill)  # three calls for each file, two for its first shard
+    with pytest.raises(Killed):
+        distill.run(config)
+    assert set(outputs(config.output_dir)) == {"outputs-train-greedy.tsv", "outputs-train-sampled.000000000.tsv"}
+    interfere(2, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        distill.run(config)
+    assert "interrupted: files of outputs are kept" in capsys.readouterr().err
+    assert set(outputs(config.output_dir)) == {"outputs-train-greedy.tsv", "outputs-train-sampled.tsv"}
+    interfere(0, kill)
+
+    def interrupted(state, *arguments, **more):
+        if int(state.step) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(state, *arguments, **more)
+
+    monkeypatch.setattr(train, "train_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        distill.run(config)
+    assert len(calls) == 18 - 5 - 1  # what was there is not decoded again
+    assert outputs(config.output_dir) == outputs(undisturbed)
+    monkeypatch.setattr(train, "train_step", train_step)
+    calls.clear()
+    distill.run(config)
+    assert not calls and re.search(r"resumed at step \d of 12", capsys.readouterr().err)
+    assert outputs(config.output_dir) == outputs(undisturbed)
+    assert same(final_params(config.output_dir), final_params(undisturbed))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(samples=1), "samples: got 1, expected 2: the outputs in .* are of that"),
+        (dict(seed=1), "seed: got 1, expected 0"),
+        (dict(buckets=(16,)), "longest bucket: got 16, expected 32"),
+        (dict(source_files=("validation.tsv",)), "train sources: got 12 lines, .*, expected 12 lines"),
+        (dict(validation_files=("more.tsv",)), "validation-1 sources: got|validation-2 sources: got None"),
+        (dict(steps=4, warmup_steps=0, decay_steps=0), "steps: got 4, expected at least the 12 steps"),
+        (dict(drafter=None, drafter_shape=(8, 2, 4, 1, 1, 16)), "initialise_from: got None, expected '.*drafter'"),
+    ],
+)
+def test_settings_that_contradict_what_is_there(undisturbed, models, language, settings, message):
+    before = outputs(undisturbed)
+    with pytest.raises(ValueError, match=message):
+        distill.run(distill_config(models, language, undisturbed, **settings))
+    assert outputs(undisturbed) == before
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(target=None), "target: got nothing, expected a checkpoint's folder or ende/drafter or ende/target"),
+        (dict(output_dir=None), "output_dir: got nothing"),
+        (dict(source_files=()), "source_files: got nothing"),
+        (dict(validation_files=("gone",)), "validation_files: got '.*gone', which is no file"),
+        (dict(drafter=None), "drafter, drafter_shape: got nothing, expected one of them"),
+        (dict(drafter_shape=(8, 2, 4, 1, 1, 16)), "drafter, drafter_shape: got both"),
+        (dict(drafter=None, drafter_shape=(8, 2)), r"drafter_shape: got \(8, 2\), expected emb_dim, num_heads"),
+        (dict(drafter=None, drafter_shape=(8, 2, 4, 1, 0, 16)), "num_decoder_layers: got 0"),
+        (dict(greedy=False, samples=0), "samples: got 0 without greedy outputs"),
+        (dict(temperature=0.0), "temperature: got 0.0"),
+        (dict(shard_size=0), "shard_size: got 0"),
+        (dict(buckets=(16, 8)), "buckets: got"),
+        (dict(batch_tokens=8), "batch_tokens: got 8, expected at least the longest bucket, 32"),
+        (dict(max_new_tokens=33), "max_new_tokens: got 33, expected at most the longest bucket, 32"),
+        (dict(select="best"), "select: got 'best', expected one of loss, acceptance, agreement"),
+        (dict(divergence="tv"), "divergence: got 'tv'"),
+        (dict(drafter="STRANGER"), "drafter: got .*stranger with another vocabulary, expected the target's pieces"),
+        (dict(buckets=(2,), max_new_tokens=2), "got no source of at most 2 pieces, expected at least one"),
+        (dict(steps=3), "steps: got 3, expected at least warmup_steps"),
+    ],
+)
+def test_bad_settings_are_told_before_anything_is_decoded(models, language, tmp_path, monkeypatch, settings, message):
+    monkeypatch.setattr(inference, "generate", None)
+    if settings.get("drafter"):
+        settings = dict(drafter=str(models / "stranger"))
+    with pytest.raises(ValueError, match=message):
+        distill.run(distill_config(models, language, tmp_path / "run", **settings))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_new_drafter_is_shaped_like_its_target_for_the_rest(models, language, tmp_path):
+    config = distill_config(models, language, tmp_path, drafter=None, drafter_shape=(8, 2, 4, 1, 1, 16))
+    target = dataclasses.replace(TINY, mlp_activations=("relu",), logits_via_embedding=True, dtype="bfloat16")
+    expected = dataclasses.replace(SMALL, mlp_activations=("relu",), logits_via_embedding=True)
+    assert config.shape(target) == expected
+    given = dataclasses.replace(config, matmul_dtype="bfloat16").shape(target)
+    assert given == dataclasses.replace(expected, matmul_dtype="bfloat16")
+
+
+def test_configuration():
+    gin.clear_config()
+    gin.parse_config_file(str(CONFIGS.parent / "distill" / "ende.gin"))
+    config = gin.get_configurable(distill.DistillConfig)(data_dir="data", output_dir="run")
+    gin.clear_config()
+    assert [str(path) for path in config.paths("source_files")] == [
+        "data/ende/train.tsv.gz",
+        "data/wiki_pe/train.tsv.gz",
+    ]
+    assert all("test" not in str(path) for name in ("source_files", "validation_files") for path in config.paths(name))
+    model = config.shape(checkpoints.load_shape(config.target))
+    training = config.training(model, 6144, ["a"], ["b"])
+    assert (training.teacher, training.initialise_from) == ("ende/target", "ende/drafter")
+    assert model == dataclasses.replace(
+        checkpoints.load_shape("ende/drafter"), dtype="float32", matmul_dtype="bfloat16"
+    )
