@@ -15,8 +15,10 @@ import rich.progress
 from rich.console import Console
 
 from specdec_jax import checkpoints, data
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.formats import own
 from specdec_jax.generate import GenerationResult, Stats, generate, stream
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import (
@@ -32,7 +34,7 @@ from specdec_jax.sampling import SamplingConfig
 from specdec_jax.verification import LOSSY, VERIFIERS
 
 # What `--drafter` can name.
-NamedDrafter = ModelDrafter | NGramDrafter | PromptLookupDrafter | RandomDrafter
+NamedDrafter = ModelDrafter | HeadsDrafter | NGramDrafter | PromptLookupDrafter | RandomDrafter
 
 # Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
 _WINDOW = 64
@@ -61,7 +63,7 @@ class DecodingOptions:
     target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, like --target; lookup: copies from input and output; a table of `specdec count` "
+        "what drafts: a smaller model, like --target; heads: a folder of `specdec train_heads`; lookup: copies from input and output; a table of `specdec count` "
         "(.npz); random: random tokens; none is plain decoding",
     )
     vocabulary: str | None = option(
@@ -159,6 +161,8 @@ def _drafter(name: str, target: LanguageModel, load: Callable[[str], LanguageMod
         return RandomDrafter(target.config.vocab_size)
     if name.endswith(".npz"):
         return NGramDrafter.load(name, target.vocabulary)
+    if own.is_folder(pathlib.Path(name), "heads"):
+        return HeadsDrafter.load(name, target)
     try:
         return ModelDrafter(load(name))
     except ValueError as error:

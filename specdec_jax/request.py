@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import speculative, verification
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import NGramDrafter
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.models.base import LanguageModel, Network, padded_lengths
@@ -193,6 +194,8 @@ def check_pair(target: LanguageModel, drafter) -> None:
     """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28)."""
     if isinstance(drafter, NGramDrafter):
         _check_table(target, drafter.table)
+    if isinstance(drafter, HeadsDrafter):
+        drafter.check(target)
     model = getattr(drafter, "model", None)
     if model is None:
         return

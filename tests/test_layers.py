@@ -13,10 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
     {"processors", "sampling", "cache", "analysis", "vocabularies", "stopping"},
-    {"models", "models.layers", "models.packing", "models.t5", "models.base"},
-    {"verification", "speculative"},
-    {"drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"},
-    {"request", "generate"},
+    {"models", "models.layers", "models.packing", "models.t5", "models.base", "models.heads"},
     {
         *(
             "formats",
@@ -27,8 +24,11 @@ LAYERS = [
             "formats.own",
         ),
         *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),
-        *("checkpoints", "data", "losses", "runs", "train"),
     },
+    {"verification", "speculative"},
+    {"drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup", "drafters.heads"},
+    {"request", "generate"},
+    {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
     {"measure", "records", "inference", "benchmark", "demo", "counting"},
     {"cli"},
 ]
