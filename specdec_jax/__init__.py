@@ -3,11 +3,13 @@
 from specdec_jax.checkpoints import bundled, load, save
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import PRESETS, T5Config
 from specdec_jax.request import UnsupportedCombination, prepare
 from specdec_jax.sampling import SamplingConfig
@@ -22,6 +24,8 @@ __all__ = [
     "Entropy",
     "EntropyBound",
     "GenerationResult",
+    "HeadsConfig",
+    "HeadsDrafter",
     "Heuristic",
     "HorizontalCascade",
     "LanguageModel",

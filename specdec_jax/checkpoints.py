@@ -219,6 +219,8 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
         raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (a config.json says it here)")
     if own.is_folder(folder):
         return own.open_folder(folder)
+    if own.is_folder(folder, "heads"):
+        raise ValueError(f"{folder}: got heads, which only draft for their target, expected a model")
     if huggingface.is_folder(folder):
         return huggingface.open_folder(folder)
     expected = "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save wrote"

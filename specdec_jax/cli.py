@@ -64,6 +64,13 @@ COMMANDS = {
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.", "train", "TrainConfig", run="fit", by_flags=False
     ),
+    "train_heads": Command(
+        "Trains heads on a target, to draft with; settings come from gin.",
+        "train_heads",
+        "HeadsTrainConfig",
+        run="fit",
+        by_flags=False,
+    ),
 }
 
 
@@ -267,7 +274,7 @@ def _use_compilation_cache(folder: str | None) -> None:
 
 def _overview() -> str:
     lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family models.", ""]
-    lines += [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
 
 

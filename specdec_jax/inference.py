@@ -16,9 +16,11 @@ from rich.console import Console
 
 from specdec_jax import checkpoints, data
 from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.drafters.ngrams import NGramTable
+from specdec_jax.formats import own
 from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.generate import GenerationResult, Stats, generate, stream
 from specdec_jax.models.base import LanguageModel
@@ -37,8 +39,8 @@ from specdec_jax.verification import LOSSY, VERIFIERS
 
 # What `--drafter` can name.
 NamedDrafter = (
-    ModelDrafter | EarlyExitDrafter | NGramDrafter | PromptLookupDrafter | AssistedNGramDrafter | RandomDrafter
-)
+    ModelDrafter | EarlyExitDrafter | HeadsDrafter | NGramDrafter | PromptLookupDrafter | AssistedNGramDrafter | RandomDrafter
+)  # fmt: skip
 
 # Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
 _WINDOW = 64
@@ -67,9 +69,9 @@ class DecodingOptions:
     target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, like --target; exit:K: the first K decoder layers of the target; lookup: copies from "
-        "input and output; assisted: n-grams of input, output and what the target thought probable; a table of "
-        "`specdec count` (.npz); random: random tokens; none is plain decoding",
+        "what drafts: a smaller model, like --target; heads: a folder of `specdec train_heads`; exit:K: the first K decoder "
+        "layers of the target; lookup: copies from input and output; assisted: n-grams of input, output and what the "
+        "target thought probable; a table of `specdec count` (.npz); random: random tokens; none is plain decoding",
     )
     shortlist_size: int = option(
         0,
@@ -238,6 +240,8 @@ def _drafter(
         return EarlyExitDrafter(target, _exit_layer(name))
     if name.endswith(".npz"):
         return NGramDrafter.load(name, target.vocabulary)
+    if own.is_folder(pathlib.Path(name), "heads"):
+        return HeadsDrafter.load(name, target)
     try:
         model = load(name)
     except ValueError as error:

@@ -151,30 +151,36 @@ class TrainState:
     step: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "optimizer"), donate_argnums=0)
-def train_step(state: TrainState, batch, teacher_params, seed, *, objective: Objective, optimizer):
-    """One optimiser step; returns the new state and `Metrics`. `teacher_params` is None without a teacher."""
+@functools.partial(jax.jit, static_argnames=("objective", "optimizer", "loss"), donate_argnums=0)
+def train_step(state: TrainState, batch, teacher_params, seed, *, objective, optimizer, loss=loss_fn):
+    """One optimiser step; returns the new state and `Metrics`. `teacher_params` is None without a teacher.
+
+    `loss` says what is minimised, given `objective`, which for `loss_fn` is an `Objective`.
+    """
     key = None
     if objective.model.config.dropout_rate > 0:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    gradient = jax.value_and_grad(loss, has_aux=True)
     (_, metrics), grads = gradient(state.params, batch, objective, teacher_params, key)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
 
-@functools.partial(jax.jit, static_argnames="objective")
-def _evaluate(params, batch, teacher_params, *, objective):
+def assess(params, batch, objective: Objective, teacher_params=None) -> tuple[Metrics, Likeness | None]:
+    """What `evaluate` sums up; `Likeness` where there is a teacher."""
     logits, teacher_logits = _logits(params, batch, objective, teacher_params)
     likeness = None if teacher_logits is None else _likeness(logits, teacher_logits, batch[1])
     return _metrics(logits, teacher_logits, batch[1], objective), likeness
 
 
-def evaluate(
-    params, batches: data.BucketedBatches, objective: Objective, teacher_params=None
-) -> tuple[Metrics, Likeness | None]:
-    """Sums over one epoch of `batches`, without dropout and label smoothing; `Likeness` where there is a teacher."""
+@functools.partial(jax.jit, static_argnames=("objective", "assess"))
+def _evaluate(params, batch, teacher_params, *, objective, assess):
+    return assess(params, batch, objective, teacher_params)
+
+
+def evaluate(params, batches: data.BucketedBatches, objective, teacher_params=None, assess=assess):
+    """Sums of what `assess` gives over one epoch of `batches`, without dropout and label smoothing."""
     objective = dataclasses.replace(objective, label_smoothing=0.0)
     epoch = (batches[step] for step in range(batches.per_epoch))
-    sums = [_evaluate(params, (b.inputs, b.targets), teacher_params, objective=objective) for b in epoch]
+    sums = [_evaluate(params, (b.inputs, b.targets), teacher_params, objective=objective, assess=assess) for b in epoch]
     return jax.tree.map(lambda *values: np.sum(values), *jax.device_get(sums))

@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec_jax import speculative, verification
 from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import NGramDrafter
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
@@ -208,6 +209,8 @@ def check_pair(target: LanguageModel, drafter) -> None:
         )
     if isinstance(drafter, NGramDrafter):
         _check_table(target, drafter.table)
+    if isinstance(drafter, HeadsDrafter):
+        drafter.check(target)
     model = getattr(drafter, "model", None)
     if model is None:
         return

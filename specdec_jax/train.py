@@ -5,6 +5,8 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,17 @@ import orbax.checkpoint as ocp
 import rich.console
 
 from specdec_jax import checkpoints, data
-from specdec_jax.losses import DIVERGENCES, Likeness, Metrics, Objective, TrainState, evaluate, train_step
+from specdec_jax.losses import (
+    DIVERGENCES,
+    Likeness,
+    Metrics,
+    Objective,
+    TrainState,
+    assess,
+    evaluate,
+    loss_fn,
+    train_step,
+)
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, write_atomically
@@ -176,14 +188,21 @@ def fit(config: TrainConfig) -> dict:
       ValueError: bad settings or files, before anything compiles; a loss that is no longer finite.
       KeyboardInterrupt: after a signal, when the run is saved.
     """
-    _check_files(config)
+    check_files(config)
     output = pathlib.Path(config.output_dir).absolute()
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     saved = Checkpoints(output, resume=True, select=config.select)
-    for line in _record_settings(config, output, saved.newest.latest_step()):
+    for line in record_settings(config, output, saved.newest.latest_step(), _fixed):
         console.print(line, markup=False)
-    run = _Run(config, saved)
-    state = run.initial_state()
+    state = go_on(Run(config, saved), console)
+    export(output, output / "model")
+    console.print(f"wrote {output / 'model'}", markup=False)
+    return state.params
+
+
+def go_on(run: "Run", console: rich.console.Console) -> TrainState:
+    """Takes the steps of a run that are left; the state of its last step."""
+    config, state = run.config, run.initial_state()
     start = int(state.step)
     console.print(
         f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
@@ -192,11 +211,9 @@ def fit(config: TrainConfig) -> dict:
         markup=False,
     )
     if start < config.steps:
-        with Reporter(console, output / "log.jsonl", start, config.steps) as reporter:
+        with Reporter(console, pathlib.Path(config.output_dir, "log.jsonl"), start, config.steps) as reporter:
             state = _loop(run, state, reporter)
-    export(output, output / "model")
-    console.print(f"wrote {output / 'model'}", markup=False)
-    return state.params
+    return state
 
 
 def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16") -> None:
@@ -232,8 +249,11 @@ def parameter_count(params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-class _Run:
-    """What a run needs beside its state: networks, vocabulary, batches."""
+class Run:
+    """What a run needs beside its state: networks, vocabulary, batches; `loss` is what it minimises, `assess` what it reports."""
+
+    loss: Any = staticmethod(loss_fn)
+    assess: Any = staticmethod(assess)
 
     def __init__(self, config: TrainConfig, saved: Checkpoints):
         self.config, self.saved = config, saved
@@ -251,7 +271,10 @@ class _Run:
             )  # fmt: skip
             self.teacher_params = teacher.params
         self.optimizer = make_optimizer(config)
-        batches = lambda path: _batches(config, vocabulary, [path])
+        self.read(vocabulary)
+
+    def read(self, vocabulary) -> None:
+        config, batches = self.config, lambda path: _batches(self.config, vocabulary, [path])
         self.batches = _batches(config, vocabulary, config.paths("train_files"))
         self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
 
@@ -267,13 +290,13 @@ class _Run:
         batch = self.batches[step]
         return train_step(
             state, (batch.inputs, batch.targets), self.teacher_params, self.config.seed,
-            objective=self.objective, optimizer=self.optimizer,
+            objective=self.objective, optimizer=self.optimizer, loss=self.loss,
         )  # fmt: skip
 
     def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
         """Reports means over the pieces, by file and over all, and keeps the parameters if they are the best."""
         sums = {
-            name: evaluate(state.params, batches, self.objective, self.teacher_params)
+            name: evaluate(state.params, batches, self.objective, self.teacher_params, self.assess)
             for name, batches in self.validation.items()
         }
         pieces = {name: metrics.pieces for name, (metrics, _) in sums.items()}
@@ -283,7 +306,7 @@ class _Run:
             return float(sum(of.values()) / sum(pieces.values())), each
 
         loss, by_file = mean({name: metrics.loss for name, (metrics, _) in sums.items()})
-        fields = Likeness._fields if self.teacher_params is not None else ()
+        fields = Likeness._fields if all(likeness is not None for _, likeness in sums.values()) else ()
         more = {
             field: mean({name: getattr(likeness, field) for name, (_, likeness) in sums.items()}) for field in fields
         }
@@ -303,7 +326,7 @@ def _finite(params):
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
 
 
-def _loop(run: _Run, state: TrainState, reporter: Reporter) -> TrainState:
+def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     config, window = run.config, []
     with deferred_signals() as signals:
         if config.initialise_from is not None and run.saved.best.latest_step() is None:
@@ -352,10 +375,14 @@ def _state_of(config: TrainConfig, params: dict) -> TrainState:
 
 
 def _abstract_state(config: TrainConfig) -> TrainState:
-    """Shapes and dtypes of a state, placed on the first device."""
+    return abstract_state(functools.partial(_init, config))
+
+
+def abstract_state(init) -> TrainState:
+    """Shapes and dtypes of the state that `init` makes of a key, placed on the first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return jax.tree.map(place, jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
+    return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
 
 
 def computing(config: TrainConfig, shape: T5Config) -> T5Config:
@@ -368,7 +395,7 @@ def computing(config: TrainConfig, shape: T5Config) -> T5Config:
 # Files.
 
 
-def _check_files(config: TrainConfig) -> None:
+def check_files(config: TrainConfig) -> None:
     for name in ("train_files", "validation_files"):
         for path in config.paths(name):
             _expect(path.is_file(), name, str(path), "a TSV file")
@@ -376,8 +403,15 @@ def _check_files(config: TrainConfig) -> None:
     _expect(output.is_dir() or not output.exists(), "output_dir", config.output_dir, "a folder, or none yet")
 
 
-def _record_settings(config: TrainConfig, output: pathlib.Path, step: int | None) -> list[str]:
-    """Writes `config.json`; returns what differs from the run that is resumed. Raises ValueError if it cannot be."""
+def _fixed(settings: dict) -> dict:
+    return {"model": _shape(T5Config(**settings["model"])), "initialise_from": settings["initialise_from"]}
+
+
+def record_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
+    """Writes `config.json`; returns what differs from the run that is resumed. Raises ValueError if it cannot be.
+
+    `fixed` picks what must not differ out of the settings.
+    """
     _expect(
         step is None or step <= config.steps, "steps", config.steps, f"at least the {step} steps that are saved in it"
     )
@@ -386,11 +420,9 @@ def _record_settings(config: TrainConfig, output: pathlib.Path, step: int | None
     if step is not None and path.exists():
         # What a setting did before it was one, its default says.
         before = {field.name: field.default for field in dataclasses.fields(config)} | json.loads(path.read_text())
-        same = _shape(T5Config(**before["model"])) == _shape(config.model)
-        _expect(same, "model", settings["model"], f"that of the run in {config.output_dir}: {before['model']}")
-        begun = before["initialise_from"]
-        expected = f"{begun!r}, which the run in {config.output_dir} began from"
-        _expect(config.initialise_from == begun, "initialise_from", config.initialise_from, expected)
+        for name, value in fixed(settings).items():
+            expected = f"that of the run in {config.output_dir}: {before[name]}"
+            _expect(fixed(before)[name] == value, name, settings[name], expected)
         changed = [name for name in settings if name != "output_dir" and before[name] != settings[name]]
         lines = [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
     write_atomically(path, json.dumps(settings, indent=1).encode())

@@ -13,13 +13,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
     {"processors", "sampling", "cache", "gamma", "analysis", "vocabularies", "stopping"},
-    {"models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"},
-    {"verification", "speculative"},
     {
-        *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
-        *("drafters.exit", "drafters.cascade"),
+        *("models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"),
+        "models.heads",
     },
-    {"request", "generate"},
     {
         *(
             "formats",
@@ -30,8 +27,14 @@ LAYERS = [
             "formats.own",
         ),
         *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),
-        *("checkpoints", "data", "losses", "runs", "train"),
     },
+    {"verification", "speculative"},
+    {
+        *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
+        *("drafters.exit", "drafters.cascade", "drafters.heads"),
+    },
+    {"request", "generate"},
+    {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
     {
         *("measure", "records", "inference", "benchmark", "demo", "counting", "distill"),
         *("passes", "acceptance", "measuring", "tuning", "plots"),

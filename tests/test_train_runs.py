@@ -200,12 +200,12 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
         if number == step:
             signal.raise_signal(signal.SIGTERM)
 
-    save = train._Run.save
-    monkeypatch.setattr(train._Run, "validate", lambda run, state, *at: busy == "validate" and interrupt(*at))
+    save = train.Run.save
+    monkeypatch.setattr(train.Run, "validate", lambda run, state, *at: busy == "validate" and interrupt(*at))
     if busy == "report":
         monkeypatch.setattr(runs.Reporter, "training", lambda reporter, *at, **more: interrupt(*at))
     if busy.startswith("save"):
-        monkeypatch.setattr(train._Run, "save", lambda run, state, at: (save(run, state, at), interrupt(at)))
+        monkeypatch.setattr(train.Run, "save", lambda run, state, at: (save(run, state, at), interrupt(at)))
     with pytest.raises(KeyboardInterrupt):
         train.fit(config)
     assert os.listdir(tmp_path / "checkpoints") == [str(step)]

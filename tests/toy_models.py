@@ -75,6 +75,9 @@ class Hash:
 class Headless:
     """A toy `Network`, whose states are its logits."""
 
+    def head_alone(self):
+        return self
+
     def decode_states(self, tokens, positions, cache):
         return self.decode(tokens, positions, cache)
 
@@ -132,7 +135,8 @@ class HashModel:
 
     def __init__(self, vocab_size: int, seed: int = 0, *, eos_ids=(1,), start_token=0, vocabulary=None, **law):
         self.law = Hash(vocab_size, seed, **law)
-        self.network, self.config = HashNetwork(self.law), types.SimpleNamespace(vocab_size=vocab_size)
+        self.network, self.fingerprint = HashNetwork(self.law), str(self.law)
+        self.config = types.SimpleNamespace(vocab_size=vocab_size, emb_dim=vocab_size, dtype="float32")
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, start_token, tuple(eos_ids), "hash"
 
     def network_for(self, rows):

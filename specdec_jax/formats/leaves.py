@@ -113,19 +113,19 @@ def unflatten(flat: dict) -> dict:
 
 def check(checkpoint: Checkpoint, path) -> None:
     """Raises ValueError where a parameter is missing, unexpected or of the wrong shape."""
-    expected = parameter_shapes(checkpoint.config)
+    check_shapes(checkpoint.leaves, parameter_shapes(checkpoint.config), path, "of a T5 of this configuration")
+
+
+def check_shapes(leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], path, whose: str) -> None:
+    """As `check`, for any set of names and shapes; `whose` says in the message what they are those of."""
     for name, shape in expected.items():
-        if name not in checkpoint.leaves:
+        if name not in leaves:
             raise ValueError(f"{path}: parameter {name}: got none, expected one of shape {shape}")
-        if tuple(checkpoint.leaves[name].shape) != shape:
-            raise ValueError(
-                f"{path}: parameter {name}: got shape {tuple(checkpoint.leaves[name].shape)}, expected {shape}"
-            )
-    for name in checkpoint.leaves:
+        if tuple(leaves[name].shape) != shape:
+            raise ValueError(f"{path}: parameter {name}: got shape {tuple(leaves[name].shape)}, expected {shape}")
+    for name in leaves:
         if name not in expected:
-            raise ValueError(
-                f"{path}: got unexpected parameter {name}, expected only those of a T5 of this configuration"
-            )
+            raise ValueError(f"{path}: got unexpected parameter {name}, expected only those {whose}")
 
 
 _BLOCK_BYTES = 1 << 22

@@ -1,4 +1,7 @@
-"""This package's own model folder: config.json, a vocabulary file here or in the folder above, Orbax arrays in params/."""
+"""This package's own folders: config.json, a vocabulary file here or in the folder above, Orbax arrays in params/.
+
+Models, and heads, which have no vocabulary.
+"""
 
 import dataclasses
 import json
@@ -10,26 +13,26 @@ import jax
 import numpy as np
 
 from specdec_jax.formats import tensorstore_arrays
-from specdec_jax.formats.leaves import Checkpoint
+from specdec_jax.formats.leaves import Checkpoint, Leaf
+from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
 FORMAT, VERSION = "specdec_jax", 1
 
 
-def is_folder(folder: pathlib.Path) -> bool:
+def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
+    """Whether `folder` holds a model, or the heads of one (`kind` "heads")."""
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == FORMAT
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return content.get("format") == FORMAT and content.get("kind", "model") == kind
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
     """Opens a folder that `write_folder` wrote, without reading its parameters."""
-    path = folder / "config.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if content.get("version") != VERSION:
-        raise ValueError(f"{path}: got version {content.get('version')!r}, expected {VERSION}")
+    path, content = folder / "config.json", _read_record(folder)
     try:
         config, eos_ids = T5Config(**content["model"]), tuple(content["eos_ids"])
         start, vocabulary = content["start_token"], content["vocabulary"]
@@ -37,6 +40,26 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
         raise ValueError(f"{path}: got no readable model configuration ({error}), expected this package's") from None
     leaves = tensorstore_arrays.open_ocdbt(folder / "params")
     return Checkpoint(config, leaves, vocabulary and _open_vocabulary(folder, vocabulary), start, eos_ids)
+
+
+def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
+    """The shape of the heads that `write_heads` wrote, the fingerprint of their target, and their parameters, not yet read."""
+    if not is_folder(folder, "heads"):
+        raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
+    path, content = folder / "config.json", _read_record(folder)
+    try:
+        config, fingerprint = HeadsConfig(**content["heads"]), content["target_fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: got no readable configuration of heads ({error}), expected this package's") from None
+    return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
+
+
+def _read_record(folder: pathlib.Path) -> dict:
+    path = folder / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("version") != VERSION:
+        raise ValueError(f"{path}: got version {content.get('version')!r}, expected {VERSION}")
+    return content
 
 
 def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
@@ -76,21 +99,37 @@ def write_folder(checkpoint: Checkpoint, params: dict, folder: pathlib.Path) -> 
       params: nested dict of arrays, in the dtype in which they are to be stored.
       folder: an earlier model folder there is replaced; anything else there is refused.
     """
-    if folder.exists() and not is_folder(folder):
-        raise ValueError(f"{folder}: got something that is no model folder of this package, expected nothing there")
+    _check_free(folder, "model")
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
     model = dataclasses.asdict(checkpoint.config)
     record = {
         "format": FORMAT, "version": VERSION, "model": model, "start_token": checkpoint.start_token,
         "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
     }  # fmt: skip
+    beside = contents and not _same(folder.parent / entry["file"], contents)
+    _write(record, {entry["file"]: contents} if beside else {}, params, folder)
+
+
+def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
+    """As `write_folder`, for heads on the target with this fingerprint."""
+    _check_free(folder, "heads")
+    record = {"format": FORMAT, "version": VERSION, "kind": "heads", "heads": dataclasses.asdict(config)}
+    _write(record | {"target_fingerprint": fingerprint}, {}, params, folder)
+
+
+def _check_free(folder: pathlib.Path, kind: str) -> None:
+    if folder.exists() and not is_folder(folder, kind):
+        raise ValueError(f"{folder}: got something that is no {kind} folder of this package, expected nothing there")
+
+
+def _write(record: dict, files: dict[str, bytes], params: dict, folder: pathlib.Path) -> None:
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         (temporary / "config.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        if contents and not _same(folder.parent / entry["file"], contents):
-            (temporary / entry["file"]).write_bytes(contents)
+        for name, contents in files.items():
+            (temporary / name).write_bytes(contents)
         _write_params(params, temporary / "params")
         if folder.exists():
             old = folder.with_name(f".{folder.name}.old-{os.getpid()}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 
 import flax.struct
 import jax
@@ -73,6 +74,11 @@ class Network:
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
         return Network(packing.in_int8(network.params), network.module)
 
+    def head_alone(self) -> "Network":
+        """As much of the network as `head` takes; the arrays are shared."""
+        decoder = {name: node for name, node in self.params["decoder"].items() if name == "logits_dense"}
+        return Network({"token_embedder": self.params["token_embedder"], "decoder": decoder}, self.module)
+
     def teacher_forced(self, inputs: jax.Array, input_lengths: jax.Array, decoder_tokens: jax.Array) -> jax.Array:
         """Logits `[B, T, V]` float32 of whole sequences, without a cache."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
@@ -128,6 +134,19 @@ class LanguageModel:
     def params(self) -> dict:
         return packing.unpack(self.network.params)
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells models with different weights apart, whatever their dtype or layout: what was trained on the states of one
+        fits no other. Made of the corners of the last decoder layer's and the head's arrays, rounded to bfloat16."""
+        params = self.network.params
+        names = (f"layers_{self.config.num_decoder_layers - 1}", "decoder_norm", "logits_dense")
+        decoder = {name: params["decoder"][name] for name in names if name in params["decoder"]}
+        corners = _corners({"token_embedder": params["token_embedder"], "decoder": decoder})
+        digest = hashlib.sha256()
+        for path, leaf in jax.tree.leaves_with_path(corners):
+            digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} ".encode() + np.asarray(leaf).tobytes())
+        return digest.hexdigest()
+
     def logits(self, inputs, decoder_tokens, input_lengths=None) -> jax.Array:
         """Teacher-forced logits `[B, T, V]` float32.
 
@@ -171,6 +190,13 @@ def padded_lengths(tokens: np.ndarray) -> np.ndarray:
     if not length:
         return np.zeros(len(tokens), np.int32)
     return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(np.int32)
+
+
+@jax.jit
+def _corners(packed):
+    """The first 8 of every axis of every array, in bfloat16."""
+    corner = lambda leaf: leaf[tuple(slice(8) for _ in leaf.shape)].astype(jnp.bfloat16)
+    return jax.tree.map(corner, packing.unpack(packed))
 
 
 @jax.jit

@@ -237,8 +237,8 @@ class Decoder(nn.Module):
             x, written[i] = layer(x, cache.layers[i], positions, mask, bias, cache.cross[i], cross_mask)
         return self.decoder_norm(x), cache.replace(layers=tuple(written))
 
-    def __call__(self, x, encoded, encoder_mask, embedding, deterministic=True):
-        """Teacher-forced logits `[B, T, V]` of whole sequences `x [B, T, D]`."""
+    def __call__(self, x, encoded, encoder_mask, deterministic=True):
+        """Teacher-forced normalised states `[B, T, D]` of whole sequences `x [B, T, D]`."""
         length = x.shape[1]
         bias = self.relpos_bias(length, length).transpose(1, 0, 2)[None]
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
@@ -246,7 +246,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             cross = layer.cross_cache(encoded)
             x, _ = layer(x, None, None, mask, bias, cross, encoder_mask[:, None, None, :], deterministic)
-        return self.logits(self.dropout(self.decoder_norm(x), deterministic), embedding)
+        return self.dropout(self.decoder_norm(x), deterministic)
 
     def logits(self, x, embedding):
         """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
@@ -306,6 +306,9 @@ class T5(nn.Module):
 
     def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True):
         """Teacher-forced logits `[B, T, V]` float32."""
+        return self.head(self.states(inputs, mask, decoder_tokens, deterministic))
+
+    def states(self, inputs, mask, decoder_tokens, deterministic: bool = True):
+        """Teacher-forced states `[B, T, D]`: what `head` takes."""
         encoded = self.encode(inputs, mask, deterministic)
-        x = self.token_embedder(decoder_tokens)
-        return self.decoder(x, encoded, mask, self.token_embedder.embedding, deterministic)
+        return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)

@@ -1,0 +1,132 @@
+"""Heads on the target's own last state draft several tokens in one call (blockwise parallel decoding, Stern et al. 2018).
+
+They are Medusa's heads (Cai et al. 2024, arXiv 2401.10774), with a draft instead of a tree.
+"""
+
+import dataclasses
+import pathlib
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law
+from specdec_jax.formats import leaves, own
+from specdec_jax.models import heads
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
+from specdec_jax.speculative import DecodeState, Draft, Scored
+
+
+@flax.struct.dataclass
+class HeadsState:
+    """What the heads look at.
+
+    Attributes:
+      states: `[B, D]` the target's last state at the token before each row's last committed one.
+      known: `[B]` bool, False until the target was called for the row.
+    """
+
+    states: jax.Array
+    known: jax.Array
+
+
+@flax.struct.dataclass
+class HeadsDrafter:
+    """Drafts with N heads on the state from which the target said the last committed token: head i the i-th token after it.
+
+    A head does not see the tokens in between, so its law is the same whatever the heads before it drew; it is brought to the
+    processors, temperature and filters of the target and then drawn from. One call of the heads serves a whole draft of
+    at most N tokens. The first iteration of a request drafts nothing, since there is no state before the first call.
+
+    Attributes:
+      network: the heads, and the target's own head where they share it.
+      fingerprint: of the target whose states the heads take.
+    """
+
+    network: HeadsNetwork
+    fingerprint: str = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, target: LanguageModel, config: HeadsConfig, params: dict) -> "HeadsDrafter":
+        """Heads with the parameters `params` on `target`; computes in the target's dtype.
+
+        Raises:
+          ValueError: their widths are not the target's.
+        """
+        _check(target, config, target.fingerprint)
+        config = dataclasses.replace(config, dtype=target.config.dtype, matmul_dtype=None)
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), params)
+        head = target.network.head_alone() if config.share_head else None
+        return cls(HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint)
+
+    @classmethod
+    def load(cls, path, target: LanguageModel) -> "HeadsDrafter":
+        """The heads that `save` wrote, on `target`.
+
+        Raises:
+          ValueError: no folder of heads, a damaged one, or heads of another target.
+        """
+        config, fingerprint, stored = own.open_heads(pathlib.Path(path))
+        leaves.check_shapes(stored, config.parameter_shapes, path, "of these heads")
+        try:
+            _check(target, config, fingerprint)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        params = {name: leaf.load(jnp.dtype(target.config.dtype)) for name, leaf in stored.items()}
+        return cls.of(target, config, leaves.unflatten(params))
+
+    def save(self, path, dtype=None) -> None:
+        """Writes a folder that `load` reads, in the parameters' own dtype or in `dtype`."""
+        params = jax.tree.map(
+            lambda leaf: np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype), self.params
+        )
+        own.write_heads(self.config, self.fingerprint, params, pathlib.Path(path).absolute())
+
+    def check(self, target: LanguageModel) -> None:
+        """Raises ValueError where `target` is not the model whose states the heads take."""
+        _check(target, self.config, self.fingerprint)
+
+    @property
+    def config(self) -> HeadsConfig:
+        return self.network.config
+
+    @property
+    def params(self) -> dict:
+        """Nested dict of arrays; made from the decode loop's layout when asked for."""
+        return heads.unpack(self.network.params)
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.num_heads} heads"
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> HeadsState:
+        batch = tokens.shape[0]
+        return HeadsState(jnp.zeros((batch, self.config.emb_dim), self.config.dtype), jnp.zeros(batch, bool))
+
+    def draft(self, draft_state: HeadsState, state: DecodeState, num_wanted) -> tuple[HeadsState, Draft]:
+        num_wanted = jnp.where(draft_state.known, jnp.minimum(num_wanted, self.config.num_heads), 0)
+        logits = self.network.logits(draft_state.states)
+
+        def choose(step, tokens, law):
+            return draw_adjusted(state, jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), tokens, step, law)
+
+        tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, empty_law(state))
+        return draft_state, Draft(tokens, num_drafted, law, (num_wanted > 0).astype(jnp.int32))
+
+    def observe(self, draft_state: HeadsState, state: DecodeState, scored: Scored) -> HeadsState:
+        """Keeps the state that gave the last committed token; rows that are done keep theirs."""
+        last = jnp.maximum(scored.num_new - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(scored.states, last, axis=1)[:, 0].astype(draft_state.states.dtype)
+        moved = scored.num_new > 0
+        return HeadsState(jnp.where(moved[:, None], newest, draft_state.states), draft_state.known | moved)
+
+
+def _check(target: LanguageModel, config: HeadsConfig, fingerprint: str) -> None:
+    for name in ("emb_dim", "vocab_size"):
+        got, expected = getattr(config, name), getattr(target.config, name)
+        if got != expected:
+            raise ValueError(f"heads: got {name} {got}, expected the target's {expected}")
+    if fingerprint != target.fingerprint:
+        raise ValueError("heads: got those of a target with other weights, expected heads trained on this one")

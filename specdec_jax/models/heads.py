@@ -1,0 +1,135 @@
+"""Heads on a target's last state, one for each of the next tokens (Stern et al. 2018; Medusa-1, Cai et al. 2024)."""
+
+import dataclasses
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.models import packing
+from specdec_jax.models.base import Network
+from specdec_jax.models.layers import Dense
+from specdec_jax.models.t5 import T5Config
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsConfig:
+    """Shape of a set of heads.
+
+    Attributes:
+      num_heads: N; head i, from 1 on, says the i-th token after the one that the target's own head says.
+      emb_dim: D, width of the target's states.
+      vocab_size: V, width of the target's logits.
+      num_blocks: residual blocks x + silu(W x) of each head.
+      share_head: the logits come from the target's own head: D² parameters for a block are all that is new. False gives every
+        head a kernel `[D, V]` of its own.
+      dtype: name of the computation's dtype, "float32" or "bfloat16".
+      matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype` (training).
+    """
+
+    num_heads: int
+    emb_dim: int
+    vocab_size: int
+    num_blocks: int = 1
+    share_head: bool = False
+    dtype: str = "float32"
+    matmul_dtype: str | None = None
+
+    def __post_init__(self):
+        for name in ("num_heads", "emb_dim", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"HeadsConfig.{name}: got {getattr(self, name)}, expected at least 1")
+        if self.num_blocks < self.share_head:
+            raise ValueError(f"HeadsConfig.num_blocks: got {self.num_blocks}, expected at least {int(self.share_head)}")
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by its name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for head in range(self.num_heads):
+            blocks = range(self.num_blocks)
+            shapes |= {f"head_{head}/block_{i}/kernel": (self.emb_dim, self.emb_dim) for i in blocks}
+            if not self.share_head:
+                shapes[f"head_{head}/logits_dense/kernel"] = (self.emb_dim, self.vocab_size)
+        return shapes
+
+
+class Head(nn.Module):
+    """One head: states `[..., D]` to what the target's head takes, `[..., D]`, or to logits `[..., V]` float32."""
+
+    config: HeadsConfig
+
+    @nn.compact
+    def __call__(self, x):
+        config = self.config
+        matmul = dict(dtype=jnp.dtype(config.dtype), matmul_dtype=config.matmul_dtype)
+        for block in range(config.num_blocks):
+            zeros = nn.initializers.zeros  # a block is the identity at first
+            x = x + jax.nn.silu(Dense(config.emb_dim, kernel_init=zeros, name=f"block_{block}", **matmul)(x))
+        if config.share_head:
+            return x
+        return Dense(config.vocab_size, output_dtype=jnp.float32, name="logits_dense", **matmul)(x)
+
+
+class Heads(nn.Module):
+    """All heads over the same states `[B, D]`; `[B, N, D]` or, with kernels of their own, logits `[B, N, V]`."""
+
+    config: HeadsConfig
+
+    @nn.compact
+    def __call__(self, states):
+        states = states.astype(self.config.dtype)
+        heads = range(self.config.num_heads)
+        return jnp.stack([Head(self.config, name=f"head_{head}")(states) for head in heads], axis=1)
+
+
+@flax.struct.dataclass
+class HeadsNetwork:
+    """Heads as a jitted function takes them: the parameters are traced, the module is static.
+
+    Attributes:
+      params: nested dict of arrays, in the decode loop's layout or plain.
+      target: the target, or as much of it as its head takes; None for heads with kernels of their own.
+      module: the linen module, hashable.
+    """
+
+    params: dict
+    target: Network | None
+    module: Heads = flax.struct.field(pytree_node=False)
+
+    @property
+    def config(self) -> HeadsConfig:
+        return self.module.config
+
+    def logits(self, states: jax.Array) -> jax.Array:
+        """Logits `[B, N, V]` float32 of the target's states `[B, D]`."""
+        outputs = self.module.apply({"params": self.params}, states)
+        return self.target.head(outputs) if self.config.share_head else outputs
+
+
+def init_params(config: HeadsConfig, key, head_kernel=None) -> dict:
+    """Parameters `[in, out]` in float32: blocks of 0; where kernels are not shared, copies of `head_kernel [D, V]`."""
+    params = Heads(config).init(key, jnp.zeros((1, config.emb_dim)))["params"]
+    if head_kernel is not None and not config.share_head:
+        for head in params.values():
+            head["logits_dense"]["kernel"] = jnp.array(head_kernel, jnp.float32)  # copies: training donates its buffers
+    return params
+
+
+def head_kernel(config: T5Config, params: dict) -> jax.Array:
+    """The kernel `[D, V]` by which a T5 with these parameters (T5X's tree) multiplies its last states."""
+    tied, scaled = config.logits_via_embedding, config.scale_decoder_outputs
+    kernel = params["token_embedder"]["embedding"].T if tied else params["decoder"]["logits_dense"]["kernel"]
+    return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if (tied if scaled is None else scaled) else kernel
+
+
+def pack(params: dict, dtype: str) -> dict:
+    """`params` in the decode loop's layout, as the decoder's own kernels; the dicts that were given stay as they are."""
+    panel = packing.panel_width(jax.default_backend(), dtype)
+    return packing.pack({"decoder": jax.tree.map(lambda leaf: leaf, params)}, panel)["decoder"]
+
+
+def unpack(packed: dict) -> dict:
+    """What `pack` was given."""
+    return packing.unpack({"decoder": packed})["decoder"]
