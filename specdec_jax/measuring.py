@@ -13,7 +13,7 @@ from specdec_jax.acceptance import Acceptance
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.inference import DecodingOptions, at_least, check_gamma, check_output, option
 from specdec_jax.measure import Spread
-from specdec_jax.request import slots
+from specdec_jax.request import UnsupportedCombination, slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,10 @@ def check_measured(options) -> None:
     DecodingOptions.check(options)
     if not options.drafter:
         raise ValueError("drafter: got nothing, expected what `specdec generate --help` lists for --drafter")
+    if options.gamma_policy != "fixed":
+        raise UnsupportedCombination(
+            f"gamma_policy: got {options.gamma_policy!r}, expected fixed: gamma is what is chosen"
+        )
     at_least(1, batch_size=options.batch_size, repeats=options.repeats)
     at_least(0, limit=options.limit)
 

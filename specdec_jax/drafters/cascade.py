@@ -9,6 +9,7 @@ import numpy as np
 
 from specdec_jax.drafters.drawing import empty_law, keys_apart
 from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.sampling import Law, PointMass
 from specdec_jax.speculative import DecodeState, Draft, Drafter, Scored, verify
@@ -57,7 +58,8 @@ class HorizontalCascade(_Cascade):
     def __init__(self, first: Drafter, then: Drafter, switch: int):
         """Args:
           first: drafts positions 0 … switch − 1.
-          then: drafts what follows; not an `EarlyExitDrafter`, since the target's cache lacks what was drafted.
+          then: drafts what follows; not an `EarlyExitDrafter` or a `HeadsDrafter`, since the target has not yet seen
+            what was drafted.
           switch: at least 1.
 
         Raises:
@@ -233,10 +235,9 @@ def _check_drafters(**drafters) -> None:
 
 
 def _check_behind(name: str, drafter) -> None:
-    """Refuses a drafter that would continue a draft from the target's cache, which does not hold it."""
-    if isinstance(drafter, EarlyExitDrafter):
-        raise ValueError(
-            f"{name}: got an EarlyExitDrafter, expected a drafter that needs nothing of the target's cache"
-        )
+    """Refuses a drafter that would continue a draft from the target's cache or last state, which know nothing of it."""
+    if isinstance(drafter, EarlyExitDrafter | HeadsDrafter):
+        got = type(drafter).__name__
+        raise ValueError(f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or states")
     for part in getattr(drafter, "parts", ()):
         _check_behind(name, part)
