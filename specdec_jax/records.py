@@ -190,10 +190,7 @@ def summary(record: Mapping[str, Any]) -> str:
     ]
     if "draft step" in steps:
         lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
-        for name, spread in steps.items():
-            if name.startswith("draft step, "):
-                share = steps["draft step"]["median"] / spread["median"]
-                lines.append(f"  {name.removeprefix('draft step, ')} {_seconds(spread)}, of which it takes {share:.3f}")
+        lines += reductions(steps)
     elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
         lines.append("draft step     not timed, since several drafters take turns")
     elif record["drafter"]:
@@ -208,6 +205,16 @@ def summary(record: Mapping[str, Any]) -> str:
     for arm in record["speculative"]:
         lines += ["", *_arm_lines(arm)]
     return "\n".join(lines)
+
+
+def reductions(steps: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """What a cheaper draft step takes of those that lack the shortlist, the 8 bits, or both."""
+    return [
+        f"  {name.removeprefix('draft step, ')} {_seconds(spread)}, of which it takes "
+        f"{steps['draft step']['median'] / spread['median']:.3f}"
+        for name, spread in steps.items()
+        if name.startswith("draft step, ")
+    ]
 
 
 def _drafter(record: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import cli, sampling
+from specdec_jax import benchmark, cli, measure, records, sampling
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.shortlist import Shortlist
@@ -164,11 +164,11 @@ def step(network, cache):
     return np.asarray(jax.jit(lambda network, cache: network.decode(tokens, positions, cache)[0][:, 0])(network, cache))
 
 
-@pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("tied, not scaled", 1), ("bfloat16", 3)])
+@pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
 def test_reduced_networks_say_what_the_whole_says(how, rows):
     """The short head's logits are the whole head's; 8 bits change them by little; the model itself stays as it is."""
-    shape = dict(logits_via_embedding="tied" in how, scale_decoder_outputs=False if "not" in how else None)
-    model = tiny_t5(0, WIDE, dtype="bfloat16" if how == "bfloat16" else "float32", **shape)
+    dtype = "bfloat16" if how == "bfloat16" else "float32"
+    model = tiny_t5(0, WIDE, 1, dtype=dtype, logits_via_embedding=how == "tied")
     inputs, lengths = RNG.integers(2, WIDE, (rows, 5)), np.full(rows, 5)
     cache = jax.jit(lambda network: network.prefill(inputs, lengths, 8))(model.network)
     whole, before = step(model.network, cache), jax.tree.map(np.array, model.params)
@@ -190,6 +190,13 @@ def test_reduced_networks_say_what_the_whole_says(how, rows):
     jax.tree.map(np.testing.assert_array_equal, before, model.params)
 
 
+@pytest.mark.parametrize("tied, scale, expected", [(True, None, True), (True, False, False), (False, None, False)])
+def test_a_head_of_its_own_is_scaled_as_before(tied, scale, expected):
+    model = tiny_t5(0, WIDE, 1, logits_via_embedding=tied, scale_decoder_outputs=scale)
+    config = sd.ModelDrafter(model, 5).network.module.config
+    assert not config.logits_via_embedding and config.scale_decoder_outputs is expected
+
+
 def test_int8_kernels():
     """Against rounding in numpy; columns and rows of zeros; one row and several."""
     rng = np.random.default_rng(0)
@@ -207,15 +214,14 @@ def test_int8_kernels():
         assert not found[..., 2].any()
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float", "int8"])
-def test_t5_drafters_in_the_engine(int8):
-    target = tiny_t5(0, WIDE)
-    drafter = sd.ModelDrafter(noisy_copy(target, 0.05), [EOS, *IDS] if not int8 else None, int8)
+def test_t5_drafters_in_the_engine():
+    target = tiny_t5(0, WIDE, 1)
+    drafter = sd.ModelDrafter(noisy_copy(target, 0.05), [EOS, *IDS], int8=True)
     inputs = np.random.default_rng(3).integers(2, WIDE, (6, 5))
     options = dict(max_new_tokens=10, eos_ids=())
     result = sd.generate(target, inputs, drafter=drafter, gamma=3, **options)
     np.testing.assert_array_equal(result.tokens, sd.generate(target, inputs, **options).tokens)
-    assert (0.5 if int8 else 0) < result.stats.acceptance_rate < 1
+    assert 0 < result.stats.acceptance_rate < 1
 
 
 # --- Lists ---
@@ -314,18 +320,39 @@ def test_options_make_the_drafter(folder, flags, expected):
     assert np.unique(drafter.shortlist.ids).tolist() == ids.tolist() and drafter.int8 == options.drafter_int8
 
 
-def test_generate_and_benchmark(specdec, folder):
+def test_generate(specdec):
     decoding = ("--drafter=FOLDER/drafter", "--max_new_tokens=6", "--gamma=2", "--shortlist_size=9", "--drafter_int8")
     plain = json.loads(specdec("generate", "--max_new_tokens=6", "--json", "Tom")[1])
     code, out, err = specdec("generate", *decoding, "--json", "Tom")
     assert code == 0 and not err and json.loads(out)["tokens"] == plain["tokens"]
-    (folder / "tom.txt").write_text("Tom\n")
-    flags = ("--input_file=FOLDER/tom.txt", "--repeats=1", "--output=FOLDER/record.json")
-    code, out, err = specdec("benchmark", *decoding, *flags)
-    steps = json.loads((folder / "record.json").read_text())["steps"]
-    names = {"draft step", "draft step, unreduced", "draft step, shortlist alone", "draft step, int8 alone"}
-    assert code == 0 and names == {name for name in steps if name.startswith("draft step")}
-    assert "unreduced" in out and "of which it takes" in out
+
+
+def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
+    for name in ("step_arm", "paired_arm", "prefill_arm"):
+        monkeypatch.setattr(measure, name, lambda network, *_: network)
+    monkeypatch.setattr(measure, "products_arms", lambda *_: {})
+    options, target = benchmark.BenchmarkOptions(target="none"), tiny_t5(0, WIDE, 1)
+    batches = [benchmark.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
+    found = {}
+    for name, drafter in {
+        "none": sd.ModelDrafter(target), "list": sd.ModelDrafter(target, 5), "both": sd.ModelDrafter(target, 5, True),
+    }.items():  # fmt: skip
+        arms = benchmark._step_arms(target, drafter, batches, options)
+        found[name] = {arm for arm in arms if arm.startswith("draft step")}
+        assert arms["draft step"] is drafter.network
+    assert found["none"] == {"draft step"} and found["list"] == {"draft step", "draft step, unreduced"}
+    assert found["both"] == found["list"] | {"draft step, shortlist alone", "draft step, int8 alone"}
+    assert arms["draft step, unreduced"] is target.network
+    kernel = lambda name: arms[name].params["decoder"]["logits_dense"]["kernel"]
+    assert kernel("draft step, shortlist alone").size == 16 * 64 and kernel("draft step, int8 alone").values.shape == (
+        16,
+        WIDE,
+    )
+    spread = dict(least=0.1, most=3.0)
+    lines = records.reductions(
+        {"draft step": spread | dict(median=1.0), "draft step, unreduced": spread | dict(median=2.0)}
+    )
+    assert lines == ["  unreduced 2.000 s (0.100 to 3.000), of which it takes 0.500"]
 
 
 BAD = {
