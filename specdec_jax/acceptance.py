@@ -72,7 +72,9 @@ def of(target, drafter, batches: Sequence[Batch], verifiers: Sequence[str], gamm
     """
     greedy = options.sampling().mode.greedy
     exact = [name for name in verifiers if name in SURVIVAL or greedy and name in ("gumbel", "rejection")]
-    if isinstance(drafter, ModelDrafter) and len(exact) == len(verifiers):
+    # A shortlist or 8 bits change the drafter's law: what its model would say is not what it drafts.
+    scorable = isinstance(drafter, ModelDrafter) and drafter.network is drafter.model.network
+    if scorable and len(exact) == len(verifiers):
         return scored(target, drafter, batches, verifiers, gamma, options)
     return counted(target, drafter, batches, verifiers, gamma, options)
 
