@@ -192,7 +192,7 @@ def summary(record: Mapping[str, Any]) -> str:
         lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
         lines += reductions(steps)
     elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
-        lines.append("draft step     not timed, since several drafters take turns")
+        lines.append("draft step     not timed alone (`specdec measure` times whole iterations)")
     elif record["drafter"]:
         lines.append("draft step     none, since no model drafts; c is counted as 0")
     for gamma, v in record["verify_cost"].items():
