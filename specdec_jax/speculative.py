@@ -157,7 +157,8 @@ class Drafter(Protocol):
 
     `init` and `draft` are traced. Rewinding is implicit: each call is told the committed lengths. A drafter that learns
     from the target's calls also has `observe(draft_state, state, scored: Scored) -> draft_state`, called with the state
-    after the commit.
+    after the commit. One whose state holds a cache has `rewind(draft_state, lengths) -> draft_state` too: a cascade, whose
+    parts may begin past the committed tokens, says with it which are committed.
     """
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
