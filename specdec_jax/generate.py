@@ -327,6 +327,7 @@ def warm_up(
     nothing. Options as for `generate`. Returns the number of shapes.
     """
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
+    options = {"key": jax.random.key(0), **options}
     for batch in batch_sizes:
         for length in lengths:
             inputs = np.full(

@@ -168,8 +168,10 @@ class Drafter(Protocol):
 
     `init` and `draft` are traced. Rewinding is implicit: each call is told the committed lengths. A drafter that learns
     from the target's calls also has `observe(draft_state, state, scored: Scored) -> draft_state`, called with the state
-    after the commit. One whose drafts come from laws that a policy of γ can read (`Draft.seen`) says so by a static
-    `tells_law = True`, one that may find less to draft than is wanted, or nothing, by `varies = True`.
+    after the commit. One whose state holds a cache has `rewind(draft_state, lengths) -> draft_state` too: a cascade, whose
+    parts may begin past the committed tokens, says with it which are committed. One whose drafts come from laws that a
+    policy of γ can read (`Draft.seen`) says so by a static `tells_law = True`, one that may find less to draft than is
+    wanted, or nothing, by `varies = True`.
     """
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:

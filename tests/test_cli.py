@@ -15,6 +15,7 @@ import specdec_jax as sd
 from specdec_jax import benchmark, cli, demo, inference
 from specdec_jax.data import SentencePieceVocabulary
 
+pytestmark = pytest.mark.usefixtures("quick")
 CONFIG = sd.T5Config(64, 16, 2, 8, 1, 1, 24)
 TEXT = [
     "Tom is learning German.",

@@ -13,7 +13,7 @@ from test_engine_modes import loop_bodies
 from toy_models import HashModel, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, inference, records
+from specdec_jax import benchmark, inference, passes, records
 from specdec_jax.generate import advance, finish
 from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
@@ -194,7 +194,7 @@ def test_command_line(monkeypatch):
 
 def test_benchmark_times_the_draft_steps(monkeypatch):
     options = benchmark.BenchmarkOptions(target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1)
-    batches = benchmark._batches(INPUTS[:1], INPUTS[:1], options, [])
+    batches = passes.cut(INPUTS[:1], INPUTS[:1], 1, 0, [])
     steps = benchmark._step_arms(target(), early(), batches, options)
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any("drafter encoder" in name for name in steps)
     assert steps["draft step"]().shape == (1, 1)

@@ -40,6 +40,15 @@ class _Cascade:
     def init(self, inputs, input_lengths, tokens, slots: int) -> CascadeState:
         return CascadeState(*(part.init(inputs, input_lengths, tokens, slots) for part in self.parts))
 
+    def rewind(self, draft_state: CascadeState, lengths: jax.Array) -> CascadeState:
+        """What lies past `lengths` stands no longer.
+
+        A part that begins past the committed tokens cannot tell it: it is told what was drafted as if it were committed,
+        and would take for cached what its last draft had there.
+        """
+        rewound = lambda part, own: part.rewind(own, lengths) if hasattr(part, "rewind") else own
+        return CascadeState(*map(rewound, self.parts, draft_state))
+
     def observe(self, draft_state: CascadeState, state: DecodeState, scored: Scored) -> CascadeState:
         """Passes on what the target made of the draft to a drafter that learns from it."""
         seen = lambda part, own: part.observe(own, state, scored) if hasattr(part, "observe") else own
@@ -76,6 +85,7 @@ class HorizontalCascade(_Cascade):
 
     def draft(self, draft_state: CascadeState, state: DecodeState, num_wanted) -> tuple[CascadeState, Draft]:
         (first, then), program = self.parts, state.program
+        draft_state = self.rewind(draft_state, state.lengths)
         early = min(self.number, program.gamma)
         front = dataclasses.replace(state, program=program._replace(gamma=early))
         own, head = first.draft(draft_state.first, front, jnp.minimum(num_wanted, early))
@@ -201,9 +211,8 @@ class VerticalCascade(_Cascade):
                 calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
             )  # fmt: skip
 
-        none = jnp.zeros_like(state.lengths)
-        known = ModelDraftState(draft_state.first.cache, jnp.minimum(draft_state.first.cached, state.lengths - 1))
-        loop = _Loop(state.tokens, none, num_wanted, known, draft_state.second, empty_law(state), none)
+        none, draft_state = jnp.zeros_like(state.lengths), self.rewind(draft_state, state.lengths)
+        loop = _Loop(state.tokens, none, num_wanted, *draft_state, empty_law(state), none)
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.drafted < loop.wanted), body, loop)
         places = jnp.minimum(state.lengths[:, None] + jnp.arange(program.gamma), state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(loop.tokens, places, axis=1)

@@ -95,6 +95,9 @@ class ModelDrafter:
         # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
+    def rewind(self, draft_state: ModelDraftState, lengths: jax.Array) -> ModelDraftState:
+        return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))
+
     def draft(self, draft_state: ModelDraftState, state: DecodeState, num_wanted) -> tuple[ModelDraftState, Draft]:
         """Drafts with a loop of single steps, preceded by one for each token that the slowest row must catch up.
 
