@@ -41,7 +41,7 @@ def improvement(record: Mapping[str, Any], path: str) -> None:
         stands.errorbar(gammas, [value["stands"] for value in values], errors, fmt="s-", capsize=3, label=name)
     gain.axhline(1, color="grey", linewidth=1)
     gain.set(xlabel="γ, drafted tokens", ylabel="expected improvement over plain decoding", xticks=gammas)
-    stands.set(xlabel="i", ylabel="probability that the first i drafted tokens stand", xticks=gammas, ylim=(0, 1))
+    stands.set(xlabel="i", ylabel="P(first i drafted tokens stand)", xticks=gammas, ylim=(0, 1))
     cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
     cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
     cost.axhline(1, color="grey", linewidth=1)

@@ -181,6 +181,7 @@ def tuned(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], op
                 "calls": sum(work.calls for work in accepted.work[choice.verifier, choice.gamma]) if choice.gamma else None,
                 "expected_seconds_per_token": expected[choice] / tokens,
                 "expected_improvement": expected[plain] / expected[choice],
+                "seconds_per_token": Spread.of(measured[choice])._asdict() if choice in measured else None,
                 "improvement": _ratio(measured, plain, choice) if choice in measured else None,
             }
             for choice in choices
