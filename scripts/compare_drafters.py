@@ -1,0 +1,117 @@
+"""Many drafters on the same sentences, in one table: α, tokens per target call, and measured improvement over plain decoding.
+
+    python scripts/compare_drafters.py --input_file=ende/test.tsv.gz --limit=300 --output=drafters.json \
+        --arm=ende/drafter,gamma=4 --arm=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
+        --arm=ende/drafter,gamma=8,gamma_policy=heuristic --arm=lookup,gamma=4 --arm=exit:2,gamma=2 --arm=trigrams.npz,gamma=2
+
+An arm is what `specdec generate --drafter` takes, then any of its flags that concern drafting. All arms are timed in turn,
+sentence by sentence; the improvement is that of total wall time, encoders included, its median and spread over the passes. At
+temperature 0 every output is compared with plain decoding's; what differs is counted (`specdec benchmark` tells near-ties).
+"""
+
+import dataclasses
+import json
+import pathlib
+import typing
+
+import numpy as np
+from absl import app, flags
+
+from specdec_jax import passes, records
+from specdec_jax.generate import generate
+from specdec_jax.inference import DecodingOptions, check_output, encode, read_sentences
+from specdec_jax.measure import Spread
+
+_TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
+_ARM = flags.DEFINE_multi_string("arm", None, "DRAFTER[,name=value ...]; repeatable.", required=True)
+_FILE = flags.DEFINE_string(
+    "input_file", None, "A sentence a line, or a TSV file, whose first column counts.", required=True
+)
+_LIMIT = flags.DEFINE_integer("limit", 0, "Only the first lines; 0: all.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
+_VERIFIER = flags.DEFINE_string("verifier", "token", "token tells α at every temperature.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "Limit for new tokens.")
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences.")
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
+
+
+def options_of(arm: str) -> tuple[DecodingOptions, int]:
+    """The options of an arm, and its γ."""
+    drafter, *settings = arm.split(",")
+    kinds, chosen, gamma = typing.get_type_hints(DecodingOptions), {}, 4
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name == "gamma":
+            gamma = int(value)
+        elif name not in kinds:
+            raise ValueError(f"arm: got {setting!r} in {arm!r}, expected gamma or an option of `specdec generate`")
+        elif kinds[name] is bool:
+            chosen[name] = value.lower() in ("", "true", "1")
+        elif kinds[name] == tuple[str, ...]:
+            chosen[name] = (*chosen.get(name, ()), value)
+        else:
+            chosen[name] = int(value) if kinds[name] is int else value
+    return DecodingOptions(
+        target=_TARGET.value, drafter=drafter, temperature=_TEMPERATURE.value, verifier=_VERIFIER.value,
+        max_new_tokens=_NEW.value, **chosen,
+    ), gamma  # fmt: skip
+
+
+def decoder(options: DecodingOptions, gamma: int, target, drafter) -> passes.Arm:
+    how = options.decoding(plain=drafter is None) | dict(
+        drafter=drafter, gamma=options.gamma_of(gamma) if drafter else 0
+    )
+    return passes.Arm(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
+
+
+def main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"got {argv[1]!r}, expected flags only")
+    check_output(_OUTPUT.value)
+    asked = {arm: options_of(arm) for arm in _ARM.value}
+    for options, _ in asked.values():
+        options.check()
+    plain = dataclasses.replace(next(iter(asked.values()))[0], drafter=None, gamma_policy="fixed", gamma_settings=(),
+                                shortlist=None, shortlist_size=0, drafter_int8=False)  # fmt: skip
+    target, _ = plain.load()
+    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
+    ids = encode(target, sentences, plain.max_input_length)
+    batches = passes.cut(sentences, ids, 1, plain.seed, "")
+    arms = {"plain": decoder(plain, 0, target, None)}
+    for name, (options, gamma) in asked.items():
+        arms[name] = decoder(options, gamma, *options.load())
+    passes.warm_up(arms, {}, batches)
+    for turn in range(_REPEATS.value):
+        passes.one_pass(arms, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
+    rows = [row(name, arm, arms["plain"]) for name, arm in arms.items() if name != "plain"]
+    record = {"machine": records.machine(), "target": _TARGET.value, "input_file": _FILE.value, "sentences": len(sentences),
+              "temperature": _TEMPERATURE.value, "verifier": _VERIFIER.value, "plain_seconds": arms["plain"].seconds,
+              "arms": rows}  # fmt: skip
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{'α':>7}{'tokens/call':>13}{'drafted/call':>14}{'improvement':>25}  differ  drafter")
+    for line in rows:
+        alpha, gain = line["alpha"], line["improvement"]
+        shown = f"{gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})"
+        print(f"{'-' if alpha is None else f'{alpha:.3f}':>7}{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
+              f"{shown:>25}{'-' if line['differ'] is None else line['differ']:>8}  {line['arm']}")  # fmt: skip
+
+
+def row(name: str, arm: passes.Arm, plain: passes.Arm) -> dict:
+    examined = sum(int(result.stats.examined_by_position.sum()) for result in arm.results)
+    calls = arm.total("target_calls")
+    differ = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(arm.results, plain.results, strict=True))
+    per_token = plain.seconds_per_token / arm.seconds_per_token
+    return {
+        "arm": name,
+        "alpha": arm.total("accepted") / examined if examined else None,
+        "tokens_per_call": arm.tokens / max(calls, 1),
+        "drafted_per_call": arm.total("drafted") / max(calls, 1),
+        "improvement": Spread.of(per_token)._asdict(),
+        "compile_seconds": arm.compile_seconds,
+        "differ": differ if _TEMPERATURE.value == 0 else None,
+    }
+
+
+if __name__ == "__main__":
+    app.run(main)
