@@ -182,11 +182,7 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
     products = min(spread.median for name, spread in times.items() if name.startswith("products"))
     gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
     return {
-        "machine": records.machine(),
-        "options": dataclasses.asdict(options),
-        "target": records.model(target),
-        "drafter": records.drafter(drafter) if drafter is not None else None,
-        "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
+        **records.head(target, drafter, batches, options),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "step_over_products": step / products,
         "plain_over_products": (seconds.median - encoders) / max(calls, 1) / products,
@@ -220,7 +216,7 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     seconds = Spread.of(arm.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.
     same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY
-    shares = None if adaptive else records.shares(records.cost(counted, arm.gamma, times), seconds.median)
+    shares = None if adaptive or untimed else records.shares(records.cost(counted, arm.gamma, times), seconds.median)
     return {
         "gamma": arm.gamma,
         "mean_gamma": stats["drafted"] / max(stats["target_calls"], 1),
@@ -230,7 +226,7 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
         "stats": stats,
         "improvement": improvement._asdict(),
         "predicted": predicted,
-        "oracle": None if alpha is None else records.oracle(arm.gamma, alpha, times),
+        "oracle": None if alpha is None or untimed else records.oracle(arm.gamma, alpha, times),
         "measured_over_predicted": improvement.median / predicted["with_lengths"] if predicted else None,
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,

@@ -94,11 +94,7 @@ def measured(target, drafter, batches: Sequence[passes.Batch], options: MeasureO
     }
     c = draft_cost(options.gamma_max, times)
     return {
-        "machine": records.machine(),
-        "options": dataclasses.asdict(options),
-        "target": records.model(target),
-        "drafter": records.drafter(drafter),
-        "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
+        **records.head(target, drafter, batches, options),
         "acceptance": accepted.record(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "cost_ratio_alone": (
@@ -119,10 +115,7 @@ def step_times(target, drafter, batches: Sequence[passes.Batch], options: Measur
         state = measure.iteration_state(target, drafter, rows, lengths[-1], gamma, **options.decoding())
         arms |= {f"call {gamma}": measure.call_arm(*state), f"iteration {gamma}": measure.iteration_arm(*state)}
     passes.warm_up({}, arms, batches)
-    turns = range(options.repeats)
-    return passes.per_step(
-        [passes.timed_steps(arms, turn, f"steps, pass {turn + 1} of {options.repeats}") for turn in turns]
-    )
+    return passes.time_steps(arms, options.repeats)
 
 
 def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:

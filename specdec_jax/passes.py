@@ -126,6 +126,12 @@ def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str
     return {name: measure.timed(steps[name]) for name in track(measure.rotated(steps, turn), len(steps), what)}
 
 
+def time_steps(steps: Mapping[str, Callable], repeats: int) -> dict[str, Spread]:
+    """Seconds of one step, by arm, over `repeats` passes."""
+    turns = range(repeats)
+    return per_step([timed_steps(steps, turn, f"steps, pass {turn + 1} of {repeats}") for turn in turns])
+
+
 def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """Seconds of one step, by arm, over passes of `timed_steps`."""
     return {

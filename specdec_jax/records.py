@@ -55,6 +55,17 @@ def drafter(drafter) -> dict[str, Any]:
     return model(drafter.model) if isinstance(drafter, ModelDrafter) else {"name": drafter.name}
 
 
+def head(target, drafting, batches, options) -> dict[str, Any]:
+    """What every record begins with: machine, options, models, and how many inputs the batches have."""
+    return {
+        "machine": machine(),
+        "options": dataclasses.asdict(options),
+        "target": model(target),
+        "drafter": None if drafting is None else drafter(drafting),
+        "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What one batch asked of the models.

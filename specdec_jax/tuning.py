@@ -167,11 +167,7 @@ def tuned(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], op
     chosen = fastest(measured)
     plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
     return {
-        "machine": records.machine(),
-        "options": dataclasses.asdict(options),
-        "target": records.model(target),
-        "drafter": records.drafter(drafter),
-        "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
+        **records.head(target, drafter, batches, options),
         "acceptance": accepted.record(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "draft_seconds": step,
@@ -215,10 +211,7 @@ def step_times(target, drafter, batches: Sequence[Batch], choices: Sequence[Choi
         if isinstance(drafter, ModelDrafter):
             arms[f"drafter encoder {length}"] = measure.prefill_arm(drafter.network, rows, length, room)
     passes.warm_up({}, arms, batches)
-    turns = range(options.repeats)
-    return passes.per_step(
-        [passes.timed_steps(arms, turn, f"steps, pass {turn + 1} of {options.repeats}") for turn in turns]
-    )
+    return passes.time_steps(arms, options.repeats)
 
 
 def time_choices(

@@ -75,7 +75,9 @@ def test_greedy_drafts_are_those_of_the_model(name, width):
             np.testing.assert_array_equal(run(drafter, eos_ids=(eos,)).tokens, np.where(live, endless.tokens, 0))
         order = np.random.default_rng(1).permutation(B)
         at = lambda values: [values[row] for row in order]
-        options = dict(max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), gamma=at(GAMMAS), eos_ids=(EOS, 8), key=KEY)
+        options = dict(
+            max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), gamma=at(GAMMAS), eos_ids=(EOS, 8), key=KEY
+        )
         turned = []
         again = lambda: turned.append(sd.generate(TARGET, at(INPUTS), drafter=drafter, **options))
         assert compilations(again) == 0
