@@ -1,4 +1,4 @@
-"""Many drafters on the same sentences, in one table: α, tokens per target call, and measured improvement over plain decoding.
+"""Many drafters on the same sentences, in one table: α, tokens per target call, c, v and measured improvement over plain decoding.
 
     python scripts/compare_drafters.py --input_file=ende/test.tsv.gz --limit=300 --output=drafters.json \
         --arm=ende/drafter,gamma=4 --arm=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
@@ -7,6 +7,9 @@
 An arm is what `specdec generate --drafter` takes, then any of its flags that concern drafting. All arms are timed in turn,
 sentence by sentence; the improvement is that of total wall time, encoders included, its median and spread over the passes. At
 temperature 0 every output is compared with plain decoding's; what differs is counted (`specdec benchmark` tells near-ties).
+
+c is what a drafted token costs inside the loop, v what the target's call and its verification do, both in plain iterations and
+timed apart from the sentences; where γ adapts there is no one draft to time.
 """
 
 import dataclasses
@@ -17,7 +20,7 @@ import typing
 import numpy as np
 from absl import app, flags
 
-from specdec_jax import passes, records
+from specdec_jax import measure, passes, records
 from specdec_jax.generate import generate
 from specdec_jax.inference import DecodingOptions, check_output, encode, read_sentences
 from specdec_jax.measure import Spread
@@ -77,24 +80,43 @@ def main(argv) -> None:
     sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
     ids = encode(target, sentences, plain.max_input_length)
     batches = passes.cut(sentences, ids, 1, plain.seed, "")
-    arms = {"plain": decoder(plain, 0, target, None)}
+    arms, models = {"plain": decoder(plain, 0, target, None)}, {}
     for name, (options, gamma) in asked.items():
-        arms[name] = decoder(options, gamma, *options.load())
-    passes.warm_up(arms, {}, batches)
+        models[name] = options.load()
+        arms[name] = decoder(options, gamma, *models[name])
+    longest = max(batch.padded for batch in batches)
+    state = measure.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
+    steps = {"plain": measure.iteration_arm(*state)}
+    for name, (options, gamma) in asked.items():
+        if options.gamma_policy == "fixed":
+            state = measure.iteration_state(*models[name], 1, longest, gamma, **options.decoding())
+            steps |= {f"call, {name}": measure.call_arm(*state), f"iteration, {name}": measure.iteration_arm(*state)}
+    passes.warm_up(arms, steps, batches)
+    times = passes.time_steps(steps, _REPEATS.value)
     for turn in range(_REPEATS.value):
         passes.one_pass(arms, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
-    rows = [row(name, arm, arms["plain"]) for name, arm in arms.items() if name != "plain"]
+    rows = [row(name, arm, arms["plain"]) | costs(name, arm, times) for name, arm in arms.items() if name != "plain"]
     record = {"machine": records.machine(), "target": _TARGET.value, "input_file": _FILE.value, "sentences": len(sentences),
               "temperature": _TEMPERATURE.value, "verifier": _VERIFIER.value, "plain_seconds": arms["plain"].seconds,
               "arms": rows}  # fmt: skip
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"{'α':>7}{'tokens/call':>13}{'drafted/call':>14}{'improvement':>25}  differ  drafter")
+    print(f"{'α':>7}{'tokens/call':>13}{'drafted/call':>14}{'c':>8}{'v':>8}{'improvement':>25}  differ  drafter")
     for line in rows:
         alpha, gain = line["alpha"], line["improvement"]
         shown = f"{gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})"
+        c, v = ("-" if line[name] is None else f"{line[name]:.3f}" for name in ("cost_ratio", "verify_cost"))
         print(f"{'-' if alpha is None else f'{alpha:.3f}':>7}{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
-              f"{shown:>25}{'-' if line['differ'] is None else line['differ']:>8}  {line['arm']}")  # fmt: skip
+              f"{c:>8}{v:>8}{shown:>25}{'-' if line['differ'] is None else line['differ']:>8}  {line['arm']}")  # fmt: skip
+
+
+def costs(name: str, arm: passes.Arm, times: dict[str, Spread]) -> dict:
+    """c and v, from medians."""
+    if f"call, {name}" not in times:
+        return {"cost_ratio": None, "verify_cost": None}
+    call, both = times[f"call, {name}"].median, times[f"iteration, {name}"].median
+    step = times["plain"].median
+    return {"cost_ratio": max(0.0, both - call) / arm.gamma / step, "verify_cost": call / step}
 
 
 def row(name: str, arm: passes.Arm, plain: passes.Arm) -> dict:

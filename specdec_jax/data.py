@@ -83,13 +83,13 @@ def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
     return examples
 
 
-def check_buckets(buckets: Sequence[int], batch_tokens: int) -> None:
+def check_buckets(buckets: Sequence[int], batch_tokens: int, target_buckets: Sequence[int] = ()) -> None:
     """Raises ValueError where `BucketedBatches` cannot be made of them."""
-    buckets = tuple(buckets)
-    if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
-        raise ValueError(f"buckets: got {buckets}, expected ascending lengths from 1")
-    if batch_tokens < buckets[-1]:
-        raise ValueError(f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {buckets[-1]}")
+    for name, lengths in dict(buckets=tuple(buckets), target_buckets=tuple(target_buckets or (1,))).items():
+        if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
+            raise ValueError(f"{name}: got {lengths}, expected ascending lengths from 1")
+        if batch_tokens < lengths[-1]:
+            raise ValueError(f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {lengths[-1]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,26 +107,43 @@ class BucketedBatches:
     that is not left out comes once in `per_epoch` batches.
     """
 
-    def __init__(self, pairs: Sequence, buckets: Sequence[int], batch_tokens: int, seed: int = 0):
-        """Puts every pair into the shortest bucket that holds both sides.
+    def __init__(
+        self,
+        pairs: Sequence,
+        buckets: Sequence[int],
+        batch_tokens: int,
+        seed: int = 0,
+        target_buckets: Sequence[int] = (),
+    ):
+        """Puts every pair into the shortest bucket that holds both sides, or each side into the shortest of its own.
 
         Args:
           pairs: (input ids, target ids), both with EOS.
           buckets: ascending lengths; longer pairs are left out (`dropped` counts them).
-          batch_tokens: padded pieces of one side of a batch.
+          batch_tokens: padded pieces of the longer side of a batch.
           seed: of the order of the pairs and of the batches, anew in every epoch.
+          target_buckets: ascending lengths for the targets, where those are much shorter or longer than the inputs (each
+            with each of `buckets` is a shape that compiles); none: both sides are padded alike.
         """
-        self._pairs, self._buckets, self._seed = pairs, tuple(buckets), seed
-        check_buckets(buckets, batch_tokens)
-        self._rows = [batch_tokens // length for length in self._buckets]
-        longest = np.array([max(len(source), len(target)) for source, target in pairs], int)
-        self._bucket_of = np.searchsorted(np.array(self._buckets), longest)
+        self._pairs, self._seed = pairs, seed
+        check_buckets(buckets, batch_tokens, target_buckets)
+        longest = np.array([(len(source), len(target)) for source, target in pairs], int).reshape(-1, 2)
+        if target_buckets:
+            self._shapes = [(length, own) for length in buckets for own in target_buckets]
+            places = [np.searchsorted(np.array(own), longest[:, i]) for i, own in enumerate((buckets, target_buckets))]
+            dropped = (places[0] == len(buckets)) | (places[1] == len(target_buckets))
+            self._bucket_of = np.where(dropped, len(self._shapes), places[0] * len(target_buckets) + places[1])
+        else:
+            self._shapes = [(length, length) for length in buckets]
+            self._bucket_of = np.searchsorted(np.array(buckets), longest.max(axis=1))
+        self._rows = [batch_tokens // max(shape) for shape in self._shapes]
         self.pairs = len(pairs)
-        self.dropped = int(np.sum(self._bucket_of == len(self._buckets)))
-        counts = np.bincount(self._bucket_of, minlength=len(self._buckets))[: len(self._buckets)]
+        counts = np.bincount(self._bucket_of, minlength=len(self._shapes) + 1)
+        self.dropped = int(counts[-1])
         self.per_epoch = int(sum(-(-count // rows) for count, rows in zip(counts, self._rows)))
+        self.longest = " and ".join(str(lengths[-1]) for lengths in (buckets, target_buckets) if lengths)
         if not self.per_epoch:
-            raise ValueError(f"got {len(pairs)} pairs, expected at least one of at most {self._buckets[-1]} pieces")
+            raise ValueError(f"got {len(pairs)} pairs, expected at least one of at most {self.longest} pieces")
         self._epoch: int | None = None
         self._plan: list[tuple[int, np.ndarray]] = []
 
@@ -144,8 +161,7 @@ class BucketedBatches:
         if epoch != self._epoch:
             self._plan_epoch(epoch)
         bucket, members = self._plan[index]
-        shape = (self._rows[bucket], self._buckets[bucket])
-        batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
+        batch = Batch(*(np.zeros((self._rows[bucket], length), np.int32) for length in self._shapes[bucket]))
         for row, member in enumerate(members):
             source, target = self._pairs[member]
             batch.inputs[row, : len(source)] = source

@@ -50,8 +50,9 @@ class TrainConfig:
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
-      batch_tokens: padded pieces of one side of a batch.
+      batch_tokens: padded pieces of the longer side of a batch.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
+      target_buckets: padded lengths of the targets, where those are not as long as the inputs; none: `buckets` for both.
       label_smoothing: mass spread over the vocabulary.
       teacher: path of a model to distil from, or None.
       distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece; above 0 iff there is a
@@ -80,6 +81,7 @@ class TrainConfig:
     learning_rate: float = 0.01
     batch_tokens: int = 4096
     buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
+    target_buckets: tuple[int, ...] = ()
     label_smoothing: float = 0.1
     teacher: str | None = None
     distill_weight: float = 0.0
@@ -98,6 +100,7 @@ class TrainConfig:
             object.__setattr__(self, name, (files,) if isinstance(files, str) else tuple(files))
             _expect(len(getattr(self, name)) > 0, name, files, "at least one file")
         object.__setattr__(self, "buckets", tuple(self.buckets))
+        object.__setattr__(self, "target_buckets", tuple(self.target_buckets))
         _expect(isinstance(self.model, T5Config), "model", self.model, "a T5Config")
         _expect(self.model.dtype == "float32", "model.dtype", self.model.dtype, "float32: TrainConfig.dtype sets it")
         for name in ("steps", "log_every", "save_every", "evaluate_every", "vocabulary_size"):
@@ -206,7 +209,7 @@ def go_on(run: "Run", console: rich.console.Console) -> TrainState:
     start = int(state.step)
     console.print(
         f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
-        f"epoch, {run.batches.dropped} of {run.batches.pairs} pairs left out as longer than {config.buckets[-1]} pieces; "
+        f"epoch, {run.batches.dropped} of {run.batches.pairs} pairs left out as longer than {run.batches.longest} pieces; "
         f"{parameter_count(state.params):,} parameters, {run.objective.model.config.dtype}",
         markup=False,
     )
@@ -516,6 +519,6 @@ def _batches(config: TrainConfig, vocabulary, paths) -> data.BucketedBatches:
     if any(0 in ids for pair in pairs for ids in pair):  # ids that a file gives, or other special ids than T5's
         raise ValueError(f"{name}: got the piece {vocabulary.piece(0)!r} with id 0, expected none: 0 is padding")
     try:
-        return data.BucketedBatches(pairs, config.buckets, config.batch_tokens, config.seed)
+        return data.BucketedBatches(pairs, config.buckets, config.batch_tokens, config.seed, config.target_buckets)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

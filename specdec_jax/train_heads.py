@@ -55,6 +55,7 @@ class HeadsTrainConfig:
     learning_rate: float = 0.001
     batch_tokens: int = 4096
     buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
+    target_buckets: tuple[int, ...] = ()
     label_smoothing: float = 0.0
     soft_weight: float = 0.0
     backbone_learning_rate: float = 0.0
@@ -68,7 +69,7 @@ class HeadsTrainConfig:
 
     def __post_init__(self):
         run = self.run(T5Config(1, 1, 1, 1, 1, 1, 1))  # which checks what it shares with other runs
-        for name in ("train_files", "validation_files", "buckets"):
+        for name in ("train_files", "validation_files", "buckets", "target_buckets"):
             object.__setattr__(self, name, getattr(run, name))
         self.heads(run.model)
         if not 0 <= self.soft_weight <= 1:

@@ -52,6 +52,30 @@ def test_a_batch_holds_whole_pairs_in_the_shortest_bucket_that_fits():
     assert shapes == {(7, 4), (4, 7), (3, 10)}
 
 
+def test_each_side_is_padded_to_buckets_of_its_own():
+    pairs = pairs_of([(2 + 5 * i % 19, 2 + i % 6) for i in range(60)] + [(21, 3), (3, 9), (21, 9)])
+    every = data.BucketedBatches(pairs, (8, 20), 40, target_buckets=(3, 5, 8))
+    assert (every.pairs, every.dropped, every.longest) == (63, 3, "20 and 8")
+    seen, shapes = [], set()
+    for step in range(every.per_epoch):
+        batch = every[step]
+        length, width = batch.inputs.shape[1], batch.targets.shape[1]
+        assert batch.inputs.shape[0] == batch.targets.shape[0] == 40 // length
+        shapes.add((length, width))
+        for row, number in enumerate(numbers(batch)):
+            source, target = pairs[number]
+            assert (len(source) > 8, len(target) > 3, len(target) > 5) == (length == 20, width > 3, width == 8)
+            assert list(batch.inputs[row, : len(source)]) == source and not batch.inputs[row, len(source) :].any()
+            assert list(batch.targets[row, : len(target)]) == target and not batch.targets[row, len(target) :].any()
+            seen.append(number)
+    assert sorted(seen) == list(range(60)) and shapes == {(a, b) for a in (8, 20) for b in (3, 5, 8)}
+
+
+def test_targets_may_be_longer_than_inputs():
+    every = data.BucketedBatches(pairs_of([(3, 9), (4, 12)]), (4,), 24, target_buckets=(12,))
+    assert [array.shape for array in (every[0].inputs, every[0].targets)] == [(2, 4), (2, 12)]
+
+
 def test_a_batch_depends_on_seed_and_step_alone():
     straight, jumping = batches(), batches()
     steps = list(range(3 * straight.per_epoch))
@@ -84,6 +108,20 @@ def test_seed_and_epoch_change_the_order():
 def test_bad_batches(buckets, batch_tokens, lengths, message):
     with pytest.raises(ValueError, match=message):
         data.BucketedBatches(pairs_of(lengths), buckets, batch_tokens)
+
+
+@pytest.mark.parametrize(
+    "target_buckets, batch_tokens, message",
+    [
+        ((8, 4), 30, "target_buckets: got .8, 4., expected ascending"),
+        ((0, 4), 30, "target_buckets: got"),
+        ((4, 16), 15, "batch_tokens: got 15, expected at least the longest bucket, 16"),
+        ((2,), 30, "got 1 pairs, expected at least one of at most 8 and 2 pieces"),
+    ],
+)
+def test_bad_buckets_of_targets(target_buckets, batch_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        data.BucketedBatches(pairs_of([(3, 3)]), (8,), batch_tokens, target_buckets=target_buckets)
 
 
 def test_read_pairs_takes_plain_and_compressed_files(tmp_path):
