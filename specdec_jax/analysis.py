@@ -7,7 +7,7 @@ kind: it holds the probabilities that at least 1, 2 … of the drafted tokens st
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -38,6 +38,71 @@ def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float 
     if cost_ratio < 0 or verify_cost <= 0:
         raise ValueError(f"got cost_ratio {cost_ratio} and verify_cost {verify_cost}, expected c >= 0 and v > 0")
     return expected_tokens(alpha, gamma) / (gamma * cost_ratio + verify_cost)
+
+
+def operations(alpha: float, gamma: int, cost_ratio: float = 0.0) -> float:
+    """Expected factor in arithmetic operations, theorem 3.11: `(1 − α)(γĉ + γ + 1) / (1 − α^(γ+1))`.
+
+    Args:
+      cost_ratio: ĉ, the drafter's operations per token over the target's.
+
+    >>> round(operations(0.8, 5), 2)  # table 1
+    1.63
+    """
+    if cost_ratio < 0:
+        raise ValueError(f"got cost_ratio {cost_ratio}, expected at least 0")
+    return (gamma * cost_ratio + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def least_improvement(alpha: float, cost_ratio: float) -> float:
+    """What the best γ improves at least, corollary 3.9: `(1 + α) / (1 + c)` where α > c, else nothing (1).
+
+    >>> least_improvement(0.5, cost_ratio=0.25)
+    1.2
+    """
+    return improvement(alpha, 1 if alpha > cost_ratio else 0, cost_ratio)
+
+
+def optimal_gamma(
+    alpha: float, cost_ratio: float, verify_cost: Callable[[int], float] = lambda width: 1.0, most: int = 100
+) -> int:
+    """The γ from 0 (plain) to `most` with the greatest improvement, section 3.5; the smallest of equals.
+
+    Args:
+      verify_cost: v by the positions of a target call, γ + 1; the paper takes 1.
+
+    >>> optimal_gamma(0.75, cost_ratio=0.02)
+    9
+    """
+    return max(range(most + 1), key=lambda gamma: improvement(alpha, gamma, cost_ratio, verify_cost(gamma + 1)))
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """D_LK of laws `[…, V]`, definition 3.2: `Σ_x |p(x) − (p(x) + q(x)) / 2|`; the total variation.
+
+    >>> float(divergence([0.5, 0.5], [0.75, 0.25]))
+    0.25
+    """
+    p, q = np.asarray(p, float), np.asarray(q, float)
+    return np.abs(p - (p + q) / 2).sum(axis=-1)
+
+
+def acceptance_rate(p: np.ndarray, q: np.ndarray, lenience: float = 1.0) -> np.ndarray:
+    """β of a drafted token, theorem 3.5 and section A.5: `Σ_x min(p(x) / l, q(x))`; its mean over prefixes is α.
+
+    Args:
+      p, q: the target's and the drafter's law, `[…, V]`.
+      lenience: l in (0, 1]; 1 is exact.
+
+    >>> p, q = [0.5, 0.5], [0.75, 0.25]
+    >>> float(acceptance_rate(p, q)) == 1 - float(divergence(p, q))  # lemma 3.3
+    True
+    >>> float(acceptance_rate(p, q, lenience=0.5))
+    1.0
+    """
+    if not 0 < lenience <= 1:
+        raise ValueError(f"lenience: got {lenience}, expected a number in (0, 1]")
+    return np.minimum(np.asarray(p, float) / lenience, np.asarray(q, float)).sum(axis=-1)
 
 
 def oracle_tokens(alpha: float) -> float:

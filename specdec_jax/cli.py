@@ -58,6 +58,7 @@ COMMANDS = {
     ),
     "benchmark": Command("Times plain against speculative decoding.", "benchmark", "BenchmarkOptions"),
     "measure": Command("Measures acceptance and cost, and what they promise.", "measuring", "MeasureOptions"),
+    "figures": Command("Draws the paper's tables and figures, and what was measured.", "figures", "FiguresOptions"),
     "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "tuning", "TuneOptions"),
     "count": Command("Counts an n-gram table to draft with.", "counting", "CountOptions"),
     "distill": Command("Trains a drafter on a target's outputs and laws, or resumes that.", "distill", "DistillConfig"),

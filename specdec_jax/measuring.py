@@ -79,7 +79,7 @@ def run(options: MeasureOptions) -> None:
     try:
         print(text if options.json else summary(record))
         if options.plot:
-            plots.improvement(record, options.plot)
+            plots.improvement(record).savefig(options.plot, dpi=150)
     finally:  # if one fails, the record is in another
         if options.output:
             pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")

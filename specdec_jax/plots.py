@@ -1,9 +1,15 @@
-"""Figures of records; matplotlib (the extra `plots`) is imported where it draws."""
+"""Figures of theory and of records; matplotlib (the extra `plots`) is imported where it draws."""
 
 import importlib.util
+import io
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from specdec_jax import analysis
+from specdec_jax.measure import Spread
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -17,12 +23,103 @@ def check(path: str) -> None:
     """
     if not path.endswith(FORMATS) or not pathlib.Path(path).absolute().parent.is_dir():
         raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)}) in a folder that exists")
+    check_matplotlib("plot")
+
+
+def check_matplotlib(name: str) -> None:
+    """Raises ImportError where nothing can be drawn; `name` is what asked for it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("plot: got no matplotlib, expected it: pip install 'specdec_jax[plots]'")
+        raise ImportError(f"{name}: got no matplotlib, expected it: pip install 'specdec_jax[plots]'")
 
 
-def improvement(record: Mapping[str, Any], path: str) -> None:
-    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position, v by width."""
+def svg(figure) -> str:
+    """The figure as an element of an HTML page; the same figure gives the same text."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}):
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+# The paper does not say at which γ and c its curves were drawn.
+_GAMMAS, _COSTS = (1, 3, 5, 7, 10), (0.01, 0.02, 0.05, 0.1)
+
+
+def expected_tokens():
+    """Figure 2: tokens per target call over α, equation (1)."""
+    figure, axes = _figure(("α", "expected tokens per target call"))
+    _over_alpha(axes[0], lambda alpha, gamma: analysis.expected_tokens(alpha, gamma))
+    return figure
+
+
+def optimal_gammas():
+    """Figure 3: the best γ over α for several c, section 3.5."""
+    figure, (axes,) = _figure(("α", "best γ"))
+    alphas = np.linspace(0.0, 0.95, 96)
+    for cost in _COSTS:
+        axes.step(alphas, [analysis.optimal_gamma(alpha, cost) for alpha in alphas], where="mid", label=f"c = {cost:g}")
+    axes.legend()
+    return figure
+
+
+def speed_and_operations():
+    """Figure 4: factors in speed and in arithmetic operations over α, c = ĉ = 0."""
+    figure, axes = _figure(("α", "speed"), ("α", "arithmetic operations"))
+    _over_alpha(axes[0], lambda alpha, gamma: analysis.improvement(alpha, gamma, 0.0))
+    _over_alpha(axes[1], lambda alpha, gamma: analysis.operations(alpha, gamma))
+    return figure
+
+
+def _figure(*labels: tuple[str, str]):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(labels), 3.5), layout="constrained")
+    axes = figure.subplots(1, len(labels), squeeze=False)[0]
+    for one, (x, y) in zip(axes, labels, strict=True):
+        one.set(xlabel=x, ylabel=y)
+        one.grid(alpha=0.3)
+    return figure, axes
+
+
+def _over_alpha(axes, value) -> None:
+    alphas = np.linspace(0.0, 1.0, 101)
+    for gamma in _GAMMAS:
+        axes.plot(alphas, [value(alpha, gamma) for alpha in alphas], label=f"γ = {gamma}")
+    axes.legend()
+
+
+def measured(rows: Sequence[tuple[str, Spread, float | None]]):
+    """Bars of measured improvement with their spread, and what was predicted.
+
+    Args:
+      rows: (name, improvement, predicted or None).
+    """
+    figure, (axes,) = _figure(("improvement over plain decoding", ""))
+    figure.set_size_inches(9, 1 + 0.35 * len(rows))
+    places = np.arange(len(rows))[::-1]
+    median, least, most = np.array([spread for _, spread, _ in rows]).T
+    axes.barh(
+        places,
+        median,
+        xerr=[median - least, most - median],
+        capsize=2,
+        color="tab:blue",
+        alpha=0.7,
+        label="measured (median and spread)",
+    )
+    predicted = [(value, place) for (_, _, value), place in zip(rows, places, strict=True) if value is not None]
+    if predicted:
+        axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: c, v, lengths and encoders")
+    axes.axvline(1, color="grey", linewidth=1)
+    axes.set_yticks(places, [name for name, _, _ in rows])
+    axes.legend(loc="lower right")
+    return figure
+
+
+def improvement(record: Mapping[str, Any]):
+    """What `specdec measure` found: expected improvement by γ, acceptance by position, v by width."""
     from matplotlib.figure import Figure
 
     table, accepted = record["table"], record["acceptance"]
@@ -52,4 +149,4 @@ def improvement(record: Mapping[str, Any], path: str) -> None:
         f"{record['target']['name']} with {record['drafter']['name']}, temperature {options['temperature']:g}, "
         f"batch {options['batch_size']}: c = {record['cost_ratio']:.3f}"
     )
-    figure.savefig(path, dpi=150)
+    return figure

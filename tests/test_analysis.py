@@ -13,23 +13,46 @@ def test_doctests():
     assert doctest.testmod(analysis).failed == 0
 
 
-@pytest.mark.parametrize(
-    ("alpha", "gamma", "speed"),
-    [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)],
-)
-def test_table_1(alpha, gamma, speed):
-    """Speed with c = 0 is the expected number of tokens."""
-    assert analysis.improvement(alpha, gamma, 0.0) == pytest.approx(speed, abs=0.005)
-    assert analysis.expected_tokens(alpha, gamma) == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))
+def test_best_gamma_improves_at_least_as_corollary_3_9_says():
+    for alpha in (0.05, 0.3, 0.62, 0.8, 0.95):
+        for c in (0.0, 0.02, 0.11, 0.4):
+            best = analysis.optimal_gamma(alpha, c, most=60)
+            gains = [analysis.improvement(alpha, gamma, c) for gamma in range(61)]
+            assert gains[best] == max(gains) >= analysis.least_improvement(alpha, c)
+            assert (best > 0) == (alpha > c) == (analysis.least_improvement(alpha, c) > 1)
 
 
-@pytest.mark.parametrize(
-    ("gamma", "alpha", "c", "expected"),
-    [(7, 0.75, 0.02, 3.2), (7, 0.8, 0.04, 3.3), (7, 0.82, 0.11, 2.5), (7, 0.62, 0.02, 2.3), (5, 0.65, 0.02, 2.4)],
-)
-def test_table_4(gamma, alpha, c, expected):
-    """The rows where two printed digits of α suffice for the printed factor."""
-    assert analysis.improvement(alpha, gamma, c) == pytest.approx(expected, abs=0.051)
+def test_best_gamma_where_wide_calls_cost_more():
+    cost = {1: 1.0, 2: 1.1, 3: 1.2, 4: 3.0, 5: 3.1}
+    assert analysis.optimal_gamma(0.8, 0.05, cost.__getitem__, most=4) == 2
+    assert analysis.optimal_gamma(0.8, 0.05, most=4) == 4
+    assert analysis.optimal_gamma(0.5, 0.2, lambda width: 1.0 if width == 1 else 2.0) == 0
+
+
+def test_operations_by_simulation():
+    """Operations of γ draft tokens and γ + 1 target tokens, over the tokens that come out."""
+    rng, (alpha, gamma, c) = np.random.default_rng(0), (0.7, 4, 0.1)
+    stands = np.cumprod(rng.random((200_000, gamma)) < alpha, axis=1).sum(axis=1)
+    assert analysis.operations(alpha, gamma, c) == pytest.approx(
+        (gamma * c + gamma + 1) / np.mean(stands + 1), rel=5e-3
+    )
+    with pytest.raises(ValueError, match="got cost_ratio -1"):
+        analysis.operations(0.5, 1, -1)
+
+
+def test_acceptance_rate_is_what_coins_say():
+    """Theorem 3.5, corollary 3.6 and section A.5, on random laws."""
+    rng = np.random.default_rng(1)
+    p, q = rng.dirichlet([0.5] * 5, 3), rng.dirichlet([0.5] * 5, 3)
+    assert analysis.acceptance_rate(p, q) == pytest.approx(1 - analysis.divergence(p, q))
+    assert analysis.divergence(p, q) == pytest.approx(analysis.divergence(q, p))
+    assert analysis.divergence(p, p) == pytest.approx([0, 0, 0])
+    for lenience in (1.0, 0.5, 0.1):
+        coin = np.where(lenience * q <= p, 1.0, p / (lenience * q))
+        assert analysis.acceptance_rate(p, q, lenience) == pytest.approx((q * coin).sum(axis=-1))
+    for lenience in (0.0, 1.5, -1.0):
+        with pytest.raises(ValueError, match="lenience: got"):
+            analysis.acceptance_rate(p, q, lenience)
 
 
 def test_verify_cost_divides():

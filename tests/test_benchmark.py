@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import benchmark, inference, measure, passes, records, speculative
+from specdec_jax import benchmark, figures, inference, measure, passes, records, speculative
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
@@ -68,6 +68,12 @@ def test_record(measured):
     record, problems = measured
     assert problems == []
     assert json.loads(json.dumps(record))["speculative"] == record["speculative"]
+    (row,) = figures.rows(record)
+    assert (row.target, row.gamma, row.improvement.median) == (
+        "target",
+        3,
+        record["speculative"][0]["improvement"]["median"],
+    )
     (arm,) = record["speculative"]
     assert arm["stats"]["acceptance_rate"] == 1
     assert arm["stats"]["examined_by_position"] == arm["stats"]["accepted_by_position"]

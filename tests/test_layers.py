@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
-    {"processors", "sampling", "cache", "gamma", "analysis", "vocabularies", "stopping"},
+    {"processors", "sampling", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping"},
     {
         *("models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"),
         "models.heads",
@@ -37,7 +37,7 @@ LAYERS = [
     {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
     {
         *("measure", "records", "inference", "benchmark", "demo", "counting", "distill"),
-        *("passes", "acceptance", "measuring", "tuning", "plots"),
+        *("passes", "acceptance", "measuring", "tuning", "plots", "figures"),
     },
     {"cli"},
 ]

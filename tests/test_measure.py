@@ -13,7 +13,7 @@ import toy
 import toy_processors
 from toy_models import HashModel
 
-from specdec_jax import acceptance, analysis, measure, measuring, passes, plots, speculative
+from specdec_jax import acceptance, analysis, figures, measure, measuring, passes, plots, speculative
 from specdec_jax.drafters.lookup import RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate
@@ -223,6 +223,7 @@ def test_command(specdec, sentences, tmp_path, drafter):
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert [row.gamma for row in figures.rows(record)] == [row["gamma"] for row in record["table"]]
     assert out == measuring.summary(record) + "\n"
     assert record["sentences"] == 2 and [row["gamma"] for row in record["table"]] == [1, 2]
     assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
@@ -271,7 +272,7 @@ def test_figure_shows_what_the_record_says(monkeypatch):
     module = types.ModuleType("matplotlib.figure")
     module.Figure = Figure
     monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-    plots.improvement(record, "figure.svg")
+    plots.improvement(record).savefig("figure.svg")
     curves = {label: values for label, _, values in drawn}
     assert saved == ["figure.svg"] and curves["block"] == [0.8, 0.7, 0.3] and curves[None] == [1.0, 1.2, 1.6]
     assert curves["from α, v = 1"] == [row["theorem_3_8"] for row in record["table"]]
@@ -284,7 +285,7 @@ def test_figure_is_a_picture(tmp_path):
         "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "4": 1.6}, "acceptance": ACCEPTED.record(),
         **measuring.expectations(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
     }  # fmt: skip
-    plots.improvement(record, str(tmp_path / "figure.png"))
+    plots.improvement(record).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,0 +1,247 @@
+"""`specdec figures`: one HTML page of the paper's tables and figures, computed, and of what was measured here."""
+
+import dataclasses
+import html
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from specdec_jax import analysis, paper, plots, records
+from specdec_jax.inference import check_output, option
+from specdec_jax.measure import Spread
+
+
+@dataclasses.dataclass(frozen=True)
+class FiguresOptions:
+    """Options of `specdec figures`."""
+
+    records: tuple[str, ...] = option(
+        (), "record (.json) of `benchmark`, `measure` or scripts/compare_drafters.py; repeatable"
+    )
+    output: str = option(
+        "report.html", "HTML file that is written, with nothing beside it; needs matplotlib, the extra `plots`"
+    )
+
+    def check(self) -> None:
+        if not self.output.endswith(".html"):
+            raise ValueError(f"output: got {self.output!r}, expected the name of a file that ends in .html")
+        check_output(self.output)
+        plots.check_matplotlib("figures")
+
+
+class Row(NamedTuple):
+    """One way of decoding in one record; None is what it does not say."""
+
+    target: str
+    drafter: str
+    sentences: str
+    temperature: float
+    verifier: str
+    gamma: int | None
+    alpha: float | None
+    cost_ratio: float | None
+    verify_cost: float | None
+    tokens_per_call: float | None
+    predicted: float | None
+    improvement: Spread | None
+    differ: int | None
+
+
+def run(options: FiguresOptions) -> None:
+    """`specdec figures`."""
+    options.check()
+    read = [(pathlib.Path(path), read_record(path)) for path in options.records]
+    pathlib.Path(options.output).write_text(report(read), encoding="utf-8")
+    print(f"wrote {options.output}")
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """A record; its kind is told by what it holds.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        record = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        rows(record), _where(record)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        expected = "a record of `specdec benchmark`, `specdec measure` or scripts/compare_drafters.py"
+        raise ValueError(f"records: got {path} ({type(error).__name__}: {error}), expected {expected}") from None
+    return record
+
+
+def rows(record: Mapping[str, Any]) -> list[Row]:
+    """What a record says about each way of decoding."""
+    if "arms" in record:
+        return [_compared(record, arm) for arm in record["arms"]]
+    options = record["options"]
+    files = f"{record['sentences']} of {_short(options['input_file'])}"
+    named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
+    how = options["temperature"], options["verifier"]
+    if "speculative" in record:
+        return [
+            Row(
+                *named, *how, arm["gamma"], arm["stats"]["acceptance_rate"], record["cost_ratio"],
+                record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
+                (arm["predicted"] or {}).get("with_lengths"), Spread(**arm["improvement"]), len(arm["differences"]),
+            )
+            for arm in record["speculative"]
+        ]  # fmt: skip
+    accepted, table = record["acceptance"], record["table"]
+    return [
+        Row(
+            *named, *how, row["gamma"], accepted["alpha"], record["cost_ratio"], row["verify_cost"], row["tokens"],
+            row["with_verify_cost"], None, None,
+        )
+        for row in table
+    ]  # fmt: skip
+
+
+def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
+    files = f"{record['sentences']} of {_short(record['input_file'])}"
+    return Row(
+        record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
+        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, Spread(**arm["improvement"]), arm["differ"],
+    )  # fmt: skip
+
+
+def _short(path: str | None) -> str:
+    """The file and its folder: no more of the machine that measured."""
+    return "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
+
+
+# The page.
+
+# Rows whose printed factor needs more digits of α and c than were printed.
+BLURRED = tuple(
+    row for row in paper.TABLE_4 if round(analysis.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
+)
+_STYLE = """body { font-family: sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
+th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.8em; text-align: right } th { background: #f3f3f3 }
+td:first-child, th:first-child, td.text { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }"""
+
+
+def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
+    """The page as text.
+
+    Args:
+      read: (file, record).
+    """
+    parts = [
+        "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>Speculative decoding: theory and measurements</title>"
+        f"<style>{_STYLE}</style></head><body><h1>Speculative decoding: theory and measurements</h1>",
+        "<p class='note'>Leviathan, Kalman and Matias, <i>Fast Inference from Transformers via Speculative Decoding</i>, 2023: "
+        "“printed” is what the paper says, “computed” what this package's formulas give.</p>",
+        *_theory(),
+        "<h2>Measured</h2>",
+    ]
+    if not read:
+        parts.append("<p>Nothing: no records were given (<code>--records</code>).</p>")
+    for path, record in read:
+        parts += _measured(path, record)
+    return "\n".join([*parts, *_rates([row for _, record in read for row in rows(record)]), "</body></html>", ""])
+
+
+def _theory() -> list[str]:
+    table_1 = [
+        (f"{row.alpha:.1f}", row.gamma, f"{row.operations:.2f}", f"{analysis.operations(row.alpha, row.gamma):.2f}",
+         f"{row.speed:.2f}", f"{analysis.improvement(row.alpha, row.gamma, 0.0):.2f}")
+        for row in paper.TABLE_1
+    ]  # fmt: skip
+    table_4 = [
+        (f"{row.task}, {row.drafter}", row.temperature, row.gamma, f"{row.alpha:.2f}", f"{row.cost_ratio:.2f}",
+         f"{row.expected:.1f}", f"{analysis.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}", f"{row.measured:.1f}",
+         analysis.optimal_gamma(row.alpha, row.cost_ratio), f"{analysis.oracle_improvement(row.alpha, row.cost_ratio):.2f}")
+        for row in paper.TABLE_4
+    ]  # fmt: skip
+    return [
+        "<h2>Theory</h2>",
+        _table("Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
+               ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"), table_1),
+        _table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
+               ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ", "oracle of γ"),
+               table_4),
+        f"<p class='note'>Computed from the digits of α and c that were printed. They are not enough for {_blurred()}.</p>",
+        _drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
+        _drawing("Figure 3. The best γ", plots.optimal_gammas()),
+        _drawing("Figure 4. Speed and arithmetic operations, c = ĉ = 0", plots.speed_and_operations()),
+        _table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
+               ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
+               [(name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()]),
+    ]  # fmt: skip
+
+
+def _blurred() -> str:
+    return "; ".join(
+        f"{row.task}, {row.drafter}, temperature {row.temperature}: "
+        f"{analysis.improvement(row.alpha, row.gamma, row.cost_ratio):.2f} where {row.expected:.1f} is printed"
+        for row in BLURRED
+    )
+
+
+def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
+    found, where = rows(record), _where(record)
+    first = found[0] if found else None
+    about = (
+        f"{first.target}, {first.sentences}, temperature {first.temperature:g}, {first.verifier} verification"
+        if first
+        else ""
+    )
+    lines = [
+        (row.drafter, _shown(row.gamma, 0), _shown(row.alpha, 3), _shown(row.cost_ratio, 3), _shown(row.verify_cost, 2),
+         _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _shown(row.differ, 0))
+        for row in found
+    ]  # fmt: skip
+    head = ("drafter", "γ", "α", "c", "v", "tokens per call", "predicted", "measured", "outputs that differ")
+    parts = [f"<h3>{html.escape(path.name)}</h3><p>{html.escape(about)}</p><p class='note'>{html.escape(where)}</p>"]
+    parts.append(_table("Improvement over plain decoding", head, lines))
+    if "table" in record:
+        parts.append(plots.svg(plots.improvement(record)))
+    bars = [
+        (row.drafter + ("" if row.gamma is None else f", γ = {row.gamma}"), row.improvement, row.predicted)
+        for row in found
+        if row.improvement
+    ]
+    if bars:
+        parts.append(plots.svg(plots.measured(bars)))
+    return parts
+
+
+def _where(record: Mapping[str, Any]) -> str:
+    machine = record["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *records.PACKAGES) if name in machine)
+    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}; {versions}"
+
+
+def _rates(found: Sequence[Row]) -> list[str]:
+    """Table 3: the paper's α, then those of the records."""
+    lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
+    ours: dict[tuple[str, str, str], dict[bool, float]] = {}
+    for row in found:
+        if row.alpha is not None and row.temperature in (0, 1):
+            ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, row.alpha)
+    lines += [
+        (target, drafter, sentences, _shown(by.get(True), 3), _shown(by.get(False), 3))
+        for (target, drafter, sentences), by in ours.items()
+    ]
+    return [_table("Table 3. α at temperature 0 and 1", ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
+
+
+def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    cells = lambda values, tag: "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values)
+    body = "".join(f"<tr>{cells(line, 'td')}</tr>" for line in lines)
+    return f"<table><caption>{html.escape(caption)}</caption><tr>{cells(head, 'th')}</tr>{body}</table>"
+
+
+def _drawing(caption: str, figure) -> str:
+    return f"<h3>{html.escape(caption)}</h3>{plots.svg(figure)}"
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _spread(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"

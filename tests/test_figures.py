@@ -1,0 +1,154 @@
+"""`specdec figures`: the paper's tables from our formulas, and records laid beside them."""
+
+import json
+import re
+
+import pytest
+
+from specdec_jax import analysis, cli, figures, paper, plots
+from specdec_jax.measure import Spread
+
+MACHINE = {"python": "3.11", "jax": "0.10", "processor": "A <fast> one", "cores": 2, "device": "cpu: cpu, 1"}
+IMPROVEMENT = {"median": 1.5, "least": 1.25, "most": 1.75}
+BENCHMARK = {
+    "machine": MACHINE, "target": {"name": "big"}, "drafter": {"name": "small"}, "sentences": 7,
+    "options": {"temperature": 0.0, "verifier": "block", "input_file": "/some/where/ende/test.tsv.gz"},
+    "cost_ratio": 0.0625, "verify_cost": {"3": 1.375},
+    "speculative": [{
+        "gamma": 3, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75}, "differences": [],
+        "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
+    }],
+}  # fmt: skip
+MEASURE = {
+    **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},
+    "options": {"temperature": 1.0, "verifier": "token", "input_file": None, "batch_size": 1},
+    "acceptance": {"alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]}},
+    "verify_cost": {"1": 1.0, "2": 1.25},
+    "table": [{
+        "gamma": 1, "verify_cost": 1.25, "tokens": 1.625, "theorem_3_8": 1.5, "with_verify_cost": 1.24,
+        "by_position": {"token": {"tokens": 1.5, "with_verify_cost": 1.125}},
+    }],
+}  # fmt: skip
+COMPARED = {
+    "machine": MACHINE, "target": "big", "input_file": "test.txt", "sentences": 9, "temperature": 0.0,
+    "verifier": "token", "plain_seconds": [1.0],
+    "arms": [
+        {"arm": "lookup,gamma=2", "alpha": 0.25, "tokens_per_call": 1.125, "drafted_per_call": 0.5, "differ": 0,
+         "improvement": IMPROVEMENT, "compile_seconds": 1.0, "cost_ratio": None, "verify_cost": None},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", paper.TABLE_1, ids=str)
+def test_table_1_to_the_digit(row):
+    assert round(analysis.operations(row.alpha, row.gamma), 2) == row.operations
+    assert round(analysis.improvement(row.alpha, row.gamma, 0.0), 2) == row.speed
+
+
+@pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
+def test_table_4_to_the_digit(row):
+    """Three rows need more digits of α and c than were printed; numbers that are printed so give their factor."""
+    computed = analysis.improvement(row.alpha, row.gamma, row.cost_ratio)
+    blurred = {("EnDe", "T5-base", 1): 2.35, ("EnDe", "T5-large", 1): 1.93, ("CNN/DM", "T5-large", 1): 1.54}
+    name = row.task, row.drafter, row.temperature
+    assert (row in figures.BLURRED) == (name in blurred)
+    if name in blurred:
+        assert round(computed, 2) == blurred[name]
+        assert round(analysis.improvement(row.alpha + 0.005, row.gamma, row.cost_ratio - 0.005), 1) == row.expected
+    else:
+        assert round(computed, 1) == row.expected
+
+
+def test_tables_2_and_3_agree_on_alpha():
+    by_name = {(rate.target, rate.drafter): rate for rate in paper.TABLE_3}
+    for row in paper.TABLE_4:
+        rate = by_name[f"T5-XXL ({row.task})", row.drafter]
+        assert row.alpha == (rate.sampled if row.temperature else rate.argmax)
+    for name, alphas in paper.TABLE_5.items():
+        assert alphas[0] == by_name["T5-XXL (EnDe)", name].sampled
+        assert list(alphas) == sorted(alphas)
+
+
+def test_rows_of_every_kind_of_record():
+    spread = Spread(1.5, 1.25, 1.75)
+    assert figures.rows(BENCHMARK) == [
+        figures.Row(
+            "big", "small", "7 of ende/test.tsv.gz", 0.0, "block", 3, 0.8125, 0.0625, 1.375, 2.75, 1.625, spread, 0
+        )
+    ]
+    assert figures.rows(MEASURE) == [
+        figures.Row(
+            "big", "small", "7 of built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
+        )
+    ]
+    assert figures.rows(COMPARED) == [
+        figures.Row(
+            "big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0
+        )
+    ]
+
+
+@pytest.fixture
+def page(tmp_path):
+    """The page of three records, written by the command."""
+    for name, record in dict(benchmark=BENCHMARK, measure=MEASURE, compared=COMPARED).items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+
+    def write(name: str) -> str:
+        files = [f"--records={tmp_path / kind}.json" for kind in ("benchmark", "measure", "compared")]
+        assert cli.main(["figures", *files, f"--output={tmp_path / name}"]) == 0
+        return (tmp_path / name).read_text(encoding="utf-8")
+
+    return write
+
+
+def test_the_page_says_what_the_records_say(page):
+    text = page("report.html")
+    cells = [re.findall("<t[dh]>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)]
+    assert ["small", "3", "0.812", "0.062", "1.38", "2.75", "1.625", "1.500 (1.250 to 1.750)", "0"] in cells
+    assert ["small", "1", "0.625", "0.062", "1.25", "1.62", "1.240", "-", "-"] in cells
+    assert ["lookup,gamma=2", "-", "0.250", "-", "-", "1.12", "-", "1.500 (1.250 to 1.750)", "0"] in cells
+    assert ["0.9", "10", "1.60", "1.60", "6.86", "6.86"] in cells
+    # Table 3: the paper's, and ours at the temperature that was measured.
+    assert ["T5-XXL (EnDe)", "bigram", "paper", "0.20", "0.19"] in cells
+    assert ["big", "small", "7 of ende/test.tsv.gz", "0.812", "-"] in cells
+    assert ["big", "small", "7 of built-in sentences", "-", "0.625"] in cells
+    assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
+
+
+def test_the_page_stands_alone_and_is_the_same_again(page):
+    text = page("one.html")
+    assert text.count("<svg") == 3 + 3 == text.count("</svg>")
+    assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
+    assert text == page("two.html")
+
+
+def test_without_records_theory_remains(tmp_path):
+    assert cli.main(["figures", f"--output={tmp_path / 'theory.html'}"]) == 0
+    text = (tmp_path / "theory.html").read_text(encoding="utf-8")
+    assert "no records were given" in text and text.count("<svg") == 3
+
+
+@pytest.mark.parametrize("missing", ["machine", "options", "speculative", "cost_ratio"])
+def test_half_a_record_is_none(tmp_path, capsys, missing):
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps({name: value for name, value in BENCHMARK.items() if name != missing}))
+    assert cli.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert f"got {path} (KeyError" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])
+def test_no_record(tmp_path, capsys, text):
+    (tmp_path / "bad.json").write_text(text)
+    assert cli.main(["figures", f"--records={tmp_path / 'bad.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert "expected a record of `specdec benchmark`" in capsys.readouterr().err
+
+
+def test_bad_output(tmp_path, capsys, monkeypatch):
+    for output in (tmp_path / "report.pdf", tmp_path / "nowhere" / "report.html"):
+        assert cli.main(["figures", f"--output={output}"]) == 2
+        assert f"output: got '{output}', expected" in capsys.readouterr().err
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["figures", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert "figures: got no matplotlib, expected it: pip install 'specdec_jax[plots]'" in capsys.readouterr().err
