@@ -97,7 +97,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
       rows: (name, improvement, predicted or None).
     """
     figure, (axes,) = _figure(("improvement over plain decoding", ""))
-    figure.set_size_inches(9, 1 + 0.35 * len(rows))
+    figure.set_size_inches(9, 1.5 + 0.35 * len(rows))
     places = np.arange(len(rows))[::-1]
     median, least, most = np.array([spread for _, spread, _ in rows]).T
     axes.barh(
@@ -114,7 +114,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
         axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: c, v, lengths and encoders")
     axes.axvline(1, color="grey", linewidth=1)
     axes.set_yticks(places, [name for name, _, _ in rows])
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
