@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import checkpoints, measure, passes, records
-from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate
 from specdec_jax.inference import (
+    WITHOUT_FILES,
     DecodingOptions,
     NamedDrafter,
     at_least,
@@ -27,8 +27,8 @@ from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.passes import Arm, Batch
-from specdec_jax.request import slots
-from specdec_jax.verification import LOSSY
+from specdec_jax.request import UnsupportedCombination, slots
+from specdec_jax.verification import FORCED, LOSSY
 
 
 class CheckFailed(RuntimeError):
@@ -49,6 +49,11 @@ class BenchmarkOptions(DecodingOptions):
     preset: str | None = option(None, "time a target of this shape with random weights instead: " + ", ".join(PRESETS))
     drafter_preset: str | None = option(None, "the same for the drafter")
     input_length: int | None = option(None, "tokens of the input, with --preset (none: 64)")
+    forced_alpha: tuple[float, ...] = option(
+        (),
+        "accept drafted tokens by coin with this probability, whatever the models say: whole decodes can be timed with "
+        "random weights; several, comma-separated, make one arm each",
+    )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -57,13 +62,16 @@ class BenchmarkOptions(DecodingOptions):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
-            if self.preset and getattr(self, name):
+            if self.preset and getattr(self, name) and not (name == "drafter" and self.drafter in WITHOUT_FILES):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
         if self.input_length is not None and not self.preset:
             raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
+        if self.drafter and self.drafter_preset:
+            raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
         super().check() if not self.preset else self.check_decoding()
+        self._check_forced()
         if not self.gamma:
             raise ValueError("gamma: got no value, expected at least one")
         for gamma in self.gamma:
@@ -77,6 +85,16 @@ class BenchmarkOptions(DecodingOptions):
                 f"input_length: got {self.preset_length}, expected at most max_input_length = {self.max_input_length}"
             )
         check_output(self.output)
+
+    def _check_forced(self) -> None:
+        for alpha in self.forced_alpha:
+            if not 0 < alpha <= 1:
+                raise ValueError(f"forced_alpha: got {alpha}, expected a number in (0, 1]")
+        if self.forced_alpha and not (self.drafter or self.drafter_preset):
+            raise UnsupportedCombination("forced_alpha: got it for plain decoding, expected a drafter")
+        if self.forced_alpha and (self.verifier != "block" or self.gamma_policy != "fixed"):
+            got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
+            raise UnsupportedCombination(f"forced_alpha: got it with {got}, expected neither: nothing is verified")
 
     @property
     def preset_length(self) -> int:
@@ -109,7 +127,7 @@ def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter
     return target, drafter, passes.batches_of(target, sentences, options)
 
 
-def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | None, list[Batch]]:
+def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
     def model(preset: str) -> LanguageModel:
         config = dataclasses.replace(PRESETS[preset], dtype=checkpoints.choose_dtype(options.dtype, preset))
         random = LanguageModel.random(config, name=preset)
@@ -118,9 +136,12 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, ModelDrafter | No
 
     assert options.preset
     target = model(options.preset)
-    drafter = options.reduced(model(options.drafter_preset)) if options.drafter_preset else None
-    if drafter is None:
+    drafter: NamedDrafter | None = None
+    if options.drafter_preset:
+        drafter = options.reduced(model(options.drafter_preset))
+    else:
         options.refuse_reduction()
+        drafter = WITHOUT_FILES[options.drafter](target) if options.drafter else None
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
     return target, drafter, passes.cut(ids, ids, options.batch_size, options.seed, [])
@@ -134,18 +155,23 @@ def benchmark(
     A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0. For one that
     is made of several nothing is timed and nothing predicted.
     With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed, with the
-    cost of sampling where the temperature is not 0.
+    cost of sampling where the temperature is not 0, unless α is forced.
     """
 
-    def arm(gamma: int) -> Arm:
-        wanted = options.gamma_of(gamma) if gamma else 0
+    def arm(gamma: int, forced_alpha: float | None = None) -> Arm:
+        wanted, forced = options.gamma_of(gamma) if gamma else 0, {}
+        if forced_alpha is not None:
+            forced = dict(verifier=FORCED, forced_alpha=forced_alpha)
         return Arm(gamma, lambda batch: generate(
             target, batch.inputs, drafter=drafter if gamma else None, gamma=wanted, key=batch.keys,
-            **options.decoding(plain=not gamma),
-        ))  # fmt: skip
+            **options.decoding(plain=not gamma) | forced,
+        ), forced_alpha=forced_alpha)  # fmt: skip
 
-    speculative = options.gamma if drafter is not None and not options.preset else ()
-    arms = {"plain": arm(0)} | {f"gamma {gamma}": arm(gamma) for gamma in speculative}
+    speculative = options.gamma if drafter is not None and (options.forced_alpha or not options.preset) else ()
+    arms = {"plain": arm(0)}
+    for gamma in speculative:
+        for alpha in options.forced_alpha or (None,):
+            arms[f"gamma {gamma}" + ("" if alpha is None else f", alpha {alpha:g}")] = arm(gamma, alpha)
     steps = _step_arms(target, drafter, batches, options)
     passes.warm_up(arms, steps, batches)
     timed = []
@@ -216,9 +242,11 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     seconds = Spread.of(arm.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.
     same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY
+    same_tokens &= arm.forced_alpha is None
     shares = None if adaptive or untimed else records.shares(records.cost(counted, arm.gamma, times), seconds.median)
     return {
         "gamma": arm.gamma,
+        "forced_alpha": arm.forced_alpha,
         "mean_gamma": stats["drafted"] / max(stats["target_calls"], 1),
         "seconds": seconds._asdict(),
         "tokens": arm.tokens,

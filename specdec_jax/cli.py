@@ -119,7 +119,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
-    options = _options(name, cls, _given(fields, values), values, bindings)
+    options = _options(name, cls, _given(cls, fields, values), values, bindings)
     _use_compilation_cache(values.compilation_cache_dir)
     run(options, *([arguments] if command.arguments else []))
     sys.stdout.flush()  # a closed pipe shows here, not at exit
@@ -167,23 +167,24 @@ def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
         define[kind](field.name, default, text, flag_values=values)
 
 
-def _given(fields, values: flags.FlagValues) -> dict[str, Any]:
+def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
     """The options that the command line names, as opposed to defaults."""
-    given = {}
+    given, kinds = {}, typing.get_type_hints(cls)
     for field in fields:
         if values[field.name].present:
             value = values[field.name].value
             if isinstance(values[field.name].parser, flags.ListParser):
-                value = _integers(field.name, value)
+                value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
             given[field.name] = tuple(value) if isinstance(value, list) else value
     return given
 
 
-def _integers(name: str, items: list[str]) -> tuple[int, ...]:
+def _numbers(name: str, items: list[str], kind: type) -> tuple[int | float, ...]:
     try:
-        return tuple(int(item) for item in items)
+        return tuple(kind(item) for item in items)
     except ValueError:
-        raise UsageError(f"{name}: got {','.join(items)!r}, expected comma-separated integers") from None
+        expected = {int: "integers", float: "numbers"}[kind]
+        raise UsageError(f"{name}: got {','.join(items)!r}, expected comma-separated {expected}") from None
 
 
 # gin.

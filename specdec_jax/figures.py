@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from specdec_jax import analysis, paper, plots, records
 from specdec_jax.inference import check_output, option
 from specdec_jax.measure import Spread
+from specdec_jax.verification import FORCED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +77,14 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     if "arms" in record:
         return [_compared(record, arm) for arm in record["arms"]]
     options = record["options"]
-    files = f"{record['sentences']} of {_short(options['input_file'])}"
+    preset = options.get("preset")
+    files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
     named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
     how = options["temperature"], options["verifier"]
     if "speculative" in record:
         return [
             Row(
-                *named, *how, arm["gamma"], arm["stats"]["acceptance_rate"], record["cost_ratio"],
+                *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"], record["cost_ratio"],
                 record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
                 (arm["predicted"] or {}).get("with_lengths"), Spread(**arm["improvement"]), len(arm["differences"]),
             )
@@ -96,6 +98,10 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         )
         for row in table
     ]  # fmt: skip
+
+
+def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return options["verifier"] if arm["forced_alpha"] is None else f"{FORCED}, α = {arm['forced_alpha']:g}"
 
 
 def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
@@ -184,29 +190,41 @@ def _blurred() -> str:
 def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
     found, where = rows(record), _where(record)
     first = found[0] if found else None
-    about = (
-        f"{first.target}, {first.sentences}, temperature {first.temperature:g}, {first.verifier} verification"
-        if first
-        else ""
-    )
+    about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
-        (row.drafter, _shown(row.gamma, 0), _shown(row.alpha, 3), _shown(row.cost_ratio, 3), _shown(row.verify_cost, 2),
+        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _shown(row.cost_ratio, 3), _shown(row.verify_cost, 2),
          _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _shown(row.differ, 0))
         for row in found
     ]  # fmt: skip
-    head = ("drafter", "γ", "α", "c", "v", "tokens per call", "predicted", "measured", "outputs that differ")
+    head = (
+        "drafter",
+        "verification",
+        "γ",
+        "α",
+        "c",
+        "v",
+        "tokens per call",
+        "predicted",
+        "measured",
+        "outputs that differ",
+    )
     parts = [f"<h3>{html.escape(path.name)}</h3><p>{html.escape(about)}</p><p class='note'>{html.escape(where)}</p>"]
     parts.append(_table("Improvement over plain decoding", head, lines))
     if "table" in record:
         parts.append(plots.svg(plots.improvement(record)))
-    bars = [
-        (row.drafter + ("" if row.gamma is None else f", γ = {row.gamma}"), row.improvement, row.predicted)
-        for row in found
-        if row.improvement
-    ]
+    bars = [(_name(row), row.improvement, row.predicted) for row in found if row.improvement]
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
     return parts
+
+
+def _name(row: Row) -> str:
+    parts = [row.drafter] + [f"γ = {row.gamma}"] * (row.gamma is not None) + [row.verifier] * _is_forced(row)
+    return ", ".join(parts)
+
+
+def _is_forced(row: Row) -> bool:
+    return row.verifier.startswith(FORCED)
 
 
 def _where(record: Mapping[str, Any]) -> str:
@@ -220,7 +238,7 @@ def _rates(found: Sequence[Row]) -> list[str]:
     lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
     ours: dict[tuple[str, str, str], dict[bool, float]] = {}
     for row in found:
-        if row.alpha is not None and row.temperature in (0, 1):
+        if row.alpha is not None and row.temperature in (0, 1) and not _is_forced(row):
             ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, row.alpha)
     lines += [
         (target, drafter, sentences, _shown(by.get(True), 3), _shown(by.get(False), 3))

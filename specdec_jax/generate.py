@@ -104,6 +104,7 @@ def generate(
     lenience: float | Sequence[float] | None = None,
     typical_epsilon: float | Sequence[float] | None = None,
     typical_delta: float | Sequence[float] | None = None,
+    forced_alpha: float | Sequence[float] | None = None,
     max_new_tokens: int | Sequence[int] = 64,
     key=None,
     num_samples: int = 1,
@@ -131,6 +132,7 @@ def generate(
         "lenient" and "typical". Each is explained in `verification.py`.
       lenience: l in (0, 1], for "lenient", which needs it; one, or one per input.
       typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
+      forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
       key: one key (request i gets `fold_in(key, i)`) or B keys; `jax.random.key(0)` if None.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input.
@@ -150,9 +152,9 @@ def generate(
     begun = time.monotonic()
     state, request = prepare(
         target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier, lenience=lenience,
-        typical_epsilon=typical_epsilon, typical_delta=typical_delta, max_new_tokens=max_new_tokens, key=key,
-        num_samples=num_samples, input_lengths=input_lengths, max_input_length=max_input_length,
-        decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
+        typical_epsilon=typical_epsilon, typical_delta=typical_delta, forced_alpha=forced_alpha,
+        max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
+        max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
     )  # fmt: skip
     every = 1 if request.deadline else _STOP_EVERY if request.stop else _FOREVER
     for state in _advance_by(target, state, request, np.int32(every), begun):

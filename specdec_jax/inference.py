@@ -226,16 +226,20 @@ class DecodingOptions:
                 raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model")
 
 
+# Drafters that need nothing but the target.
+WITHOUT_FILES: dict[str, Callable[[LanguageModel], NamedDrafter]] = {
+    "lookup": lambda target: PromptLookupDrafter(),
+    "assisted": lambda target: AssistedNGramDrafter(),
+    "random": lambda target: RandomDrafter(target.config.vocab_size),
+}
+
+
 def _drafter(
     name: str, target: LanguageModel, load: Callable[[str], LanguageModel], reduced: Callable[[LanguageModel], ModelDrafter]
 ) -> NamedDrafter:  # fmt: skip
     """What `--drafter` names, a model's as `reduced` makes it; a folder called lookup, assisted or random can be had as ./lookup."""
-    if name == "lookup":
-        return PromptLookupDrafter()
-    if name == "assisted":
-        return AssistedNGramDrafter()
-    if name == "random":
-        return RandomDrafter(target.config.vocab_size)
+    if name in WITHOUT_FILES:
+        return WITHOUT_FILES[name](target)
     if name.startswith("exit:"):
         return EarlyExitDrafter(target, _exit_layer(name))
     if name.endswith(".npz"):

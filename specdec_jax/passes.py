@@ -46,6 +46,7 @@ class Arm:
     Attributes:
       gamma: 0 is plain.
       decode: from a batch to a result.
+      forced_alpha: drafts stand by coin with this probability; None: as the models say.
       compile_seconds: of the first call for every shape.
       seconds: total wall time of each pass.
       results: one per batch, of the last pass.
@@ -53,6 +54,7 @@ class Arm:
 
     gamma: int
     decode: Callable[[Batch], GenerationResult]
+    forced_alpha: float | None = None
     compile_seconds: float = 0.0
     seconds: list[float] = dataclasses.field(default_factory=list)
     results: list[GenerationResult] = dataclasses.field(default_factory=list)

@@ -234,8 +234,11 @@ def _drafter(record: Mapping[str, Any]) -> str:
 
 def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
     gain, predicted = arm["improvement"], arm["predicted"]
+    forced = (
+        "" if arm["forced_alpha"] is None else f", acceptance forced to {arm['forced_alpha']:g}: outputs mean nothing"
+    )
     lines = [
-        f"gamma {arm['gamma']}        {_seconds(arm['seconds'])}, {arm['tokens']} tokens; "
+        f"gamma {arm['gamma']}{forced}        {_seconds(arm['seconds'])}, {arm['tokens']} tokens; "
         f"compilation {arm['compile_seconds']:.1f} s",
         f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
     ]

@@ -72,8 +72,8 @@ class Request:
 
 def prepare(
     target, inputs, *, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="block", lenience=None,
-    typical_epsilon=None, typical_delta=None, max_new_tokens=64, key=None, num_samples=1, input_lengths=None,
-    max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
+    typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
+    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
 ) -> tuple[DecodeState, Request]:  # fmt: skip
     """Checks the arguments of `generate` and runs the prefill; for callers that drive `advance` themselves.
 
@@ -106,7 +106,9 @@ def prepare(
     if any(not isinstance(token, int | np.integer) or not 0 <= token < vocab_size for token in eos_ids):
         raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
     rows, width = sampling.rows(batch, vocab_size), int(max(gammas))
-    settings = verifier_settings(verifier, sampling, width, batch, lenience, typical_epsilon, typical_delta)
+    settings = verifier_settings(
+        verifier, sampling, width, batch, lenience, typical_epsilon, typical_delta, forced_alpha
+    )
     check_limits(sampling, limits, samples)
     stop = check_stop(stop, deadline)
     if stop and target.vocabulary is None:
@@ -133,17 +135,18 @@ def prepare(
     )
 
 
-def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta) -> Settings | None:
-    """Checks the verifier and what goes with it; returns what a lossy one is asked for."""
+def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta, forced_alpha=None) -> Settings | None:
+    """Checks the verifier and what goes with it; returns what one that does not keep the law is asked for."""
     names = tuple(verification.VERIFIERS)
-    if verifier not in names:
+    if verifier not in (*names, verification.FORCED):
         raise ValueError(f"verifier: got {verifier!r}, expected one of {', '.join(names)}")
     for name, value, owner in (
         ("lenience", lenience, "lenient"), ("typical_epsilon", epsilon, "typical"), ("typical_delta", delta, "typical"),
+        ("forced_alpha", forced_alpha, verification.FORCED),
     ):  # fmt: skip
         if value is not None and verifier != owner:
             raise UnsupportedCombination(f"{name}: got {value} with verifier={verifier!r}, expected {owner!r}")
-    if verifier not in verification.LOSSY:
+    if verifier not in (*verification.LOSSY, verification.FORCED):
         return None
     if not width:
         raise UnsupportedCombination(
@@ -151,6 +154,8 @@ def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta
         )
     if verifier == "lenient" and lenience is None:
         raise UnsupportedCombination("lenience: got none with verifier='lenient', expected a number in (0, 1]")
+    if verifier == verification.FORCED and forced_alpha is None:
+        raise UnsupportedCombination("forced_alpha: got none with verifier='forced', expected a number in (0, 1]")
     if verifier == "typical" and not np.all(np.greater(sampling.temperature, 0)):
         raise UnsupportedCombination(
             f"temperature: got {sampling.temperature} with verifier='typical', expected more than 0 "
@@ -160,6 +165,7 @@ def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta
         _fraction("lenience", 1.0 if lenience is None else lenience, batch),
         _fraction("typical_epsilon", _EPSILON if epsilon is None else epsilon, batch),
         _fraction("typical_delta", _DELTA if delta is None else delta, batch),
+        None if forced_alpha is None else _fraction("forced_alpha", forced_alpha, batch),
     )
 
 

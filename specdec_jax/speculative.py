@@ -296,8 +296,14 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
         tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted) if program.gamma else tokens
     prefixes = context(state, tokens)
     processed = sampling.process(logits, prefixes, state.sampling, program.mode)
+    forced = program.verifier == verification.FORCED
+    offsets = jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     if program.strict_argmax:
-        return verification.verify_greedy(sampling.argmax(processed), draft.tokens, draft.num_drafted), None
+        tokens = sampling.argmax(processed)
+        if not forced:
+            return verification.verify_greedy(tokens, draft.tokens, draft.num_drafted), None
+        accept = sampling.uniforms(keys, lengths, offsets[:, :-1], sampling.ACCEPT)
+        return verification.verify_greedy_forced(tokens, draft.num_drafted, accept, state.settings.forced_alpha), None
     law = sampling.standardize(logits, prefixes, state.sampling, program.mode)
     greedy = None
     if program.verifier == "lenient":  # judged before temperature 0 makes the law one-hot
@@ -306,7 +312,6 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
         )
         if program.mode.greedy:
             return greedy, law
-    offsets = jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     accept = sampling.uniforms(keys, lengths, offsets[:, :-1], sampling.ACCEPT)
     # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
     residual = sampling.uniforms(keys, lengths, offsets, sampling.RESIDUAL)
@@ -315,7 +320,7 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
     noise = None
     if program.verifier == "gumbel":
         noise = sampling.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size)
-    judge = verification.VERIFIERS[program.verifier]
+    judge = verification.verify_forced if forced else verification.VERIFIERS[program.verifier]
     verified = judge(law, draft.law, draft.tokens, draft.num_drafted, Draws(accept, final, noise), state.settings)
     if greedy is not None:
         argmax = state.sampling.temperature == 0

@@ -59,11 +59,13 @@ class Settings:
     Attributes:
       lenience: l `[B]` in (0, 1], of `verify_leniently`.
       epsilon, delta: `[B]`, of `verify_typical`.
+      forced_alpha: `[B]`, of `verify_forced`.
     """
 
     lenience: jax.Array
     epsilon: jax.Array
     delta: jax.Array
+    forced_alpha: jax.Array | None = None
 
 
 Verifier = Callable[[Law, Law | PointMass, jax.Array, jax.Array, Draws, Settings | None], Verification]
@@ -191,6 +193,27 @@ def verify_typical(target, draft, draft_tokens, num_drafted, draws: Draws, setti
     return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
 
 
+def verify_forced(target, draft, draft_tokens, num_drafted, draws: Draws, settings: Settings) -> Verification:
+    """For timing alone, where the weights mean nothing: each drafted token stands with probability α, whatever it is.
+
+    What follows is corrected as by `verify_tokens`, so that an iteration costs what it costs with that.
+    """
+    num_accepted = _count_leading(draws.accept < settings.forced_alpha[:, None], num_drafted)
+    return _correct(target, draft, num_accepted, num_drafted, draws.final)
+
+
+def verify_greedy_forced(
+    target_tokens: jax.Array, num_drafted: jax.Array, accept: jax.Array, forced_alpha: jax.Array
+) -> Verification:
+    """`verify_forced` at T = 0: what follows the drafted tokens that stand is the target's argmax.
+
+    Args:
+      target_tokens: `[B, G + 1]` argmax of the target at each position.
+      num_drafted: `[B]`. accept: `[B, G]` uniforms. forced_alpha: `[B]`.
+    """
+    return _leading(accept < forced_alpha[:, None], num_drafted, target_tokens)
+
+
 VERIFIERS: dict[str, Verifier] = {
     "token": verify_tokens,
     "block": verify_blocks,
@@ -201,6 +224,8 @@ VERIFIERS: dict[str, Verifier] = {
 }
 # Their output law differs from the target's.
 LOSSY = ("lenient", "typical")
+# No verifier: drafts stand by coin, outputs mean nothing.
+FORCED = "forced"
 
 
 def _leading_law(target: Law) -> Law:

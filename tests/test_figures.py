@@ -1,6 +1,7 @@
 """`specdec figures`: the paper's tables from our formulas, and records laid beside them."""
 
 import json
+import pathlib
 import re
 
 import pytest
@@ -15,7 +16,7 @@ BENCHMARK = {
     "options": {"temperature": 0.0, "verifier": "block", "input_file": "/some/where/ende/test.tsv.gz"},
     "cost_ratio": 0.0625, "verify_cost": {"3": 1.375},
     "speculative": [{
-        "gamma": 3, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75}, "differences": [],
+        "gamma": 3, "forced_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75}, "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
     }],
 }  # fmt: skip
@@ -105,9 +106,9 @@ def page(tmp_path):
 def test_the_page_says_what_the_records_say(page):
     text = page("report.html")
     cells = [re.findall("<t[dh]>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)]
-    assert ["small", "3", "0.812", "0.062", "1.38", "2.75", "1.625", "1.500 (1.250 to 1.750)", "0"] in cells
-    assert ["small", "1", "0.625", "0.062", "1.25", "1.62", "1.240", "-", "-"] in cells
-    assert ["lookup,gamma=2", "-", "0.250", "-", "-", "1.12", "-", "1.500 (1.250 to 1.750)", "0"] in cells
+    assert ["small", "block", "3", "0.812", "0.062", "1.38", "2.75", "1.625", "1.500 (1.250 to 1.750)", "0"] in cells
+    assert ["small", "token", "1", "0.625", "0.062", "1.25", "1.62", "1.240", "-", "-"] in cells
+    assert ["lookup,gamma=2", "token", "-", "0.250", "-", "-", "1.12", "-", "1.500 (1.250 to 1.750)", "0"] in cells
     assert ["0.9", "10", "1.60", "1.60", "6.86", "6.86"] in cells
     # Table 3: the paper's, and ours at the temperature that was measured.
     assert ["T5-XXL (EnDe)", "bigram", "paper", "0.20", "0.19"] in cells
@@ -121,6 +122,16 @@ def test_the_page_stands_alone_and_is_the_same_again(page):
     assert text.count("<svg") == 3 + 3 == text.count("</svg>")
     assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
     assert text == page("two.html")
+
+
+def test_forced_acceptance_is_marked_and_no_measured_alpha():
+    record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
+    record["speculative"][0]["forced_alpha"] = 0.8
+    (row,) = figures.rows(record)
+    assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 of random ids")
+    text = figures.report([(pathlib.Path("forced.json"), record)])
+    assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
+    assert "<td>big</td><td>small</td>" not in text
 
 
 def test_without_records_theory_remains(tmp_path):
