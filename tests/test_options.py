@@ -91,6 +91,7 @@ BASE = dict(
     max_new_tokens=7,
 )  # fmt: skip
 ARRAY = dict(inputs=np.array([[3, 4, 1], [7, 1, 2]], np.int32))
+FORCED = dict(verifier="forced", forced_alpha=1.0)
 LENIENT, TYPICAL = dict(verifier="lenient", lenience=1.0), dict(verifier="typical")
 CHANGES = {  # option: (changes to BASE, the option's other value)
     "drafter": ({}, None),
@@ -100,6 +101,7 @@ CHANGES = {  # option: (changes to BASE, the option's other value)
     "lenience": (LENIENT, [1.0, 0.01]),
     "typical_epsilon": (TYPICAL, [1e-4, 0.09]),
     "typical_delta": (TYPICAL, 1e-4),
+    "forced_alpha": (FORCED, [1.0, 1e-6]),
     "max_new_tokens": ({}, 5),
     "key": ({}, jax.random.key(1)),
     "num_samples": ({}, 2),
@@ -129,7 +131,7 @@ def test_every_option_has_an_effect(name):
     result, unchanged = generate(**{**BASE, **changes, name: value}), base(name)
     both = (ids_of(result), result.stats.drafted), (ids_of(unchanged), unchanged.stats.drafted)
     assert both[0] != both[1]
-    if name in ("lenience", "typical_epsilon"):
+    if name in ("lenience", "typical_epsilon", "forced_alpha"):
         same = [one == other for one, other in zip(ids_of(result), ids_of(unchanged))]
         assert sorted(same) == [False, True], "each row has its own"
 
