@@ -92,6 +92,11 @@ class BenchmarkOptions(DecodingOptions):
                 raise ValueError(f"forced_alpha: got {alpha}, expected a number in (0, 1]")
         if self.forced_alpha and not (self.drafter or self.drafter_preset):
             raise UnsupportedCombination("forced_alpha: got it for plain decoding, expected a drafter")
+        if self.preset and self.drafter and not self.forced_alpha:
+            raise UnsupportedCombination(
+                f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both: "
+                "with random weights nothing else is timed of it"
+            )
         if self.forced_alpha and (self.verifier != "block" or self.gamma_policy != "fixed"):
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
             raise UnsupportedCombination(f"forced_alpha: got it with {got}, expected neither: nothing is verified")

@@ -65,7 +65,8 @@ def read_record(path: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        rows(record), _where(record)
+        _measured_at(record)  # what the page will ask of it
+        rows(record)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         expected = "a record of `specdec benchmark`, `specdec measure` or scripts/compare_drafters.py"
         raise ValueError(f"records: got {path} ({type(error).__name__}: {error}), expected {expected}") from None
@@ -80,12 +81,11 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     preset = options.get("preset")
     files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
     named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
-    how = options["temperature"], options["verifier"]
     if "speculative" in record:
         return [
             Row(
-                *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"], record["cost_ratio"],
-                record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
+                *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
+                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
                 (arm["predicted"] or {}).get("with_lengths"), Spread(**arm["improvement"]), len(arm["differences"]),
             )
             for arm in record["speculative"]
@@ -93,8 +93,8 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     accepted, table = record["acceptance"], record["table"]
     return [
         Row(
-            *named, *how, row["gamma"], accepted["alpha"], record["cost_ratio"], row["verify_cost"], row["tokens"],
-            row["with_verify_cost"], None, None,
+            *named, options["temperature"], options["verifier"], row["gamma"], accepted["alpha"], record["cost_ratio"],
+            row["verify_cost"], row["tokens"], row["with_verify_cost"], None, None,
         )
         for row in table
     ]  # fmt: skip
@@ -126,7 +126,7 @@ BLURRED = tuple(
 _STYLE = """body { font-family: sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
 th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.8em; text-align: right } th { background: #f3f3f3 }
-td:first-child, th:first-child, td.text { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }"""
+td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }"""
 
 
 def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
@@ -188,7 +188,7 @@ def _blurred() -> str:
 
 
 def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
-    found, where = rows(record), _where(record)
+    found, where = rows(record), _measured_at(record)
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
@@ -227,7 +227,7 @@ def _is_forced(row: Row) -> bool:
     return row.verifier.startswith(FORCED)
 
 
-def _where(record: Mapping[str, Any]) -> str:
+def _measured_at(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *records.PACKAGES) if name in machine)
     return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}; {versions}"

@@ -129,7 +129,7 @@ def generate(
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
-        "lenient" and "typical". Each is explained in `verification.py`.
+        "lenient" and "typical". Each is explained in `verification.py`. "forced" verifies nothing, its outputs mean nothing.
       lenience: l in (0, 1], for "lenient", which needs it; one, or one per input.
       typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
       forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.

@@ -35,7 +35,7 @@ from specdec_jax.request import (
     verifier_settings,
 )
 from specdec_jax.sampling import SamplingConfig
-from specdec_jax.verification import LOSSY, VERIFIERS
+from specdec_jax.verification import FORCED, LOSSY, VERIFIERS
 
 # What `--drafter` can name.
 NamedDrafter = (
@@ -174,6 +174,11 @@ class DecodingOptions:
         """As `check`, for commands that may do without a checkpoint."""
         sampling = self.sampling()
         at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
+        if self.verifier == FORCED:
+            expected = ", ".join(VERIFIERS)
+            raise ValueError(
+                f"verifier: got {FORCED!r}, expected one of {expected} (--forced_alpha of `specdec benchmark` times with it)"
+            )
         verifier_settings(
             self.verifier, sampling, int(self.drafts), 1, self.lenience, self.typical_epsilon, self.typical_delta
         )

@@ -113,6 +113,8 @@ def test_benchmark_has_an_arm_for_every_alpha(pair):
         (["--forced_alpha=0.5", "--drafter=lookup", "--verifier=token"], "forced_alpha: got it with verifier='token'"),
         (["--forced_alpha=0.5", "--drafter=random", "--gamma_policy=heuristic"], "gamma_policy='heuristic'"),
         (["--drafter=lookup", "--drafter_preset=t5_1_1/small"], "got --drafter=lookup with --drafter_preset"),
+        (["--drafter=lookup"], "drafter: got 'lookup' with --preset and no --forced_alpha, expected both"),
+        (["--drafter=lookup", "--verifier=forced"], "verifier: got 'forced', expected one of token, block"),
         (["--drafter=ende/drafter"], "got --preset=t5_1_1/small with --drafter"),
     ],
 )
