@@ -39,7 +39,9 @@ class DistillConfig:
     target: str | None = option(None, "the model that is distilled: a checkpoint's folder or a bundled name")
     drafter: str | None = option(None, "a model to start from, of the target's vocabulary; or see --drafter_shape")
     drafter_shape: tuple[int, ...] = option(
-        (), f"comma-separated {', '.join(_SHAPE)} of a new drafter, for the rest like the target"
+        (),
+        f"comma-separated {', '.join(_SHAPE)} of a new drafter, for the rest like the target; with no "
+        "encoder layers it attends to the target's encoder output",
     )
     source_files: tuple[str, ...] = option(
         (), "UTF-8 text, gzip or not, a source a line, what follows a tab is ignored; repeatable"
@@ -119,6 +121,8 @@ class DistillConfig:
         """The drafter's."""
         network = checkpoints.load_shape(self.drafter) if self.drafter else target
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
+        if shape and not shape["num_encoder_layers"]:
+            shape["encoder_dim"] = target.emb_dim
         return dataclasses.replace(network, **shape, dtype="float32", matmul_dtype=self.matmul_dtype)
 
     def training(self, model: T5Config, vocabulary_size: int, train_files, validation_files) -> train.TrainConfig:

@@ -101,10 +101,16 @@ def _logits(params, batch, objective: Objective, teacher_params, dropout_key=Non
     inputs, targets = batch
     arguments = (inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))))
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits = objective.model.apply({"params": params}, *arguments, deterministic=dropout_key is None, rngs=rngs)
-    if objective.teacher is None:
+    teacher, variables, encoded = objective.teacher, {"params": teacher_params}, None
+    if teacher is not None:
+        encoded = jax.lax.stop_gradient(teacher.apply(variables, *arguments[:2], method="encode"))
+    shared = encoded if objective.model.config.encoder_dim is not None else None
+    logits = objective.model.apply(
+        {"params": params}, *arguments, deterministic=dropout_key is None, encoded=shared, rngs=rngs
+    )
+    if teacher is None:
         return logits, None
-    return logits, jax.lax.stop_gradient(objective.teacher.apply({"params": teacher_params}, *arguments))
+    return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, encoded=encoded))
 
 
 def _metrics(logits, teacher_logits, targets, objective: Objective) -> Metrics:

@@ -82,7 +82,13 @@ def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cach
     return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
 
 
-_prefill = jax.jit(Network.prefill, static_argnames="slots")
+@functools.partial(jax.jit, static_argnames="slots")
+def _prefill(network: Network, inputs, lengths, *, slots: int):
+    """`Network.prefill`; one that attends to another's encoder output is given zeros."""
+    encoded = None
+    if network.encoder_dim is not None:
+        encoded = jnp.zeros((*inputs.shape, network.encoder_dim), network.module.config.dtype)
+    return network.prefill(inputs, lengths, slots, encoded=encoded)
 
 
 def step_arm(network: Network, batch: int, input_length: int, slots: int, width: int) -> Callable[[], object]:
@@ -329,7 +335,8 @@ def agreement(
     logits = target.logits(padded, fed, input_lengths)
     # An id that the drafter lacks is read as its last one, as in the decode loop.
     last = drafter.config.vocab_size - 1
-    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths)
+    encoder = target if drafter.config.encoder_dim is not None else None
+    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, encoder)
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
     overlap, log_ratio = jax.device_get(_agreement(logits, draft_logits, fed, tokens, eos_ids, rows, mode=config.mode))

@@ -79,6 +79,8 @@ def prepare(
 
     With `num_samples` N everything has N·B rows, those of one input side by side.
     """
+    if target.config.encoder_dim is not None:
+        raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
     if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
         inputs = list(inputs)  # read twice below
     tokens, lengths = _as_ids(target, inputs, input_lengths, eos=True)
@@ -220,6 +222,11 @@ def check_pair(target: LanguageModel, drafter) -> None:
     model = getattr(drafter, "model", None)
     if model is None:
         return
+    reads, width = model.config.encoder_dim, target.config.emb_dim
+    if reads not in (None, width):
+        raise ValueError(
+            f"drafter: got a model that reads encoder outputs of width {reads}, expected the target's width, {width}"
+        )
     ours, theirs = target.vocabulary, model.vocabulary
     if ours is not None and theirs is not None and ours is not theirs and ours.fingerprint() != theirs.fingerprint():
         raise ValueError(

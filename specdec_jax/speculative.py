@@ -171,7 +171,8 @@ class Drafter(Protocol):
     after the commit. One whose state holds a cache has `rewind(draft_state, lengths) -> draft_state` too: a cascade, whose
     parts may begin past the committed tokens, says with it which are committed. One whose drafts come from laws that a
     policy of γ can read (`Draft.seen`) says so by a static `tells_law = True`, one that may find less to draft than is
-    wanted, or nothing, by `varies = True`.
+    wanted, or nothing, by `varies = True`. One with `reads_encoder = True` gets the target's encoder output `[I, L, D]` as
+    `encoded` in `init`.
     """
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
@@ -195,10 +196,13 @@ def prefill(
       keys, rows, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
     batch, prefix = tokens.shape
-    cache = target.prefill(inputs, input_lengths, slots, batch // inputs.shape[0])
+    shared = {}
+    if getattr(drafter, "reads_encoder", False):
+        shared = {"encoded": target.encode(inputs, input_lengths)}
+    cache = target.prefill(inputs, input_lengths, slots, batch // inputs.shape[0], **shared)
     if prefix > 1:
         _, cache = target.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
-    draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots)
+    draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
     zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
     return DecodeState(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),

@@ -111,8 +111,11 @@ class TrainConfig:
         _expect(parts <= self.steps, "steps", self.steps, f"at least warmup_steps + decay_steps = {parts}")
         _expect(0 < self.learning_rate < np.inf, "learning_rate", self.learning_rate, "a positive number")
         _expect(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "a number in [0, 1)")
-        weights = "a number in (0, 1] with a teacher, 0 without"
-        fits = 0 < self.distill_weight <= 1 if self.teacher else self.distill_weight == 0
+        shares = self.model.encoder_dim is not None
+        _expect(bool(self.teacher) or not shares, "teacher", None, "the model whose encoder model.encoder_dim is of")
+        weights = "a number in (0, 1] with a teacher (0 too with model.encoder_dim), 0 without"
+        fits = 0 < self.distill_weight <= 1 or self.distill_weight == 0 and (shares or not self.teacher)
+        fits = fits and (bool(self.teacher) or self.distill_weight == 0)
         _expect(fits, "distill_weight", self.distill_weight, weights)
         _expect(self.divergence in DIVERGENCES, "divergence", self.divergence, f"one of {', '.join(DIVERGENCES)}")
         positive = 0 < self.distill_temperature < np.inf
@@ -368,8 +371,10 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
 
 
 def _init(config: TrainConfig, key) -> TrainState:
-    dummy = jnp.ones((1, 4), jnp.int32)
-    return _state_of(config, T5(computing(config, config.model)).init(key, dummy, dummy > 0, dummy)["params"])
+    dummy = jnp.ones((1, 2), jnp.int32)
+    network = T5(computing(config, config.model))
+    variables = network.init(key, dummy, dummy > 0, dummy, encoded=network.dummy_encoded())
+    return _state_of(config, variables["params"])
 
 
 def _state_of(config: TrainConfig, params: dict) -> TrainState:
@@ -443,6 +448,8 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     teacher = checkpoints.load(config.teacher, computing(config, config.model).dtype)
     width, expected = teacher.config.vocab_size, config.model.vocab_size
     _expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
+    width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
+    _expect(width == expected, "teacher", f"an encoder of width {width}", f"model.encoder_dim = {expected}")
     check_special("teacher", teacher.vocabulary, teacher.start_token)
     return teacher
 

@@ -75,6 +75,8 @@ class Hash:
 class Headless:
     """A toy `Network`, whose states are its logits."""
 
+    encoder_dim = None
+
     def head_alone(self):
         return self
 
@@ -94,6 +96,7 @@ class ShortNetwork:
 
     network: Headless
     ids: jax.Array
+    encoder_dim = None
 
     def prefill(self, inputs, input_lengths, slots, copies=1):
         return self.network.prefill(inputs, input_lengths, slots, copies)
@@ -136,7 +139,9 @@ class HashModel:
     def __init__(self, vocab_size: int, seed: int = 0, *, eos_ids=(1,), start_token=0, vocabulary=None, **law):
         self.law = Hash(vocab_size, seed, **law)
         self.network, self.fingerprint = HashNetwork(self.law), str(self.law)
-        self.config = types.SimpleNamespace(vocab_size=vocab_size, emb_dim=vocab_size, dtype="float32")
+        self.config = types.SimpleNamespace(
+            vocab_size=vocab_size, emb_dim=vocab_size, dtype="float32", encoder_dim=None
+        )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, start_token, tuple(eos_ids), "hash"
 
     def network_for(self, rows):
@@ -182,7 +187,7 @@ class EchoModel:
     def __init__(self, vocabulary, wrong: int = 0):
         self.network, self.config = (
             EchoNetwork(vocabulary.size, wrong),
-            types.SimpleNamespace(vocab_size=vocabulary.size),
+            types.SimpleNamespace(vocab_size=vocabulary.size, encoder_dim=None),
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"
 

@@ -37,8 +37,13 @@ class _Cascade:
         cascade.parts, cascade.number = tuple(parts), number
         return cascade
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> CascadeState:
-        return CascadeState(*(part.init(inputs, input_lengths, tokens, slots) for part in self.parts))
+    @property
+    def reads_encoder(self) -> bool:
+        return any(getattr(part, "reads_encoder", False) for part in self.parts)
+
+    def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> CascadeState:
+        shared = lambda part: {"encoded": encoded} if getattr(part, "reads_encoder", False) else {}
+        return CascadeState(*(part.init(inputs, input_lengths, tokens, slots, **shared(part)) for part in self.parts))
 
     def rewind(self, draft_state: CascadeState, lengths: jax.Array) -> CascadeState:
         """What lies past `lengths` stands no longer.

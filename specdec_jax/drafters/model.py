@@ -87,9 +87,15 @@ class ModelDrafter:
         """The network's logits as `[..., vocab_size]`; ids that it does not propose have −inf."""
         return match_width(logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size)
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> ModelDraftState:
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether the model attends to the target's encoder output instead of having an encoder."""
+        return self.network.encoder_dim is not None
+
+    def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> ModelDraftState:
         batch, prefix = tokens.shape
-        cache = self.network.prefill(inputs, input_lengths, slots, batch // inputs.shape[0])
+        shared = {} if encoded is None else {"encoded": encoded}
+        cache = self.network.prefill(inputs, input_lengths, slots, batch // inputs.shape[0], **shared)
         if prefix > 1:
             _, cache = self.network.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
         # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.

@@ -79,8 +79,12 @@ def parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
         layer: dict[str, tuple[int, ...]] = dict(mlp)
         for attention in attentions:
             layer |= {f"{attention}/{name}/kernel": (width, inner) for name in ("query", "key", "value")}
+            if attention == "encoder_decoder_attention" and config.encoder_dim is not None:
+                layer |= {f"{attention}/{name}/kernel": (config.encoder_dim, inner) for name in ("key", "value")}
             layer[f"{attention}/out/kernel"] = (inner, width)
         layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in norms}
+        if stack == "encoder" and config.encoder_dim is not None:
+            continue
         shapes[f"{stack}/relpos_bias/rel_embedding"] = (config.num_heads, config.num_buckets)
         shapes[f"{stack}/{stack}_norm/scale"] = (width,)
         shapes |= {f"{stack}/layers_{i}/{name}": shape for i in range(layers) for name, shape in layer.items()}

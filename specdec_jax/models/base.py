@@ -30,16 +30,29 @@ class Network:
         """Width V of the logits."""
         return self.module.config.vocab_size
 
-    def prefill(self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1) -> DecoderCache:
+    @property
+    def encoder_dim(self) -> int | None:
+        """Width of another model's encoder output, if the network attends to such instead of having an encoder."""
+        return self.module.config.encoder_dim
+
+    def encode(self, inputs: jax.Array, input_lengths: jax.Array) -> jax.Array:
+        """The encoder's output `[B, L, D]`; arguments as for `prefill`."""
+        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        return self.module.apply({"params": self.params}, inputs, mask, method="encode")
+
+    def prefill(
+        self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1, encoded: jax.Array | None = None
+    ) -> DecoderCache:
         """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
 
         Args:
           inputs: `[B, L]` int32; ids at or past a row's length do not matter.
           input_lengths: `[B]`.
           slots: S, positions that the self-attention caches hold.
+          encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other model's; None runs the encoder.
         """
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self.module.apply({"params": self.params}, inputs, mask, slots, copies, method="prefill")
+        return self.module.apply({"params": self.params}, inputs, mask, slots, copies, encoded, method="prefill")
 
     def decode(self, tokens: jax.Array, positions: jax.Array, cache: DecoderCache):
         """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
@@ -79,10 +92,10 @@ class Network:
         decoder = {name: node for name, node in self.params["decoder"].items() if name == "logits_dense"}
         return Network({"token_embedder": self.params["token_embedder"], "decoder": decoder}, self.module)
 
-    def teacher_forced(self, inputs: jax.Array, input_lengths: jax.Array, decoder_tokens: jax.Array) -> jax.Array:
-        """Logits `[B, T, V]` float32 of whole sequences, without a cache."""
+    def teacher_forced(self, inputs, input_lengths, decoder_tokens: jax.Array, encoded=None) -> jax.Array:
+        """Logits `[B, T, V]` float32 of whole sequences, without a cache; arguments as for `prefill`."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self.module.apply({"params": self.params}, inputs, mask, decoder_tokens)
+        return self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
 
 
 class LanguageModel:
@@ -147,17 +160,22 @@ class LanguageModel:
             digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} ".encode() + np.asarray(leaf).tobytes())
         return digest.hexdigest()
 
-    def logits(self, inputs, decoder_tokens, input_lengths=None) -> jax.Array:
+    def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> jax.Array:
         """Teacher-forced logits `[B, T, V]` float32.
 
         Args:
           inputs: `[B, L]` ids; without `input_lengths`, 0 is padding.
           decoder_tokens: `[B, T]` decoder inputs, the start token first.
           input_lengths: `[B]`, optional.
+          encoder: the model whose encoder reads the inputs, for one with an `encoder_dim`; else None.
 
         Raises:
-          ValueError: an id that the model lacks; those of `inputs` at or past a row's length do not matter.
+          ValueError: an id that the model lacks; those of `inputs` at or past a row's length do not matter. No `encoder`
+            where one is needed, or one that does not fit.
         """
+        if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
+            got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
+            raise ValueError(f"encoder: got {got}, expected {_expected_encoder(self.config)}")
         inputs, decoder_tokens = np.asarray(inputs, np.int32), np.asarray(decoder_tokens, np.int32)
         if input_lengths is None:
             input_lengths = padded_lengths(inputs)
@@ -165,7 +183,7 @@ class LanguageModel:
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)
-        return _teacher_forced(self.network, inputs, input_lengths, decoder_tokens)
+        return _teacher_forced(self.network, inputs, input_lengths, decoder_tokens, encoder and encoder.network)
 
     def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
@@ -199,13 +217,18 @@ def _corners(packed):
     return jax.tree.map(corner, packing.unpack(packed))
 
 
+def _expected_encoder(config: T5Config) -> str:
+    return "none: the model has its own" if config.encoder_dim is None else f"a model of width {config.encoder_dim}"
+
+
 @jax.jit
-def _teacher_forced(network: Network, inputs, input_lengths, decoder_tokens):
-    return network.teacher_forced(inputs, input_lengths, decoder_tokens)
+def _teacher_forced(network: Network, inputs, input_lengths, decoder_tokens, encoder: Network | None):
+    encoded = encoder and encoder.encode(inputs, input_lengths)
+    return network.teacher_forced(inputs, input_lengths, decoder_tokens, encoded)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype"))
 def _random_params(key, *, module, dtype):
     tokens = jnp.ones((1, 2), jnp.int32)
-    params = module.init(key, tokens, tokens > 0, tokens)["params"]
+    params = module.init(key, tokens, tokens > 0, tokens, encoded=module.dummy_encoded())["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

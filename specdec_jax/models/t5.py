@@ -25,6 +25,8 @@ class T5Config:
       logits_via_embedding: the head is the transposed embedding (1.0).
       scale_decoder_outputs: multiply the decoder's output by 1/√D before the head; None means as `logits_via_embedding`.
       num_buckets, max_distance: of the relative position bias.
+      encoder_dim: width of another model's encoder output, which the decoder attends to: the network has no encoder of
+        its own then, `num_encoder_layers` is 0, and every call that starts from inputs is given that output instead.
       dropout_rate: in training only.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
       matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype` (training).
@@ -42,6 +44,7 @@ class T5Config:
     scale_decoder_outputs: bool | None = None
     num_buckets: int = 32
     max_distance: int = 128
+    encoder_dim: int | None = None
     dropout_rate: float = 0.0
     dtype: str = "float32"
     matmul_dtype: str | None = None
@@ -53,12 +56,15 @@ class T5Config:
             "emb_dim",
             "num_heads",
             "head_dim",
-            "num_encoder_layers",
             "num_decoder_layers",
             "mlp_dim",
+            *("num_encoder_layers" if self.encoder_dim is None else "encoder_dim",),
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"T5Config.{name}: got {getattr(self, name)}, expected at least 1")
+        if self.encoder_dim is not None and self.num_encoder_layers:
+            expected = "0 with encoder_dim, which says that the encoder is another model's"
+            raise ValueError(f"T5Config.num_encoder_layers: got {self.num_encoder_layers}, expected {expected}")
         if len(self.mlp_activations) not in (1, 2) or any(name not in ACTIVATIONS for name in self.mlp_activations):
             expected = f"one name or two (gated) from {ACTIVATIONS}"
             raise ValueError(f"T5Config.mlp_activations: got {self.mlp_activations}, expected {expected}")
@@ -280,16 +286,23 @@ class T5(nn.Module):
 
     def setup(self):
         self.token_embedder = TokenEmbedder(self.config)
-        self.encoder = Encoder(self.config, self.fused)
+        if self.config.encoder_dim is None:
+            self.encoder = Encoder(self.config, self.fused)
         self.decoder = Decoder(self.config, self.fused)
 
     def encode(self, inputs, mask, deterministic: bool = True):
         """Encoder output `[B, L, D]` of `inputs [B, L]` with `mask [B, L]` True at tokens."""
         return self.encoder(self.token_embedder(inputs), mask, deterministic)
 
-    def prefill(self, inputs, mask, slots: int, copies: int = 1) -> DecoderCache:
-        """Runs the encoder once and prepares the decoder's cache, with `copies` rows for each input."""
-        return self.decoder.init_cache(self.encode(inputs, mask), mask, slots, copies)
+    def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None) -> DecoderCache:
+        """Runs the encoder once, or takes its output, and prepares the decoder's cache, with `copies` rows for each input."""
+        encoded = self.encode(inputs, mask) if encoded is None else encoded
+        return self.decoder.init_cache(encoded, mask, slots, copies)
+
+    def dummy_encoded(self):
+        """What `init` needs beside inputs of shape `[1, 2]`: zeros for another model's encoder output, or None."""
+        width = self.config.encoder_dim
+        return None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
 
     def decode(self, tokens, positions, cache: DecoderCache):
         """Feeds `tokens [B, T]` at `positions [B]` onwards; returns logits `[B, T, V]` float32 and the new cache."""
@@ -304,11 +317,11 @@ class T5(nn.Module):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
         return self.decoder.logits(states, self.token_embedder.embedding)
 
-    def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True):
+    def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
         """Teacher-forced logits `[B, T, V]` float32."""
-        return self.head(self.states(inputs, mask, decoder_tokens, deterministic))
+        return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
 
-    def states(self, inputs, mask, decoder_tokens, deterministic: bool = True):
+    def states(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
         """Teacher-forced states `[B, T, D]`: what `head` takes."""
-        encoded = self.encode(inputs, mask, deterministic)
+        encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
         return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)

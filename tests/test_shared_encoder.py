@@ -1,0 +1,130 @@
+"""Drafters without an encoder, which attend to the output of the target's."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from toy_models import compilations, noisy_copy, tiny_t5
+from toy_training import TINY, config_of
+
+import specdec_jax as sd
+from specdec_jax import checkpoints, measure, train
+from specdec_jax.formats.leaves import flatten, parameter_count
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.sampling import SamplingConfig
+
+pytestmark = pytest.mark.usefixtures("quick")
+V, B, GAMMA, EOS = 24, 4, 3, 1
+RNG = np.random.default_rng(0)
+INPUTS = [[*RNG.integers(2, V, n), EOS] for n in (1, 5, 3, 6)]
+TARGET = tiny_t5(0, V)
+
+
+@functools.cache
+def decoder_of(noise: float) -> LanguageModel:
+    """The target's decoder alone, or one like it."""
+    model = noisy_copy(TARGET, noise) if noise else TARGET
+    params = {name: node for name, node in model.params.items() if name != "encoder"}
+    config = T5Config(**{**vars(TARGET.config), "num_encoder_layers": 0, "encoder_dim": TARGET.config.emb_dim})
+    return LanguageModel(config, params)
+
+
+def decode(drafter, **options):
+    options = dict(gamma=GAMMA, max_new_tokens=12, eos_ids=[EOS], key=jax.random.key(3)) | options
+    return sd.generate(TARGET, INPUTS, drafter=drafter, **options)
+
+
+def test_the_targets_own_decoder_is_always_right():
+    drafter = sd.ModelDrafter(decoder_of(0.0))
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0)):
+        result = decode(drafter, sampling=sampling, verifier="token", decoder_prefix=[[3, 4], [], [5], [2]])
+        assert result.stats.acceptance_rate == 1.0
+    several = decode(drafter, num_samples=2, sampling=SamplingConfig(temperature=0.8), verifier="token")
+    assert several.stats.acceptance_rate == 1.0 and several.tokens.shape[0] == 2 * B
+
+
+@pytest.mark.parametrize("reduced", [{}, {"shortlist": [1, 2, 5, 7, 9, 11, 20]}, {"int8": True}])
+def test_greedy_output_is_that_of_plain_decoding(reduced):
+    drafter, plain = sd.ModelDrafter(decoder_of(0.3), **reduced), decode(None)
+    result = decode(drafter)
+    np.testing.assert_array_equal(result.tokens, plain.tokens)
+    assert 0 < result.stats.accepted < result.stats.drafted
+    alone = sd.generate(TARGET, INPUTS[2:3], drafter=drafter, gamma=GAMMA, max_new_tokens=12, eos_ids=[EOS])
+    np.testing.assert_array_equal(alone.tokens[0], plain.tokens[2])
+    assert compilations(lambda: decode(drafter)) == 0
+
+
+def test_in_a_cascade():
+    for cascade in (
+        sd.VerticalCascade(sd.ModelDrafter(decoder_of(0.3)), sd.PromptLookupDrafter(), 2),
+        sd.HorizontalCascade(sd.ModelDrafter(decoder_of(0.3)), sd.ModelDrafter(tiny_t5(5, V)), 2),
+    ):
+        np.testing.assert_array_equal(decode(cascade).tokens, decode(None).tokens)
+
+
+def test_scores_with_the_targets_encoder():
+    model, fed = decoder_of(0.0), np.array([[0, 3, 4, 5]])
+    inputs = np.array(INPUTS[1:2])
+    np.testing.assert_allclose(model.logits(inputs, fed, encoder=TARGET), TARGET.logits(inputs, fed), atol=1e-5)
+    with pytest.raises(ValueError, match="encoder: got none, expected a model of width 16"):
+        model.logits(inputs, fed)
+    with pytest.raises(ValueError, match="encoder: got one of width 16, expected none"):
+        TARGET.logits(inputs, fed, encoder=TARGET)
+    with pytest.raises(ValueError, match="encoder: got one of width 8, expected a model of width 16"):
+        model.logits(inputs, fed, encoder=tiny_t5(0, V, emb_dim=8))
+    tokens = decode(None)
+    agreed = measure.agreement(TARGET, model, INPUTS, tokens.tokens, tokens.lengths, SamplingConfig())
+    live = np.arange(agreed.overlap.shape[1]) < tokens.lengths[:, None]
+    assert np.all(agreed.overlap[live] == 1)
+
+
+def test_what_does_not_fit_is_refused():
+    model = decoder_of(0.0)
+    with pytest.raises(ValueError, match="target: got a model that reads another's encoder output"):
+        sd.generate(model, INPUTS)
+    other = tiny_t5(0, V, emb_dim=8)
+    with pytest.raises(ValueError, match="reads encoder outputs of width 16, expected the target's width, 8"):
+        sd.generate(other, INPUTS, drafter=sd.ModelDrafter(model))
+    for shape in (dict(num_encoder_layers=1, encoder_dim=16), dict(num_encoder_layers=0, encoder_dim=0)):
+        with pytest.raises(ValueError, match="T5Config"):
+            tiny_t5(0, V, **shape)
+    with pytest.raises(ValueError, match="num_encoder_layers: got 0, expected at least 1"):
+        tiny_t5(0, V, num_encoder_layers=0)
+
+
+def test_is_stored_and_loaded(tmp_path):
+    model = decoder_of(0.0)
+    assert parameter_count(model.config) == sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    checkpoints.save(model, tmp_path / "decoder")
+    loaded = checkpoints.load(tmp_path / "decoder", "float32")
+    assert loaded.config == model.config
+    for name, leaf in flatten(loaded.params).items():
+        np.testing.assert_array_equal(leaf, flatten(model.params)[name])
+
+
+@pytest.fixture(scope="module")
+def teacher(language, tmp_path_factory):
+    config = config_of(language, tmp_path_factory.mktemp("teacher"))
+    train.fit(config)
+    return f"{config.output_dir}/model"
+
+
+def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_path):
+    shape = T5Config(**{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": TINY.emb_dim, "emb_dim": 8})
+    config = config_of(language, tmp_path, model=shape, teacher=teacher, distill_weight=1.0, select="agreement")
+    before = train.Run(config, train.Checkpoints(tmp_path / "none", select="agreement")).initial_state().params
+    params = train.fit(config)
+    kernel = lambda params: params["decoder"]["layers_0"]["encoder_decoder_attention"]["key"]["kernel"]
+    assert kernel(params).shape[0] == TINY.emb_dim and np.any(kernel(params) != kernel(before))
+    drafter = sd.ModelDrafter(sd.load(tmp_path / "model", "float32"))
+    result = sd.generate(sd.load(teacher, "float32"), ["bara ceni"], drafter=drafter, gamma=2, max_new_tokens=8)
+    plain = sd.generate(sd.load(teacher, "float32"), ["bara ceni"], max_new_tokens=8)
+    np.testing.assert_array_equal(result.tokens, plain.tokens)
+
+
+def test_training_without_a_teacher_is_refused(language, tmp_path):
+    shape = T5Config(**{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": 16})
+    with pytest.raises(ValueError, match="teacher: got None, expected the model whose encoder"):
+        config_of(language, tmp_path, model=shape)
