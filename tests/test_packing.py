@@ -15,9 +15,9 @@ INPUTS = np.random.default_rng(0).integers(2, 64, (5, 6))
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-@pytest.fixture(params=[False, True], ids=["AVX2", "AVX-512"])
-def avx512(request, monkeypatch):
-    monkeypatch.setattr(packing, "has_avx512", lambda: request.param)
+@pytest.fixture(params=["sapphire_rapids", "avx512", "other"])
+def processor(request, monkeypatch):
+    monkeypatch.setattr(packing, "processor", lambda: request.param)
     monkeypatch.setattr(packing, "_LEAST_TO_SPLIT", 64 * 64)
     return request.param
 
@@ -32,30 +32,45 @@ def test_products_are_those_of_the_kernel(rows, outputs, monkeypatch):
     monkeypatch.setattr(packing, "_LEAST_TO_SPLIT", 64 * 192)
     random = np.random.default_rng(0)
     kernel, x = random.normal(size=(64, outputs)).astype("f"), random.normal(size=(rows, 64)).astype("f")
-    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, 64)
-    narrow = packing.narrowed(packed, 16)["decoder"]["out"]["kernel"]
-    assert packed["decoder"]["out"]["kernel"].ndim == (2 if outputs == 65 else 3)
-    assert isinstance(narrow, tuple) == (outputs == 192)
-    for form in (packed["decoder"]["out"]["kernel"], narrow):
-        np.testing.assert_allclose(apply_kernel(x, form, np.float32), x @ kernel, atol=1e-4)
+    for panel in (None, 64):
+        packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, panel)
+        first = packed["decoder"]["out"]["kernel"]
+        assert first.ndim == (3 if panel and outputs != 65 else 2)
+        for layout in (packing.Layout(16, 16), packing.Layout(64, 3)):
+            second = packing.relaid(packed, layout)["decoder"]["out"]["kernel"]
+            assert isinstance(second, tuple) == (outputs == 192)
+            for form in (first, second):
+                np.testing.assert_allclose(apply_kernel(x, form, np.float32), x @ kernel, atol=1e-4)
 
 
 def test_a_kernel_of_few_panels_makes_no_empty_pieces():
     kernel = np.ones((packing._LEAST_TO_SPLIT // 64, 64), np.float32)
-    narrow = packing.narrowed(packing.pack({"decoder": {"out": {"kernel": kernel}}}, 64), 16)
+    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, 64)
+    narrow = packing.relaid(packed, packing.Layout(16, 16))
     assert [piece.shape for piece in narrow["decoder"]["out"]["kernel"]] == 4 * [(1, len(kernel), 16)]
 
 
-def test_one_layout_per_kind_of_processor(avx512):
+def test_one_layout_per_kind_of_processor(processor):
     target = model()
     assert target.network_for(1) is target.network
-    assert (target.network_for(2) is target.network) == avx512
+    assert (target.network_for(2) is target.network) == (processor == "avx512")
     assert target.network_for(2) is target.network_for(9), "made once"
-    shapes = {leaf.shape[2] for leaf in jax.tree.leaves(target.network_for(2).params) if leaf.ndim == 3}
-    assert shapes == {64 if avx512 else 16}
+    widths = lambda network: {leaf.shape[2] for leaf in jax.tree.leaves(network.params) if leaf.ndim == 3}
+    assert widths(target.network) == (set() if processor == "sapphire_rapids" else {64})
+    assert widths(target.network_for(2)) == {16 if processor == "other" else 64}
 
 
-def test_encoder_and_embeddings_are_shared(avx512):
+def test_keys_and_values_of_the_encoder_output_are_shared(processor):
+    target = model()
+    first, second = (
+        network.params["decoder"]["layers_0"]["encoder_decoder_attention"]
+        for network in (target.network, target.network_for(2))
+    )
+    for name in ("key", "value"):
+        assert first[name]["kernel"] is second[name]["kernel"] and first[name]["kernel"].ndim == 2
+
+
+def test_encoder_and_embeddings_are_shared(processor):
     target = model()
     for name in ("encoder", "token_embedder"):
         ours, theirs = (jax.tree.leaves(network.params[name]) for network in (target.network, target.network_for(2)))
@@ -63,11 +78,11 @@ def test_encoder_and_embeddings_are_shared(avx512):
 
 
 def test_other_dtypes_and_backends_keep_their_kernels():
-    assert packing.panel_width("cpu", "bfloat16", 5) is None
-    assert packing.panel_width("tpu", "float32", 5) is None
+    assert packing.layout_for("cpu", "bfloat16", 5) == packing.Layout()
+    assert packing.layout_for("tpu", "float32", 5) == packing.Layout()
 
 
-def test_output_does_not_depend_on_the_layout(avx512):
+def test_output_does_not_depend_on_the_layout(processor):
     """Speculative and plain decoding, one row and several; and the difference of the layouts' logits is rounding."""
     target = model()
     drafter = ModelDrafter(noisy_copy(target, 0.3))
@@ -78,7 +93,7 @@ def test_output_does_not_depend_on_the_layout(avx512):
     assert 0 <= measure.difference(target, INPUTS[0], [0, *plain[0]], width=4).noise < 1e-4
 
 
-def test_params_are_the_checkpoints(avx512):
+def test_params_are_the_checkpoints(processor):
     target = model()
     before = target.params
     target.network_for(4)

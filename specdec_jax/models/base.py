@@ -74,7 +74,7 @@ class Network:
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
         config = self.module.config
         tied, scale = config.logits_via_embedding, config.scale_decoder_outputs
-        panel = packing.panel_width(jax.default_backend(), config.dtype)
+        panel = packing.layout_for(jax.default_backend(), config.dtype).panel
         params = packing.with_head(self.params, np.asarray(ids), tied, panel)
         own = dataclasses.replace(
             config, logits_via_embedding=False, scale_decoder_outputs=tied if scale is None else scale
@@ -120,9 +120,9 @@ class LanguageModel:
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
-        panel = packing.panel_width(jax.default_backend(), config.dtype)
+        panel = packing.layout_for(jax.default_backend(), config.dtype).panel
         self.network = Network(packing.pack(params, panel), T5(config, fused=True))
-        self._narrow: Network | None = None
+        self._for_several: Network | None = None
 
     @classmethod
     def random(cls, config: T5Config, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
@@ -133,15 +133,15 @@ class LanguageModel:
     def network_for(self, rows: int) -> Network:
         """`network` in the fastest layout for calls over `rows` positions, those of all batch rows together.
 
-        Where that is another one (float32 on a CPU without AVX-512), the decoder's kernels are held twice from the first
-        such call on.
+        Where that is not the layout for one row (float32 on some processors), the decoder's kernels are held twice from
+        the first such call on.
         """
-        panel = packing.panel_width(jax.default_backend(), self.config.dtype, rows)
-        if panel == packing.panel_width(jax.default_backend(), self.config.dtype):
+        single, layout = (packing.layout_for(jax.default_backend(), self.config.dtype, count) for count in (1, rows))
+        if layout == single:
             return self.network
-        if self._narrow is None:
-            self._narrow = Network(packing.narrowed(self.network.params, panel), self.network.module)
-        return self._narrow
+        if self._for_several is None:
+            self._for_several = Network(packing.relaid(self.network.params, layout), self.network.module)
+        return self._for_several
 
     @property
     def params(self) -> dict:

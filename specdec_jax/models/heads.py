@@ -126,7 +126,7 @@ def head_kernel(config: T5Config, params: dict) -> jax.Array:
 
 def pack(params: dict, dtype: str) -> dict:
     """`params` in the decode loop's layout, as the decoder's own kernels; the dicts that were given stay as they are."""
-    panel = packing.panel_width(jax.default_backend(), dtype)
+    panel = packing.layout_for(jax.default_backend(), dtype).panel
     return packing.pack({"decoder": jax.tree.map(lambda leaf: leaf, params)}, panel)["decoder"]
 
 

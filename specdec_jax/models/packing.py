@@ -4,10 +4,12 @@ Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional kern
 which the query, key and value kernels of a self-attention are one, the gated feed-forward's two input kernels are one,
 and, for float32 on a CPU, the decoder's kernels are stored as panels `[F/P, D, P]`: XLA's product of a few rows with a
 `[D, F]` kernel strides through it (a call over 5 positions then costs two or three times one over 1), its batched
-product over panels as wide as its own inner block reads them from end to end.
+product over panels as wide as its own inner block reads them from end to end. Which is fastest depends on the
+processor and on the number of rows (`layout_for`).
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +17,23 @@ import numpy as np
 
 from specdec_jax.models.int8 import Int8Kernel
 
-# Columns of a panel: what XLA's float32 kernels hold in registers for several rows, with and without AVX-512. A single
-# row is as fast or faster with the wide panels everywhere.
+# Columns of a panel: what XLA's float32 kernels hold in registers for several rows, with and without AVX-512.
 _WIDE, _NARROW = 64, 16
 # XLA runs a batched product on one core, and independent products on several only where more than 8 are ready at once.
 _PIECES, _LEAST_TO_SPLIT = 16, 2**19
+
+
+class Layout(NamedTuple):
+    """How the decoder's kernels are stored.
+
+    Attributes:
+      panel: P, columns of a panel; None: kernels stay `[D, F]`.
+      pieces: arrays that a large kernel is split into.
+    """
+
+    panel: int | None = None
+    pieces: int = 1
+
 
 # Fused kernel: (its name, the names it is made of, along the output axis).
 _FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
@@ -27,18 +41,29 @@ _GATED = ("wi_fused", ("wi_0", "wi_1"))
 
 
 @functools.cache
-def has_avx512() -> bool:
-    """Whether this processor has AVX-512, as NumPy sees it (whose names for it depend on its version)."""
+def processor() -> str:
+    """The kind of this processor as NumPy sees it: "sapphire_rapids" (and later Intel), "avx512" or "other"."""
     extensions = np.show_config(mode="dicts")["SIMD Extensions"]
     names = [*extensions.get("baseline", ()), *extensions.get("found", ())]
-    return any(name == "X86_V4" or name.startswith("AVX512") for name in names)
+    if "AVX512_SPR" in names:
+        return "sapphire_rapids"
+    # NumPy's names for AVX-512 depend on its version.
+    return "avx512" if any(name == "X86_V4" or name.startswith("AVX512") for name in names) else "other"
 
 
-def panel_width(backend: str, dtype, rows: int = 1) -> int | None:
-    """P of the decoder's kernels for products of `rows` rows; None where kernels stay `[D, F]`."""
+# Measured with two cores each: (for one row, for several).
+_LAYOUTS = {
+    "sapphire_rapids": (Layout(), Layout(_WIDE, _PIECES)),
+    "avx512": (Layout(_WIDE), Layout(_WIDE)),  # Zen 4
+    "other": (Layout(_WIDE), Layout(_NARROW, _PIECES)),  # Zen 3
+}
+
+
+def layout_for(backend: str, dtype, rows: int = 1) -> Layout:
+    """The fastest layout of the decoder's kernels for products of `rows` rows."""
     if backend != "cpu" or np.dtype(dtype) != np.float32:
-        return None
-    return _WIDE if rows == 1 or has_avx512() else _NARROW
+        return Layout()
+    return _LAYOUTS[processor()][rows > 1]
 
 
 def pack(params: dict, panel: int | None) -> dict:
@@ -59,11 +84,24 @@ def _pack(name: str, node: dict, panel: int | None) -> dict:
         if child == "kernel":
             value = _to_panels(value, panel) if panel and value.shape[1] % panel == 0 else value
         elif isinstance(value, dict):
-            # Cross-attention keys and values are products over the encoder's whole output, not over a few rows.
-            once = name == "encoder_decoder_attention" and child in ("key", "value")
-            value = _pack(child, value, None if once else panel)
+            value = _pack(child, value, None if _made_once(name, child) else panel)
         node[child] = value if isinstance(value, dict) else jnp.asarray(value)  # NumPy's would be copied every call
     return node
+
+
+def _made_once(parent: str, name: str) -> bool:
+    """Cross-attention keys and values are products over the encoder's whole output, not over a few rows."""
+    return parent == "encoder_decoder_attention" and name in ("key", "value")
+
+
+def _map_decoder_kernels(function, packed: dict) -> dict:
+    """`packed` with `function` of every kernel that a decoder step multiplies with; all other arrays are shared."""
+
+    def mapped(path, leaf):
+        names = [key.key for key in path]
+        return function(leaf) if names[-1] == "kernel" and not _made_once(*names[-3:-1]) else leaf
+
+    return {**packed, "decoder": jax.tree_util.tree_map_with_path(mapped, {"": packed["decoder"]})[""]}
 
 
 def unpack(packed: dict) -> dict:
@@ -86,18 +124,19 @@ def _unpack(name: str, node):
     return result
 
 
-def narrowed(packed: dict, panel: int) -> dict:
-    """`packed` with panels of width `panel`, a divisor of theirs, large kernels in a tuple of pieces of about as many
-    panels each; all other arrays are shared."""
+def relaid(packed: dict, layout: Layout) -> dict:
+    """`packed` with panels of width `layout.panel`, which is not None, large kernels in a tuple of pieces of about as many
+    panels each; all other arrays are shared. A kernel whose columns make no whole number of panels stays as it is."""
 
-    def narrow(leaf):
-        if leaf.ndim != 3:
-            return leaf
-        panels = leaf.shape[0] * leaf.shape[2] // panel
-        pieces = _split_panels(leaf, panel, min(_PIECES, panels) if leaf.size >= _LEAST_TO_SPLIT else 1)
-        return pieces if len(pieces) > 1 else pieces[0]
+    def lay(kernel):
+        panels, rest = divmod(kernel.size // kernel.shape[-2], layout.panel)
+        if rest:
+            return kernel
+        pieces = min(layout.pieces, panels) if kernel.size >= _LEAST_TO_SPLIT else 1
+        made = _split_panels(kernel, layout.panel, pieces)
+        return made if pieces > 1 else made[0]
 
-    return jax.tree.map(narrow, packed)
+    return _map_decoder_kernels(lay, packed)
 
 
 def padded(ids: np.ndarray) -> np.ndarray:
@@ -123,13 +162,7 @@ def with_head(packed: dict, ids: np.ndarray, tied: bool, panel: int | None) -> d
 
 def in_int8(packed: dict) -> dict:
     """`packed` with every kernel that a decoder step multiplies with as an `Int8Kernel`; all other arrays are shared."""
-
-    def rounded(path, leaf):
-        names = [key.key for key in path]
-        once = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
-        return Int8Kernel.of(_from_panels(leaf)) if names[-1] == "kernel" and not once else leaf
-
-    return {**packed, "decoder": jax.tree_util.tree_map_with_path(rounded, packed["decoder"])}
+    return _map_decoder_kernels(lambda kernel: Int8Kernel.of(_from_panels(kernel)), packed)
 
 
 @functools.partial(jax.jit, static_argnames="panel")
@@ -140,9 +173,7 @@ def _to_panels(kernel, panel):
 
 @functools.partial(jax.jit, static_argnames=("panel", "pieces"))
 def _split_panels(kernel, panel, pieces):
-    panels, inputs, width = kernel.shape
-    kernel = kernel.reshape(panels, inputs, width // panel, panel).transpose(0, 2, 1, 3).reshape(-1, inputs, panel)
-    return tuple(jnp.array_split(kernel, pieces))
+    return tuple(jnp.array_split(_to_panels(_from_panels(kernel), panel), pieces))
 
 
 @jax.jit
