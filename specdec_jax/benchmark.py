@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import checkpoints, measure, passes, records
+from specdec_jax import checkpoints, measure, passes, records, traces
 from specdec_jax.generate import generate
 from specdec_jax.inference import (
     WITHOUT_FILES,
@@ -185,6 +185,9 @@ def benchmark(
         timed.append(passes.timed_steps(steps, repeat, f"steps, {turn}"))
         passes.one_pass(arms, batches, repeat, turn)
     record = _record(target, drafter, arms, passes.per_step(timed), batches, options)
+    if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
+        gammas = () if options.forced_alpha else options.gamma
+        record["example"] = traces.example(target, drafter, gammas, batches, passes.per_step(timed), options)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): records.sampling_cost(gamma, seconds) for gamma in options.gamma}

@@ -75,8 +75,9 @@ def load(
     with returning_freed_memory():
         params = read_params(checkpoint, dtype)
         return LanguageModel(
-            network, params, vocabulary, start_token=start, eos_ids=eos_ids, name=str(path), donate_params=True
-        )
+            network, params, vocabulary, start_token=start, eos_ids=eos_ids, name=str(path), donate_params=True,
+            encoder_fingerprint=checkpoint.encoder_fingerprint,
+        )  # fmt: skip
 
 
 def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
@@ -103,7 +104,7 @@ def save(model: LanguageModel, path, dtype=None) -> None:
         dtype = _check_dtype(dtype)
     config = model.config if dtype is None else dataclasses.replace(model.config, dtype=dtype)
     params = model.params if dtype is None else jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), model.params)
-    checkpoint = Checkpoint(config, {}, model.vocabulary, model.start_token, model.eos_ids)
+    checkpoint = Checkpoint(config, {}, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint)
     own.write_folder(checkpoint, params, pathlib.Path(path).absolute())
 
 

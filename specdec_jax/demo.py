@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax import measure
-from specdec_jax.generate import GenerationResult, TraceStep, generate, trace
+from specdec_jax import measure, traces
+from specdec_jax.generate import GenerationResult, generate, trace
 from specdec_jax.inference import (
     SENTENCES,
     DecodingOptions,
@@ -23,7 +23,6 @@ from specdec_jax.inference import (
     option,
     track,
 )
-from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import fold_keys
 
 # Styles in a terminal, and marks where there are no colours (those of wdiff).
@@ -68,7 +67,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     for number, sentence in enumerate(sentences):
         steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
         console.print(Text(f"\n{sentence}"), soft_wrap=True)
-        for parts in trace_lines(steps, target):
+        for parts in traces.lines(steps, target):
             show(parts)
     print(file=sys.stdout)
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
@@ -77,23 +76,6 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
         "speculative": lambda number: decode(number, **speculative),
     }
     print(comparison(arms, [number for number, text in enumerate(sentences) if text.strip()], options.repeats))
-
-
-def trace_lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
-    """One line per target call: (kind, text) of what was committed before, accepted, rejected and corrected."""
-    lines, committed = [], ""
-    for step in steps:
-        accepted = "".join(_surface(token, target) for token in step.accepted)
-        rejected = "" if step.rejected is None else _surface(step.rejected, target)
-        corrected = "" if step.corrected is None else _surface(step.corrected, target)
-        parts = [("committed", committed), ("accepted", accepted), ("rejected", rejected), ("corrected", corrected)]
-        lines.append([(kind, text) for kind, text in parts if text])
-        committed += accepted + corrected
-    return lines
-
-
-def _surface(token: int, target: LanguageModel) -> str:
-    return " [END]" if token in target.eos_ids else target.vocabulary.piece(token)
 
 
 def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:

@@ -126,7 +126,9 @@ BLURRED = tuple(
 _STYLE = """body { font-family: sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
 th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.8em; text-align: right } th { background: #f3f3f3 }
-td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }"""
+td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }
+pre { white-space: pre-wrap } .committed { color: #777 } .accepted { color: #188038 } .corrected { color: #1a56c4; font-weight: bold }
+.rejected { color: #c5221f; text-decoration: line-through }"""
 
 
 def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
@@ -215,7 +217,31 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
     bars = [(_name(row), row.improvement, row.predicted) for row in found if row.improvement]
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
-    return parts
+    return parts + _example(record.get("example"))
+
+
+def _example(example: Mapping[str, Any] | None) -> list[str]:
+    """Figures 1 and 5 of one input."""
+    if not example or len(example["arms"]) < 2:
+        return []
+    parts = [
+        "<h4>As in figure 1: one line per target call</h4>"
+        f"<p>{html.escape(example['input'])}</p><p class='note'>Drafted tokens: <span class='accepted'>accepted</span>, "
+        "<span class='rejected'>rejected</span>; by the target: <span class='corrected'>corrected</span>.</p>"
+    ]
+    for arm in example["arms"]:
+        if arm["lines"]:
+            lines = "\n".join(
+                "".join(f"<span class='{kind}'>{html.escape(text)}</span>" for kind, text in line)
+                for line in arm["lines"]
+            )
+            parts.append(f"<p>γ = {arm['gamma']}</p><pre>{lines}</pre>")
+    timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
+    return [*parts, "<h4>As in figure 5: its calls, by the medians of single steps</h4>", plots.svg(timeline)]
+
+
+def _arm_name(gamma: int) -> str:
+    return f"γ = {gamma}" if gamma else "plain"
 
 
 def _name(row: Row) -> str:

@@ -118,6 +118,36 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
     return figure
 
 
+_COLOURS = {
+    "target encoder": "tab:purple", "drafter encoder": "tab:pink", "draft step": "tab:orange", "target call": "tab:blue",
+}  # fmt: skip
+
+
+def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
+    """Figure 5: the calls of one input after another, a bar for each arm.
+
+    Args:
+      arms: (name, (what, seconds) of every call).
+    """
+    figure, (axes,) = _figure(("milliseconds", ""))
+    figure.set_size_inches(9, 1.2 + 0.5 * len(arms))
+    axes.grid(False)
+    for place, (_, spans) in enumerate(arms):
+        ends = np.cumsum([seconds for _, seconds in spans])
+        for kind, colour in _COLOURS.items():
+            bars = [
+                (1e3 * (end - seconds), 1e3 * seconds)
+                for (what, seconds), end in zip(spans, ends, strict=True)
+                if what == kind
+            ]
+            label = kind if bars and kind not in axes.get_legend_handles_labels()[1] else None
+            axes.broken_barh(bars, (place - 0.35, 0.7), facecolor=colour, edgecolor="white", linewidth=0.4, label=label)
+    axes.set_yticks(range(len(arms)), [name for name, _ in arms])
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
 def improvement(record: Mapping[str, Any]):
     """What `specdec measure` found: expected improvement by γ, acceptance by position, v by width."""
     from matplotlib.figure import Figure

@@ -227,6 +227,11 @@ def check_pair(target: LanguageModel, drafter) -> None:
         raise ValueError(
             f"drafter: got a model that reads encoder outputs of width {reads}, expected the target's width, {width}"
         )
+    if reads and model.encoder_fingerprint not in (None, target.fingerprint):
+        raise ValueError(
+            f"drafter: got a model that was trained on another target's encoder output, expected one trained on "
+            f"{target.name or 'the target'}'s"
+        )
     ours, theirs = target.vocabulary, model.vocabulary
     if ours is not None and theirs is not None and ours is not theirs and ours.fingerprint() != theirs.fingerprint():
         raise ValueError(

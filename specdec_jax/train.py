@@ -31,6 +31,8 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, write_atomically
 
+_ENCODER = "encoder_fingerprint"  # file in the folder of a run: of the model whose encoder output is read
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -246,8 +248,11 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     else:
         raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
     network = dataclasses.replace(config.model, matmul_dtype=None, dropout_rate=0.0)
-    vocabulary = _recorded_vocabulary(config)
-    model = LanguageModel(network, params, vocabulary, eos_ids=vocabulary.eos_ids, name=path.name)
+    vocabulary, fingerprint = _recorded_vocabulary(config), output / _ENCODER
+    model = LanguageModel(
+        network, params, vocabulary, eos_ids=vocabulary.eos_ids, name=path.name,
+        encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
+    )  # fmt: skip
     checkpoints.save(model, path, dtype=dtype)
 
 
@@ -269,6 +274,8 @@ class Run:
         network = computing(config, config.model)
         self.objective = Objective(T5(network), config.label_smoothing)
         self.teacher_params = None
+        if teacher is not None and config.model.encoder_dim is not None:
+            record_target(pathlib.Path(config.output_dir, _ENCODER), "teacher", teacher, saved.newest.latest_step())
         if teacher is not None:
             shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
@@ -440,6 +447,13 @@ def record_settings(config, output: pathlib.Path, step: int | None, fixed: Calla
 def _shape(model: T5Config) -> T5Config:
     """What decides a network's parameters and what it computes with them."""
     return dataclasses.replace(model, dropout_rate=0.0, dtype="float32", matmul_dtype=None)
+
+
+def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: int | None) -> None:
+    """Writes the fingerprint of the model that a run, which is at `step`, depends on; refuses another than before."""
+    if step is not None and path.is_file() and path.read_text() != target.fingerprint:
+        raise ValueError(f"{name}: got {target.name}, expected the one on which the run in {path.parent} began")
+    write_atomically(path, target.fingerprint.encode())
 
 
 def _teacher(config: TrainConfig) -> LanguageModel | None:

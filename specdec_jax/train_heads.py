@@ -21,7 +21,7 @@ from specdec_jax.losses import Metrics, TrainState
 from specdec_jax.models.base import LanguageModel, Network
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.runs import Checkpoints, write_atomically
+from specdec_jax.runs import Checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +259,7 @@ def fit(settings: HeadsTrainConfig) -> dict:
         raise ValueError(f"target: got {settings.target} without a vocabulary, expected one")
     saved = Checkpoints(output, resume=True)
     step = saved.newest.latest_step()
-    _record_target(output / "target_fingerprint", target, step)
+    train.record_target(output / "target_fingerprint", "target", target, step)
     for line in train.record_settings(settings, output, step, _fixed):
         console.print(line, markup=False)
     run = HeadsRun(settings, target, saved)
@@ -267,9 +267,3 @@ def fit(settings: HeadsTrainConfig) -> dict:
     for folder in run.export():
         console.print(f"wrote {folder}", markup=False)
     return state.params
-
-
-def _record_target(path: pathlib.Path, target: LanguageModel, step: int | None) -> None:
-    if step is not None and path.is_file() and path.read_text() != target.fingerprint:
-        raise ValueError(f"target: got {target.name}, expected the one on which the run in {path.parent} began")
-    write_atomically(path, target.fingerprint.encode())

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import benchmark, figures, inference, measure, passes, records, speculative
+from specdec_jax import benchmark, figures, inference, measure, passes, records, speculative, traces
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.generate import TraceStep
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
@@ -175,6 +176,22 @@ def test_cost_counts_encoders_calls_and_drafts():
         {"target encoder": 4.0, "drafter encoder": 1.0, "draft steps": 1.0, "target calls": 4.8}
     )
     assert sum(records.cost([records.Work(8, calls=5)], 0, TIMES).values()) == pytest.approx(2 + 5)
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+def test_spans_are_the_calls_of_the_iterations(catches_up):
+    steps = [
+        TraceStep([5, 6, 7], None, 8, gamma=3, entropies=None),
+        TraceStep([5], 6, 9, gamma=2, entropies=None),
+        TraceStep([], None, 1, gamma=0, entropies=None),
+    ]
+    draft, call = [("draft step", pytest.approx(0.1))], [("target call", 1.2)]
+    expected = 3 * draft + call + (2 + catches_up) * draft + call + call
+    assert traces.spans(steps, 3, 8, TIMES, catches_up)[2:] == expected
+    assert traces.spans(steps, 3, 8, TIMES, catches_up)[:2] == [("target encoder", 2.0), ("drafter encoder", 0.5)]
+    assert traces.spans(steps[2:], 0, 8, TIMES, catches_up) == [("target encoder", 2.0), ("target call", 1.0)]
+    without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
+    assert traces.spans(steps[:1], 3, 8, without, catches_up) == [("target encoder", 2.0), ("target call", 1.2)]
 
 
 def test_a_draft_step_costs_what_it_costs_between_target_calls():

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, demo, inference
+from specdec_jax import benchmark, cli, demo, inference, traces
 from specdec_jax.data import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -207,10 +207,10 @@ def test_demo_colours():
 def test_trace_lines_add_up_to_the_output(pair):
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
     options = dict(drafter=sd.ModelDrafter(drafter), gamma=2, max_new_tokens=6)
-    lines = demo.trace_lines(sd.trace(target, SENTENCES[0], **options), target)
+    lines = traces.lines(sd.trace(target, SENTENCES[0], **options), target)
     tokens = sd.generate(target, [SENTENCES[0]], **options)
     whole = "".join(text for kind, text in lines[-1] if kind != "rejected")
-    assert whole == "".join(demo._surface(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]])
+    assert whole == "".join(traces.surface(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]])
 
 
 def test_benchmark(specdec, tmp_path):

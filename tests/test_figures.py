@@ -19,6 +19,11 @@ BENCHMARK = {
         "gamma": 3, "forced_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75}, "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
     }],
+    "example": {"input": "A < B", "arms": [
+        {"gamma": 0, "lines": [], "spans": [["target encoder", 0.001], ["target call", 0.002], ["target call", 0.002]]},
+        {"gamma": 3, "lines": [[["accepted", "Eins &"], ["rejected", " zwei"], ["corrected", " drei"]]],
+         "spans": [["target encoder", 0.001], ["draft step", 0.0005], ["draft step", 0.0005], ["target call", 0.002]]},
+    ]},
 }  # fmt: skip
 MEASURE = {
     **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},
@@ -115,11 +120,14 @@ def test_the_page_says_what_the_records_say(page):
     assert ["big", "small", "7 of ende/test.tsv.gz", "0.812", "-"] in cells
     assert ["big", "small", "7 of built-in sentences", "-", "0.625"] in cells
     assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
+    # Figures 1 and 5.
+    assert "<p>A &lt; B</p>" in text and "<p>γ = 3</p><pre><span class='accepted'>Eins &amp;</span>" in text
+    assert "<span class='rejected'> zwei</span><span class='corrected'> drei</span></pre>" in text
 
 
 def test_the_page_stands_alone_and_is_the_same_again(page):
     text = page("one.html")
-    assert text.count("<svg") == 3 + 3 == text.count("</svg>")
+    assert text.count("<svg") == 3 + 4 == text.count("</svg>")
     assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
     assert text == page("two.html")
 
@@ -132,6 +140,17 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
     text = figures.report([(pathlib.Path("forced.json"), record)])
     assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
     assert "<td>big</td><td>small</td>" not in text
+
+
+def test_the_timeline_lays_calls_end_to_end():
+    figure = plots.timeline([(str(arm["gamma"]), arm["spans"]) for arm in BENCHMARK["example"]["arms"]])
+    bars = {}
+    for collection in figure.axes[0].collections:
+        for path in collection.get_paths():
+            (left, bottom), (right, _) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            bars.setdefault(round(bottom + 0.35), []).append((round(left, 6), round(right, 6)))
+    assert sorted(bars[0]) == [(0, 1), (1, 3), (3, 5)]
+    assert sorted(bars[1]) == [(0, 1), (1, 1.5), (1.5, 2), (2, 4)]
 
 
 def test_without_records_theory_remains(tmp_path):

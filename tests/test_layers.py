@@ -37,7 +37,7 @@ LAYERS = [
     {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
     {
         *("measure", "records", "inference", "benchmark", "demo", "counting", "distill"),
-        *("passes", "acceptance", "measuring", "tuning", "plots", "figures"),
+        *("passes", "acceptance", "measuring", "tuning", "plots", "figures", "traces"),
     },
     {"cli"},
 ]

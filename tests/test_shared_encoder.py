@@ -1,5 +1,6 @@
 """Drafters without an encoder, which attend to the output of the target's."""
 
+import dataclasses
 import functools
 
 import jax
@@ -122,6 +123,12 @@ def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_pat
     result = sd.generate(sd.load(teacher, "float32"), ["bara ceni"], drafter=drafter, gamma=2, max_new_tokens=8)
     plain = sd.generate(sd.load(teacher, "float32"), ["bara ceni"], max_new_tokens=8)
     np.testing.assert_array_equal(result.tokens, plain.tokens)
+    stranger = LanguageModel.random(sd.load(teacher, "float32").config, 5, drafter.model.vocabulary)
+    with pytest.raises(ValueError, match="trained on another target's encoder output"):
+        sd.generate(stranger, ["bara ceni"], drafter=drafter)
+    with pytest.raises(ValueError, match="teacher: got .*, expected the one on which the run in"):
+        checkpoints.save(stranger, tmp_path / "stranger")
+        train.fit(dataclasses.replace(config, teacher=str(tmp_path / "stranger"), steps=13))
 
 
 def test_training_without_a_teacher_is_refused(language, tmp_path):

@@ -43,6 +43,7 @@ class Checkpoint:
       leaves: parameters by their T5X name, `decoder/layers_0/mlp/wo/kernel`.
       vocabulary: None where the checkpoint has none.
       start_token, eos_ids: None where the checkpoint does not say.
+      encoder_fingerprint: of the model whose encoder output the network attends to, see `LanguageModel`.
     """
 
     config: T5Config
@@ -50,6 +51,7 @@ class Checkpoint:
     vocabulary: Vocabulary | None = None
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
+    encoder_fingerprint: str | None = None
 
 
 @functools.lru_cache(maxsize=8)

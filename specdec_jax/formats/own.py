@@ -39,7 +39,8 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: got no readable model configuration ({error}), expected this package's") from None
     leaves = tensorstore_arrays.open_ocdbt(folder / "params")
-    return Checkpoint(config, leaves, vocabulary and _open_vocabulary(folder, vocabulary), start, eos_ids)
+    vocabulary = vocabulary and _open_vocabulary(folder, vocabulary)
+    return Checkpoint(config, leaves, vocabulary, start, eos_ids, content.get("encoder_fingerprint"))
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
@@ -106,6 +107,8 @@ def write_folder(checkpoint: Checkpoint, params: dict, folder: pathlib.Path) -> 
         "format": FORMAT, "version": VERSION, "model": model, "start_token": checkpoint.start_token,
         "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
     }  # fmt: skip
+    if checkpoint.encoder_fingerprint is not None:
+        record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
     beside = contents and not _same(folder.parent / entry["file"], contents)
     _write(record, {entry["file"]: contents} if beside else {}, params, folder)
 

@@ -108,16 +108,19 @@ class LanguageModel:
       start_token: id that every decoder sequence starts with.
       eos_ids: ids that end a sequence.
       name: for messages and records.
+      encoder_fingerprint: of the model whose encoder output this one was trained on, where it has no encoder; None: unknown.
       network: the same as the jitted functions take it, laid out for calls over a single position.
     """
 
     def __init__(
-        self, config: T5Config, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False
-    ):
+        self, config: T5Config, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False,
+        encoder_fingerprint: str | None = None,
+    ):  # fmt: skip
         """Args as the attributes; with `donate_params` the nested dicts of `params` are emptied while the weights are
         brought into the loop's layout, so that at most one kernel exists twice."""
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
+        self.encoder_fingerprint = encoder_fingerprint
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
         panel = packing.layout_for(jax.default_backend(), config.dtype).panel
