@@ -4,11 +4,13 @@ import json
 import pathlib
 import re
 
+import gin
 import pytest
 
-from specdec_jax import analysis, cli, figures, paper, plots
+from specdec_jax import analysis, benchmark, cli, figures, paper, plots
 from specdec_jax.measure import Spread
 
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 MACHINE = {"python": "3.11", "jax": "0.10", "processor": "A <fast> one", "cores": 2, "device": "cpu: cpu, 1"}
 IMPROVEMENT = {"median": 1.5, "least": 1.25, "most": 1.75}
 BENCHMARK = {
@@ -73,6 +75,19 @@ def test_tables_2_and_3_agree_on_alpha():
     for name, alphas in paper.TABLE_5.items():
         assert alphas[0] == by_name["T5-XXL (EnDe)", name].sampled
         assert list(alphas) == sorted(alphas)
+
+
+@pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
+def test_there_is_a_configuration_for_every_row_of_table_2(row):
+    task, drafter = {"EnDe": "ende", "CNN/DM": "cnndm"}[row.task], row.drafter.removeprefix("T5-")
+    path = CONFIGS / "paper" / (f"{task}_xxl_{drafter}" + ("_t1" if row.temperature else "") + ".gin")
+    gin.clear_config()
+    gin.parse_config_file(str(path))
+    options = gin.get_configurable(benchmark.BenchmarkOptions)(target="xxl", drafter="small", input_file="test.txt")
+    gin.clear_config()
+    assert (options.gamma, options.temperature, options.verifier) == ([row.gamma], row.temperature, "token")
+    text = path.read_text(encoding="utf-8")
+    assert f"α {row.alpha:.2f}, improvement {row.measured}" in text and f"configs/paper/{path.name} " in text
 
 
 def test_rows_of_every_kind_of_record():

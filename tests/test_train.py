@@ -12,7 +12,7 @@ import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
 
 from specdec_jax import losses, train
-from specdec_jax.models.t5 import T5
+from specdec_jax.models.t5 import PRESETS, T5, T5Config
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -202,6 +202,15 @@ def test_a_piece_that_would_count_as_padding_is_refused(language, tmp_path):
 
 
 # The configurations.
+
+
+@pytest.mark.parametrize("size", ["small", "base", "large", "xl", "xxl"])
+def test_shapes_of_t5_1_1(size):
+    gin.clear_config()
+    gin.parse_config_file(str(CONFIGS.parent / f"t5_1_1/{size}.gin"))
+    shape = gin.get_configurable(T5Config)()
+    gin.clear_config()
+    assert shape == PRESETS[f"t5_1_1/{size}"]
 
 
 @pytest.mark.parametrize(
