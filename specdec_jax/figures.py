@@ -149,7 +149,8 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
         parts.append("<p>Nothing: no records were given (<code>--records</code>).</p>")
     for path, record in read:
         parts += _measured(path, record)
-    return "\n".join([*parts, *_rates([row for _, record in read for row in rows(record)]), "</body></html>", ""])
+    parts += _rates([row for _, record in read for row in rows(record)])
+    return "\n".join([*parts, *_leniences([record for _, record in read]), "</body></html>", ""])
 
 
 def _theory() -> list[str]:
@@ -271,6 +272,26 @@ def _rates(found: Sequence[Row]) -> list[str]:
         for (target, drafter, sentences), by in ours.items()
     ]
     return [_table("Table 3. α at temperature 0 and 1", ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
+
+
+def _leniences(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Table 5 of the records whose verifier is lenient: α and improvement by lenience."""
+    by_pair: dict[tuple, dict[float, Row]] = {}
+    for record in found:
+        if record.get("options", {}).get("verifier") == "lenient":
+            for row in rows(record):
+                pair = row.target, row.drafter, row.sentences, row.temperature, row.gamma
+                by_pair.setdefault(pair, {})[record["options"]["lenience"]] = row
+    if not by_pair:
+        return []
+    values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
+    cell = lambda row: "-" if row is None else f"{_shown(row.alpha, 3)}, {_spread(row.improvement)}"
+    lines = [
+        (target, drafter, where, f"{temperature:g}", gamma, *(cell(by.get(value)) for value in values))
+        for (target, drafter, where, temperature, gamma), by in by_pair.items()
+    ]
+    head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
+    return [_table("Table 5. α and improvement over lenience", head, lines)]
 
 
 def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:

@@ -157,6 +157,24 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
     assert "<td>big</td><td>small</td>" not in text
 
 
+def test_lenience_makes_a_table_of_its_own():
+    def record(lenience: float, alpha: float) -> dict:
+        changed = json.loads(json.dumps(BENCHMARK))
+        changed["options"] |= {"verifier": "lenient", "lenience": lenience, "temperature": 1.0}
+        changed["speculative"][0]["stats"]["acceptance_rate"] = alpha
+        return changed
+
+    named = [(pathlib.Path(f"{value}.json"), record(value, 1 - value / 2)) for value in (0.25, 1.0)]
+    text = figures.report([*named, (pathlib.Path("exact.json"), BENCHMARK)])
+    table = text.partition("Table 5. α and improvement over lenience")[2]
+    assert re.findall("<th>(.*?)</th>", table)[-2:] == ["l = 1", "l = 0.25"]
+    cells = ["big", "small", "7 of ende/test.tsv.gz", "1", "3"]
+    assert re.findall("<td>(.*?)</td>", table) == [
+        *cells, "0.500, 1.500 (1.250 to 1.750)", "0.875, 1.500 (1.250 to 1.750)"
+    ]  # fmt: skip
+    assert "over lenience</caption>" not in figures.report([(pathlib.Path("exact.json"), BENCHMARK)])
+
+
 def test_the_timeline_lays_calls_end_to_end():
     figure = plots.timeline([(str(arm["gamma"]), arm["spans"]) for arm in BENCHMARK["example"]["arms"]])
     bars = {}
