@@ -2,14 +2,18 @@
 
     pip install 'specdec_jax[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # and what each step is estimated to take, for table 2 of the paper
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in its loop). What
-is printed is the compiler's memory analysis; nothing here is a measurement. Exit code 1 if it does not fit.
+is printed is the compiler's memory analysis, the arrays of over a megabyte that its loop bodies copy, and with `--times` the
+compiler's own estimate of single calls; nothing here is a measurement. Exit code 1 if it does not fit.
 """
 
 import dataclasses
+import functools
 import json
 import math
+import re
 import sys
 
 import jax
@@ -17,7 +21,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from jax.experimental import topologies
 
-from specdec_jax import speculative
+from specdec_jax import analysis, paper, sampling, speculative
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance
 from specdec_jax.models import packing
@@ -35,6 +39,8 @@ _NEW = flags.DEFINE_integer("max_new_tokens", 128, "Limit for new tokens.", lowe
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
 _TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "TPU topology to compile for; the first device is used.")
 _MEMORY = flags.DEFINE_float("memory_gb", 32.0, "Memory of one device, in GB (10^9 bytes).")
+_TIMES = flags.DEFINE_bool("times", False, "Estimate the time of single calls for the rows of table 2 as well.")
+_CLOCK = flags.DEFINE_float("clock_ghz", 1.05, "Cycles of the device in a nanosecond (TPU v4: 1.05).", lower_bound=0.01)
 _TEXT = flags.DEFINE_string("hlo", None, "Write the compiled loop's HLO text here.")
 
 GB = 1e9
@@ -58,33 +64,109 @@ def abstract_drafter(preset: str) -> ModelDrafter:
     return ModelDrafter.tree_unflatten(None, (abstract_network(preset), None))
 
 
+def computations(text: str) -> dict[str, list[str]]:
+    """Instructions of each computation of a compiled program, the entry's under "ENTRY"."""
+    found: dict[str, list[str]] = {}
+    for block in re.findall(r"^(?:ENTRY )?%?[\w.\-]+ \(.*?^}", text, re.MULTILINE | re.DOTALL):
+        first, *lines = block.splitlines()
+        found["ENTRY" if first.startswith("ENTRY") else first.split()[0].lstrip("%")] = lines
+    return found
+
+
+def estimated_seconds(text: str) -> float:
+    """The compiler's estimate of one run of a program without loops: the cycles that it notes at every instruction."""
+    cycles = [
+        int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(computations(text)["ENTRY"]))
+    ]
+    known = [number for number in cycles if number < 2**40]  # it writes huge numbers where it has no estimate
+    return sum(known) / (_CLOCK.value * 1e9)
+
+
+def loop_copies(text: str, least: int = 2**20) -> list[str]:
+    """Arrays of at least `least` bytes that bodies of loops copy."""
+    parts = computations(text)
+    bodies = {
+        name for lines in parts.values() for line in lines for name in re.findall(r" while\(.*body=%?([\w.\-]+)", line)
+    }
+    widths = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "pred": 1}
+    found = []
+    for line in (line for name in bodies for line in parts.get(name, ())):
+        copied = re.search(r"= (\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", line)
+        if copied and widths.get(copied[1], 4) * math.prod(map(int, copied[2].split(","))) >= least:
+            found.append(f"{copied[1]}[{copied[2]}]")
+    return sorted(found)
+
+
 def size(tree) -> int:
     """Bytes of all leaves of a tree of shapes."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def report() -> dict:
-    """Compiles both programs and returns what the compiler says of them, in GB."""
+@functools.cache
+def _sharding():
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=_TOPOLOGY.value, chip_config_name="megacore" if "v4" in _TOPOLOGY.value else None
     )
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    place = lambda tree: jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
-    )
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def place(tree):
+    """The shapes of `tree` on the TPU."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding()), tree)
+
+
+@functools.partial(jax.jit, donate_argnums=3)
+def call(network: Network, tokens, positions, cache):
+    """One call and the argmax of its logits."""
+    logits, cache = network.decode(tokens, positions, cache)
+    return sampling.argmax(logits), cache
+
+
+@functools.cache
+def call_seconds(preset: str, width: int) -> float:
+    """The compiler's estimate of a call over `width` positions."""
+    network, batch, room = abstract_network(preset), _BATCH.value, slots(_NEW.value + 1, 7)
+    inputs = jax.ShapeDtypeStruct((batch, bucket(_INPUT.value)), jnp.int32)
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    cache = jax.eval_shape(functools.partial(Network.prefill, slots=room), network, inputs, row)
+    tokens = jax.ShapeDtypeStruct((batch, width), jnp.int32)
+    return estimated_seconds(call.lower(*place((network, tokens, row, cache))).compile().as_text())
+
+
+def times() -> dict:
+    """c, v and the improvement that the compiler's estimates give for the rows of table 2, with the paper's α."""
+    step, rows = call_seconds("t5_1_1/xxl", 1), []
+    for row in paper.TABLE_4:
+        drafter = f"t5_1_1/{row.drafter.removeprefix('T5-')}"
+        c, v = call_seconds(drafter, 1) / step, call_seconds("t5_1_1/xxl", row.gamma + 1) / step
+        rows.append({
+            "task": row.task, "drafter": drafter, "temperature": row.temperature, "gamma": row.gamma, "alpha_paper": row.alpha,
+            "c": round(c, 4), "c_paper": row.cost_ratio, "v": round(v, 3),
+            "improvement": round(analysis.improvement(row.alpha, row.gamma, c, v), 2),
+            "expected_paper": row.expected, "measured_paper": row.measured,
+        })  # fmt: skip
+    return {
+        "what": "the compiler's own estimate; not a measurement",
+        "target_step_ms": round(1e3 * step, 3),
+        "rows": rows,
+    }
+
+
+def report() -> dict:
+    """Compiles both programs and returns what the compiler says of them, in GB."""
     batch, gamma = _BATCH.value, _GAMMA.value
     target = place(abstract_network(_TARGET.value))
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None
-    sampling = SamplingConfig(temperature=_TEMPERATURE.value)
-    program = speculative.Program(gamma, sampling.mode, target.vocab_size)
+    config = SamplingConfig(temperature=_TEMPERATURE.value)
+    program = speculative.Program(gamma, config.mode, target.vocab_size)
     room = slots(_NEW.value + 1, gamma)
     row = jnp.zeros(batch, jnp.int32)
     arguments = place(
         jax.eval_shape(
             lambda: (
                 jnp.zeros((batch, bucket(_INPUT.value)), jnp.int32), row, row[:, None], row,
-                jax.random.split(jax.random.key(0), batch), sampling.rows(batch, target.vocab_size), None, row,
+                jax.random.split(jax.random.key(0), batch), config.rows(batch, target.vocab_size), None, row,
                 jnp.zeros((batch, 4), jnp.int32), row, row > 0,
             )
         )
@@ -92,10 +174,11 @@ def report() -> dict:
     lowered = prefill.lower(target, drafter, program, room, *arguments)
     state = place(lowered.out_info)
     encoders = lowered.compile().memory_analysis()
-    loop = advance.lower(target, drafter, state, jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)).compile()
+    loop = advance.lower(target, drafter, state, place(jax.ShapeDtypeStruct((), jnp.int32))).compile()
+    text = loop.as_text()
     if _TEXT.value:
         with open(_TEXT.value, "w") as file:
-            file.write(loop.as_text())
+            file.write(text)
     memory = loop.memory_analysis()
     weights, caches = (size(target) + size(drafter)) / GB, size(state) / GB
     # Both models' encoders stay in memory beside the loop, whose program takes only the decoders' weights.
@@ -106,7 +189,8 @@ def report() -> dict:
         "gamma": gamma, "batch_size": batch, "dtype": "bfloat16", "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
         "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
-        "memory_gb": _MEMORY.value, "fits": needed <= _MEMORY.value, "jax": jax.__version__,
+        "memory_gb": _MEMORY.value, "fits": needed <= _MEMORY.value, "copied_in_loops": loop_copies(text),
+        "jax": jax.__version__,
     }  # fmt: skip
 
 
@@ -114,6 +198,8 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     result = report()
+    if _TIMES.value:
+        result["times"] = times()
     print(json.dumps(result, indent=2))
     sys.exit(0 if result["fits"] else 1)
 
