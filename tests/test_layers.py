@@ -21,6 +21,7 @@ LAYERS = [
         *(
             "formats",
             "formats.allocator",
+            "formats.folders",
             "formats.leaves",
             "formats.flax_msgpack",
             "formats.huggingface",
@@ -36,7 +37,7 @@ LAYERS = [
     {"request", "generate"},
     {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
     {
-        *("measure", "records", "inference", "benchmark", "demo", "counting", "distill"),
+        *("measure", "records", "inference", "benchmark", "demo", "counting", "converting", "distill"),
         *("passes", "acceptance", "measuring", "tuning", "plots", "figures"),
     },
     {"cli"},
