@@ -187,7 +187,8 @@ def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step
     for name in track(list(leaves)):
         path = "target." + name.replace("/", ".")
         target[name] = tensorstore_arrays.write_zarr(leaves[name].load(dtype), folder, path)
-    contents = {"version": 3, "optimizer": {"state": {"step": step}, "target": unflatten(target)}}
+    state = {"step": np.asarray(step, np.int32)}  # T5X asks it for its dtype
+    contents = {"version": 3, "optimizer": {"state": state, "target": unflatten(target)}}
     (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
 
 
