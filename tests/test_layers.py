@@ -38,7 +38,7 @@ LAYERS = [
     {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
     {"interop", "interop.decoding", "interop.t5x"},
     {
-        *("measure", "records", "inference", "benchmark", "demo", "counting", "converting", "distill"),
+        *("measure", "records", "inference", "against", "benchmark", "demo", "counting", "converting", "distill"),
         *("passes", "acceptance", "measuring", "tuning", "plots", "figures"),
     },
     {"cli"},

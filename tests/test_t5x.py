@@ -20,6 +20,7 @@ import pytest
 from golden_models import unpack_t5x
 
 import specdec_jax as sd
+from specdec_jax import benchmark, passes, records
 from specdec_jax.data import ByteVocabulary
 from specdec_jax.formats.leaves import flatten
 
@@ -219,6 +220,37 @@ def test_bad_configurations_are_refused(golden, tmp_path):
     model = interop.SpeculativeEncoderDecoderModel(interop.transformer(other), Ids, Ids, None)
     with pytest.raises(ValueError, match="params: parameter decoder/layers_2/.*: got none, expected"):
         predict(model, target.params, np.ones((1, 4), np.int32))
+
+
+# The benchmark's arm.
+
+
+def test_benchmark_against_t5x(golden):
+    """Interleaved with ours, the same tokens, and fillers that count for nothing."""
+    _, io, target = golden
+    rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
+    options = benchmark.BenchmarkOptions(
+        target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x"
+    )
+    batches = passes.cut(rows, rows, options.batch_size, options.seed, [])
+    record, problems = benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
+    against = record["against"]
+    assert (against["name"], against["differences"], problems) == ("t5x", [], [])
+    assert against["tokens"] == record["plain"]["tokens"] == record["speculative"][0]["tokens"]
+    assert against["improvement"].keys() == {"plain", "gamma 2"} and against["seconds"]["median"] > 0
+    assert "\nt5x            " in records.summary(record) and "  gamma 2: " in records.summary(record)
+    json.dumps(record)
+
+
+def test_t5x_cannot_decode_every_model(golden):
+    _, _, target = golden
+    for change, message in ((dict(eos_ids=(1, 2)), "EOS ids"), (dict(start_token=3), "start token 3")):
+        model = sd.LanguageModel(target.config, target.params, **change)
+        with pytest.raises(ValueError, match=f"t5x: got .*{message}.*, expected one EOS id"):
+            interop.greedy(model)
+    for change in (dict(max_distance=64), dict(scale_decoder_outputs=True)):
+        with pytest.raises(ValueError, match="t5x: got"):
+            interop.transformer(dataclasses.replace(target.config, **change))
 
 
 # T5X's own program.
