@@ -1,6 +1,6 @@
 """Exact, fast decoding for T5-family models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
-from specdec_jax.checkpoints import bundled, load, save
+from specdec_jax.checkpoints import bundled, convert, load, save
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
@@ -42,6 +42,7 @@ __all__ = [
     "VerticalCascade",
     "advance",
     "bundled",
+    "convert",
     "finish",
     "generate",
     "load",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import checkpoints, measure, passes, records, traces
+from specdec_jax import against, checkpoints, measure, passes, records, traces
 from specdec_jax.generate import generate
 from specdec_jax.inference import (
     WITHOUT_FILES,
@@ -54,6 +54,10 @@ class BenchmarkOptions(DecodingOptions):
         "accept drafted tokens by coin with this probability, whatever the models say: whole decodes can be timed with "
         "random weights; several, comma-separated, make one arm each",
     )
+    against: str | None = option(
+        None,
+        "time another implementation in turn with ours, argmax on the same weights and inputs: t5x (which must be installed)",
+    )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -72,6 +76,7 @@ class BenchmarkOptions(DecodingOptions):
             raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
         super().check() if not self.preset else self.check_decoding()
         self._check_forced()
+        against.check(self.against, self.sampling())
         if not self.gamma:
             raise ValueError("gamma: got no value, expected at least one")
         for gamma in self.gamma:
@@ -177,6 +182,8 @@ def benchmark(
     for gamma in speculative:
         for alpha in options.forced_alpha or (None,):
             arms[f"gamma {gamma}" + ("" if alpha is None else f", alpha {alpha:g}")] = arm(gamma, alpha)
+    if options.against:
+        arms[options.against] = against.arm(target, options.max_new_tokens)
     steps = _step_arms(target, drafter, batches, options)
     passes.warm_up(arms, steps, batches)
     timed = []
@@ -191,7 +198,11 @@ def benchmark(
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): records.sampling_cost(gamma, seconds) for gamma in options.gamma}
-    return record, _problems(record, arms, options, target)
+    problems = _problems(record, arms, options, target)
+    if options.against:
+        record["against"] = against.record(options.against, arms, target, batches)
+        problems += against.problems(record["against"], target.config.dtype)
+    return record, problems
 
 
 def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str, Callable[[], object]]:

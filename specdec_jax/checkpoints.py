@@ -1,18 +1,28 @@
-"""Loading and saving models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
+"""Loading, saving and converting models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
 
 import dataclasses
 import math
 import pathlib
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax.formats import huggingface, own, t5x
 from specdec_jax.formats.allocator import returning_freed_memory
-from specdec_jax.formats.leaves import Checkpoint, check, parameter_count, parameter_shapes, unflatten
+from specdec_jax.formats.folders import new_folder
+from specdec_jax.formats.leaves import (
+    Checkpoint,
+    Leaf,
+    Track,
+    check,
+    flatten,
+    parameter_count,
+    parameter_shapes,
+    unflatten,
+)
 from specdec_jax.models.base import LanguageModel, check_ids
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
@@ -21,6 +31,7 @@ CGROUPS, CGROUPS_OF_PROCESS = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/pro
 MEMORY = pathlib.Path("/proc/meminfo")
 BUNDLED = pathlib.Path(__file__).parent / "bundled"
 DTYPES = ("float32", "bfloat16")
+FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
 _VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
 
 
@@ -62,22 +73,27 @@ def load(
     """
     folder = _resolve(path)
     checkpoint = _open(folder, config)
-    check(checkpoint, folder)
-    vocabulary = _choose_vocabulary(vocabulary, checkpoint)
+    checkpoint = _completed(checkpoint, vocabulary, folder)
     dtype = choose_dtype(dtype, path, say)
     _check_memory(checkpoint.config, dtype, folder)
-    eos_ids = checkpoint.eos_ids  # () says that nothing ends a sequence
-    if eos_ids is None:
-        eos_ids = vocabulary.eos_ids if vocabulary else (1,)
     network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
-    start = checkpoint.start_token or 0
-    check_ids(network, vocabulary, start, eos_ids)  # before anything is read
     with returning_freed_memory():
         params = read_params(checkpoint, dtype)
         return LanguageModel(
-            network, params, vocabulary, start_token=start, eos_ids=eos_ids, name=str(path), donate_params=True,
-            encoder_fingerprint=checkpoint.encoder_fingerprint,
+            network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
+            name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint,
         )  # fmt: skip
+
+
+def _completed(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkpoint:
+    """The checkpoint with the vocabulary that is to be used and with special ids, all checked; nothing is read."""
+    check(checkpoint, folder)
+    vocabulary = _choose_vocabulary(vocabulary, checkpoint)
+    start, eos_ids = checkpoint.start_token or 0, checkpoint.eos_ids  # () says that nothing ends a sequence
+    if eos_ids is None:
+        eos_ids = vocabulary.eos_ids if vocabulary else (1,)
+    check_ids(checkpoint.config, vocabulary, start, eos_ids)
+    return dataclasses.replace(checkpoint, vocabulary=vocabulary, start_token=start, eos_ids=tuple(eos_ids))
 
 
 def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
@@ -91,21 +107,141 @@ def load_shape(path) -> T5Config:
     return _open(_resolve(path), None).config
 
 
-def save(model: LanguageModel, path, dtype=None) -> None:
-    """Writes a model folder that `load` reads, in the parameters' own dtype or in `dtype`.
+def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
+    """Writes a model that `load` reads, in the parameters' own dtype or in `dtype`.
 
-    The vocabulary's file goes into the folder, unless the folder above holds the same file. The folder appears whole or
-    not at all; an earlier model folder there is replaced.
+    The vocabulary's file goes into the folder, unless, for "specdec", the folder above holds the same file. The folder appears
+    whole or not at all; an earlier model folder of this package there is replaced.
+
+    Args:
+      format: as for `convert`.
 
     Raises:
-      ValueError: `path` is something else than a model folder, or the vocabulary is of no kind that can be stored.
+      ValueError: `path` is something else than a model folder, or the format cannot hold the model.
     """
+    folder = pathlib.Path(path).absolute()
+    if format == "specdec":
+        own.check_free(folder)
+    else:
+        _check_empty(folder)
+    leaves = {name: Leaf.of(array) for name, array in flatten(model.params).items()}
+    checkpoint = Checkpoint(
+        model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint
+    )
+    _write(checkpoint, folder, _check_format(format), dtype)
+
+
+class Written(NamedTuple):
+    """What `convert` wrote.
+
+    Attributes:
+      folder: for T5X the `checkpoint_<step>` directory.
+      dtype: of the parameters there. stored: of those in the source, several where they differ.
+      parameters: how many numbers. size: bytes of all files.
+    """
+
+    folder: pathlib.Path
+    dtype: str
+    stored: tuple[str, ...]
+    parameters: int
+    size: int
+
+
+def convert(
+    source, output, format: str = "huggingface", dtype=None, *, config: T5Config | None = None, vocabulary=None,
+    track: Track = iter,
+) -> Written:  # fmt: skip
+    """Writes a checkpoint in another format; parameters pass through memory one at a time.
+
+    Vocabulary, start token and EOS ids are kept. A T5X checkpoint gets them, and the configuration, in a config.json of this
+    package beside the parameters, since the format has no place for them; optimizer states are neither read nor written.
+
+    Args:
+      source: whatever `load` reads.
+      output: a folder that does not exist or is empty. It appears whole or not at all. For T5X one named
+        `checkpoint_<step>` is the checkpoint itself, any other gets `checkpoint_<step>` inside, with the source's step if that
+        is T5X's, else 1.
+      format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes today), "t5x_legacy", or
+        "specdec", this package's own.
+      dtype: "float32" or "bfloat16"; None: bfloat16 if all parameters are stored so, else float32.
+      config, vocabulary: as for `load`.
+      track: given the parameters' names, yields them: for a progress bar.
+
+    Raises:
+      ValueError: as for `load`; `output` holds something, or the format cannot hold the model.
+    """
+    _check_format(format)
     if dtype is not None:
-        dtype = _check_dtype(dtype)
-    config = model.config if dtype is None else dataclasses.replace(model.config, dtype=dtype)
-    params = model.params if dtype is None else jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), model.params)
-    checkpoint = Checkpoint(config, {}, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint)
-    own.write_folder(checkpoint, params, pathlib.Path(path).absolute())
+        _check_dtype(dtype)
+    target = pathlib.Path(output).absolute()
+    _check_empty(target)
+    folder = _resolve(source)
+    checkpoint = _completed(_open(folder, config), vocabulary, folder)
+    found = t5x.find(folder)
+    step = t5x.step_of(found) if found else None
+    with returning_freed_memory():
+        return _write(checkpoint, target, format, dtype, step, track)
+
+
+def _check_format(format: str) -> str:
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
+    return format
+
+
+def _check_empty(folder: pathlib.Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        kind = "a folder that is not empty" if folder.is_dir() else "a file"
+        raise ValueError(f"{folder}: got {kind}, expected nothing there")
+
+
+def _write(
+    checkpoint: Checkpoint, target: pathlib.Path, format: str, dtype, step: int | None = None, track: Track = iter
+) -> Written:
+    """Writes a checkpoint whose special ids are known, and makes sure that the format says of it what it should."""
+    if checkpoint.config.encoder_dim is not None and format != "specdec":
+        raise ValueError(f"format: got {format!r} for a model that reads another's encoder output, expected 'specdec'")
+    stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))
+    dtype = ("bfloat16" if stored == ("bfloat16",) else "float32") if dtype is None else _check_dtype(dtype)
+    checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, dtype=dtype))
+    inner = pathlib.PurePath()
+    if format.startswith("t5x") and t5x.step_of(target) is None:
+        inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes a step 0 for none
+    with new_folder(target) as temporary:
+        folder = temporary / inner
+        folder.mkdir(exist_ok=True)
+        if format == "specdec":
+            own.write_folder(checkpoint, dtype, folder, track)
+        elif format == "huggingface":
+            huggingface.write_folder(checkpoint, dtype, folder, track)
+        else:
+            number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
+            write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
+            own.write_description(checkpoint, folder, "t5x")
+            write(checkpoint.leaves, dtype, folder, number, track)
+        _check_written(_open(folder, None), checkpoint, format)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Written(target / inner, dtype, stored, parameter_count(checkpoint.config), size)
+
+
+def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
+    """Raises ValueError where a format has no way to say something of a model, as Hugging Face's ByT5 of no sentinels."""
+
+    def said(checkpoint: Checkpoint) -> dict:
+        config, vocabulary = checkpoint.config, checkpoint.vocabulary
+        shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        if config.scale_decoder_outputs is None:
+            shape["scale_decoder_outputs"] = config.logits_via_embedding
+        for name in ("dropout_rate", "dtype", "matmul_dtype"):  # of training, and of the parameters
+            del shape[name]
+        ids = dict(start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids)
+        return shape | ids | dict(vocabulary=vocabulary and vocabulary.fingerprint())
+
+    check(written, "what was written")
+    ours, theirs = said(checkpoint), said(written)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise ValueError(f"format: got {name}={value!r}, which {format} would give back as {theirs[name]!r}")
 
 
 def read_params(checkpoint: Checkpoint, dtype: str) -> dict:
@@ -214,6 +350,10 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     """Recognises the format by contents; nothing of the parameters is read."""
     step = t5x.find(folder)
     if step is not None:
+        if own.is_folder(step, "t5x"):  # `save` wrote it
+            described = own.open_description(step)
+            checkpoint = t5x.open_step(step, config or described.config)
+            return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
         checkpoint = t5x.open_step(step, config)
         return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
     if config is not None:

@@ -61,6 +61,9 @@ COMMANDS = {
     "figures": Command("Draws the paper's tables and figures, and what was measured.", "figures", "FiguresOptions"),
     "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "tuning", "TuneOptions"),
     "count": Command("Counts an n-gram table to draft with.", "counting", "CountOptions"),
+    "convert": Command(
+        "Writes a checkpoint in another format: Hugging Face, T5X, our own.", "converting", "ConvertOptions"
+    ),
     "distill": Command("Trains a drafter on a target's outputs and laws, or resumes that.", "distill", "DistillConfig"),
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.", "train", "TrainConfig", run="fit", by_flags=False

@@ -215,7 +215,19 @@ def summary(record: Mapping[str, Any]) -> str:
         )
     for arm in record["speculative"]:
         lines += ["", *_arm_lines(arm)]
+    if record.get("against"):
+        lines += ["", *_against_lines(record["against"])]
     return "\n".join(lines)
+
+
+def _against_lines(against: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"{against['name']:<14} {_seconds(against['seconds'])}, {against['tokens']} tokens, "
+        f"{1e3 * against['seconds_per_token']:.2f} ms each; compilation {against['compile_seconds']:.1f} s"
+    ]
+    for ours, times in against["improvement"].items():
+        lines.append(f"  {ours}: {times['median']:.2f} times as fast ({times['least']:.2f} to {times['most']:.2f})")
+    return [*lines, f"  {len(against['differences'])} inputs with other tokens than plain decoding"]
 
 
 def reductions(steps: Mapping[str, Mapping[str, float]]) -> list[str]:

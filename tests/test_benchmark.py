@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import benchmark, figures, inference, measure, passes, records, speculative, traces
+from specdec_jax import against, benchmark, figures, generate, inference, measure, passes, records, speculative, traces
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import TraceStep
 from specdec_jax.measure import Spread
@@ -395,3 +395,51 @@ def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
 def test_refuses(settings, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(benchmark.BenchmarkOptions(target="target"), **settings).check()
+
+
+# Against other implementations; what they compute is in test_t5x.py.
+
+
+def fake_arm(steps):
+    """Decodes to rows that are given."""
+    tokens = np.array(steps, np.int32)
+    result = generate.GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
+    return passes.Arm(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
+
+
+def test_record_against_another(target):
+    batch = passes.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0, [])
+    best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
+    plain = fake_arm([[best, 4]])
+    plain.seconds = [1.0, 1.0]
+    record = against.record("t5x", {"plain": plain, "t5x": fake_arm([[best, 4]])}, target, batch)
+    assert record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}} and not record["differences"]
+    assert against.problems(record, "float32") == []
+    other = (best + 1) % CONFIG.vocab_size
+    record = against.record("t5x", {"plain": plain, "t5x": fake_arm([[other, 4]])}, target, batch)
+    (difference,) = record["differences"]
+    assert (difference["input"], difference["position"], difference["plain"], difference["theirs"]) == (
+        0,
+        0,
+        best,
+        other,
+    )
+    logits = np.sort(np.asarray(target.logits([[5, 9, 1]], [[0]])[0, 0]))
+    assert difference["margin"] == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
+    assert "got other tokens than plain decoding for inputs [0]" in against.problems(record, "float32")[0]
+    assert against.problems(record, "bfloat16") == []
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(against="onnx"), "against: got 'onnx', expected t5x"),
+        (dict(against="t5x", temperature=0.5), "against: got 't5x' with sampling or processors, expected argmax"),
+        (dict(against="t5x", min_new_tokens=2), "against: got 't5x' with sampling or processors, expected argmax"),
+        (dict(against="t5x"), "against: got 't5x', which is not installed"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(change, message, options, monkeypatch):
+    monkeypatch.setattr(against.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(options, **change).check()

@@ -112,4 +112,5 @@ def _leaf(path: pathlib.Path, array: _Array) -> Leaf:
             position += count
         return np.concatenate(pieces).reshape(-1, *array.shape[1:])
 
-    return Leaf(array.shape, lambda dtype, transpose: fill_rows(array.shape, dtype, read_rows, transpose))
+    read = lambda dtype, transpose: fill_rows(array.shape, dtype, read_rows, transpose)
+    return Leaf(array.shape, read, array.dtype.name)

@@ -3,9 +3,10 @@
 import json
 import pathlib
 import re
+from typing import Any
 
 from specdec_jax.formats import flax_msgpack, safetensors_files
-from specdec_jax.formats.leaves import Checkpoint, Leaf, parameter_shapes
+from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, parameter_shapes
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
@@ -159,6 +160,11 @@ def tensor_name(name: str) -> str:
     return f"{block}.{sublayer}.{_ATTENTION[path[2]]}.weight"
 
 
+def _turned(name: str, leaf: Leaf) -> Leaf:
+    """Their tensor `[out, in]` of our parameter `name` as ours, or ours as theirs."""
+    return leaf.transposed() if name.endswith(("/kernel", "/rel_embedding")) else leaf
+
+
 def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
     """Tensors `[out, in]` as our leaves; tensors that no T5 of this configuration has keep their own names."""
     embedding = next((name for name in _EMBEDDINGS if name in tensors), _EMBEDDINGS[0])
@@ -167,8 +173,7 @@ def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]
         theirs = embedding if name == "token_embedder/embedding" else tensor_name(name)
         used.add(theirs)
         if theirs in tensors:
-            turned = name.endswith("/kernel") or name.endswith("/rel_embedding")
-            leaves[name] = tensors[theirs].transposed() if turned else tensors[theirs]
+            leaves[name] = _turned(name, tensors[theirs])
     return leaves | {name: leaf for name, leaf in tensors.items() if name not in used}
 
 
@@ -226,3 +231,64 @@ def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary:
         if len(known) != 1 or (i is not None and known != [i]):
             got = f"added token {token!r} with id {i}" if i is not None else f"added token {token!r}"
             raise ValueError(f"{folder}: got {got}, expected only sentinels <extra_id_0> … or a tokenizer.json")
+
+
+def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+    """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an empty folder.
+
+    Raises:
+      ValueError: a feed-forward block or a vocabulary that Hugging Face's T5 has no name for.
+    """
+    eos_ids = list(checkpoint.eos_ids or ())
+    ids = {
+        "decoder_start_token_id": checkpoint.start_token, "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    files = _tokenizer_files(checkpoint.vocabulary)
+    files["config.json"] = _options(checkpoint.config, dtype) | ids
+    files["generation_config.json"] = ids
+    for name, content in files.items():
+        content = content if isinstance(content, bytes) else (json.dumps(content, indent=1) + "\n").encode()
+        (folder / name).write_bytes(content)
+    tensors = {tensor_name(name): _turned(name, leaf) for name, leaf in checkpoint.leaves.items()}
+    safetensors_files.write_folder(tensors, dtype, folder, track)
+
+
+def _options(config: T5Config, dtype: str) -> dict[str, Any]:
+    """`config` as config.json has it: the inverse of `_config`."""
+    names = [name for name, activations in _ACTIVATIONS.items() if activations == config.mlp_activations]
+    if not names:
+        known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
+        raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
+    tied, scale = config.logits_via_embedding, config.scale_decoder_outputs
+    return {
+        "model_type": "t5", "architectures": [_ARCHITECTURES[0]], "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,
+        "d_kv": config.head_dim, "num_layers": config.num_encoder_layers,
+        "num_decoder_layers": config.num_decoder_layers, "d_ff": config.mlp_dim, "feed_forward_proj": names[0],
+        "tie_word_embeddings": tied, "scale_decoder_outputs": tied if scale is None else scale,
+        "relative_attention_num_buckets": config.num_buckets, "relative_attention_max_distance": config.max_distance,
+        "layer_norm_epsilon": 1e-6, "dropout_rate": config.dropout_rate, "torch_dtype": dtype,
+    }  # fmt: skip
+
+
+def _tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """Contents of the files that `open_vocabulary` makes the same vocabulary of: bytes, or what JSON holds."""
+    if vocabulary is None:
+        return {}
+    options: dict[str, Any] = {
+        "eos_token": vocabulary.piece(vocabulary.eos_ids[0]),
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
+    if isinstance(vocabulary, TokenizerJsonVocabulary):
+        options["tokenizer_class"] = "PreTrainedTokenizerFast"
+        return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
+    if not isinstance(vocabulary, SentencePieceVocabulary | ByteVocabulary):
+        raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that Hugging Face has files for")
+    options["extra_ids"] = vocabulary.extra_ids
+    options["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
+    if isinstance(vocabulary, ByteVocabulary):
+        return {"tokenizer_config.json": options | {"tokenizer_class": "ByT5Tokenizer"}}
+    options["tokenizer_class"] = "T5Tokenizer"
+    return {"spiece.model": vocabulary.model, "tokenizer_config.json": options}

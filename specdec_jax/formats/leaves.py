@@ -3,12 +3,15 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import Vocabulary
+
+# What a writer goes through the names of the parameters with: a progress bar, or nothing.
+Track = Callable[[Sequence[str]], Iterable[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,20 +21,32 @@ class Leaf:
     Attributes:
       shape: in this package's layout, kernels `[in, out]`.
       read: `(dtype, transpose)` -> what is stored, or its transpose, as an array of that dtype; reads nothing else.
+      dtype: name of the stored dtype.
       turned: the parameter is the transpose of what is stored.
     """
 
     shape: tuple[int, ...]
     read: Callable[[np.dtype, bool], np.ndarray]
+    dtype: str
     turned: bool = False
 
     def transposed(self) -> "Leaf":
         """The transpose of a matrix, made while it is read."""
-        return Leaf(self.shape[::-1], self.read, not self.turned)
+        return Leaf(self.shape[::-1], self.read, self.dtype, not self.turned)
 
     def load(self, dtype) -> np.ndarray:
         """The parameter, in this package's layout."""
         return self.read(np.dtype(dtype), self.turned)
+
+    @classmethod
+    def of(cls, array) -> "Leaf":
+        """An array that is there already, of numpy or JAX."""
+
+        def read(dtype, transpose: bool) -> np.ndarray:
+            stored = np.asarray(array)
+            return np.ascontiguousarray(stored.T if transpose else stored).astype(dtype, copy=False)
+
+        return cls(tuple(array.shape), read, array.dtype.name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,18 @@
 """This package's own folders: config.json, a vocabulary file here or in the folder above, Orbax arrays in params/.
 
-Models, and heads, which have no vocabulary.
+Models, and heads, which have no vocabulary. A config.json without params/ says of a T5X checkpoint what that does not hold.
 """
 
 import dataclasses
 import json
-import os
 import pathlib
-import shutil
+from collections.abc import Iterable
 
-import jax
 import numpy as np
 
 from specdec_jax.formats import tensorstore_arrays
-from specdec_jax.formats.leaves import Checkpoint, Leaf
+from specdec_jax.formats.folders import new_folder
+from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
@@ -22,7 +21,7 @@ FORMAT, VERSION = "specdec_jax", 1
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
-    """Whether `folder` holds a model, or the heads of one (`kind` "heads")."""
+    """Whether `folder` holds a model, the heads of one (`kind` "heads"), or what is to be known of a T5X checkpoint ("t5x")."""
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return content.get("format") == FORMAT and content.get("kind", "model") == kind
@@ -32,15 +31,19 @@ def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
     """Opens a folder that `write_folder` wrote, without reading its parameters."""
+    return dataclasses.replace(open_description(folder), leaves=tensorstore_arrays.open_ocdbt(folder / "params"))
+
+
+def open_description(folder: pathlib.Path) -> Checkpoint:
+    """All that `write_description` wrote; no leaves."""
     path, content = folder / "config.json", _read_record(folder)
     try:
         config, eos_ids = T5Config(**content["model"]), tuple(content["eos_ids"])
         start, vocabulary = content["start_token"], content["vocabulary"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: got no readable model configuration ({error}), expected this package's") from None
-    leaves = tensorstore_arrays.open_ocdbt(folder / "params")
     vocabulary = vocabulary and _open_vocabulary(folder, vocabulary)
-    return Checkpoint(config, leaves, vocabulary, start, eos_ids, content.get("encoder_fingerprint"))
+    return Checkpoint(config, {}, vocabulary, start, eos_ids, content.get("encoder_fingerprint"))
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
@@ -92,67 +95,54 @@ def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, by
     raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that this package can store")
 
 
-def write_folder(checkpoint: Checkpoint, params: dict, folder: pathlib.Path) -> None:
-    """Writes a model folder under a temporary name, then renames it.
+def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+    """Writes config.json, the vocabulary and the parameters into an empty folder."""
+    write_description(checkpoint, folder)
+    names = track(list(checkpoint.leaves))
+    _write_params(((name, checkpoint.leaves[name].load(dtype)) for name in names), folder)
 
-    Args:
-      checkpoint: configuration, special ids and vocabulary; its leaves do not matter.
-      params: nested dict of arrays, in the dtype in which they are to be stored.
-      folder: an earlier model folder there is replaced; anything else there is refused.
-    """
-    _check_free(folder, "model")
+
+def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
+    """Writes config.json with everything but the parameters, and the vocabulary's file unless the folder above holds the same."""
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
-    model = dataclasses.asdict(checkpoint.config)
     record = {
-        "format": FORMAT, "version": VERSION, "model": model, "start_token": checkpoint.start_token,
+        **_head(kind), "model": dataclasses.asdict(checkpoint.config), "start_token": checkpoint.start_token,
         "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
     }  # fmt: skip
     if checkpoint.encoder_fingerprint is not None:
         record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
-    beside = contents and not _same(folder.parent / entry["file"], contents)
-    _write(record, {entry["file"]: contents} if beside else {}, params, folder)
+    _write_record(record, folder)
+    if contents and not _same(folder.parent / entry["file"], contents):
+        (folder / entry["file"]).write_bytes(contents)
 
 
 def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
-    """As `write_folder`, for heads on the target with this fingerprint."""
-    _check_free(folder, "heads")
-    record = {"format": FORMAT, "version": VERSION, "kind": "heads", "heads": dataclasses.asdict(config)}
-    _write(record | {"target_fingerprint": fingerprint}, {}, params, folder)
+    """Writes heads on the target with this fingerprint; earlier ones there are replaced, anything else is refused."""
+    check_free(folder, "heads")
+    with new_folder(folder) as temporary:
+        heads = {"heads": dataclasses.asdict(config), "target_fingerprint": fingerprint}
+        _write_record(_head("heads") | heads, temporary)
+        _write_params(((name, np.asarray(array)) for name, array in flatten(params).items()), temporary)
 
 
-def _check_free(folder: pathlib.Path, kind: str) -> None:
+def check_free(folder: pathlib.Path, kind: str = "model") -> None:
+    """Raises ValueError where `folder` is something else than a folder of this kind."""
     if folder.exists() and not is_folder(folder, kind):
         raise ValueError(f"{folder}: got something that is no {kind} folder of this package, expected nothing there")
 
 
-def _write(record: dict, files: dict[str, bytes], params: dict, folder: pathlib.Path) -> None:
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        (temporary / "config.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        for name, contents in files.items():
-            (temporary / name).write_bytes(contents)
-        _write_params(params, temporary / "params")
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-            os.rename(folder, old)
-            os.rename(temporary, folder)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _head(kind: str) -> dict:
+    return {"format": FORMAT, "version": VERSION} | ({} if kind == "model" else {"kind": kind})
+
+
+def _write_record(record: dict, folder: pathlib.Path) -> None:
+    (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _same(path: pathlib.Path, contents: bytes) -> bool:
     return path.is_file() and path.read_bytes() == contents
 
 
-def _write_params(params: dict, path: pathlib.Path) -> None:
-    import orbax.checkpoint as ocp
-
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), jax.tree.map(np.asarray, params))
-    # Orbax's marker of a finished save names the temporary folder, a path of this machine; the renaming says as much.
-    (path / "commit_success.txt").unlink(missing_ok=True)
+def _write_params(arrays: Iterable[tuple[str, np.ndarray]], folder: pathlib.Path) -> None:
+    (folder / "params").mkdir()
+    tensorstore_arrays.write_ocdbt(((tuple(name.split("/")), array) for name, array in arrays), folder / "params")

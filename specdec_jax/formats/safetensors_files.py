@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, read by rows with plain file reads.
+"""Tensors of safetensors files, read by rows with plain file reads, written one at a time.
 
 A memory map would be simpler, but the pages it touches count as the process's memory beside the parameters.
 """
@@ -11,9 +11,11 @@ import struct
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.formats.leaves import Leaf, fill_rows
+from specdec_jax.formats.leaves import Leaf, Track, fill_rows
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+_CODES = {np.dtype(dtype).name: code for code, dtype in _DTYPES.items()}
+SHARD_BYTES = 5 * 10**9  # of tensors in one file, as transformers cuts them
 
 
 def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
@@ -75,4 +77,35 @@ def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
         rows = np.fromfile(path, dtype, (stop - start) * width, offset=offset)
         return rows.reshape(stop - start, *shape[1:])
 
-    return Leaf(shape, lambda dtype, transpose: fill_rows(shape, dtype, read_rows, transpose))
+    read = lambda dtype, transpose: fill_rows(shape, dtype, read_rows, transpose)
+    return Leaf(shape, read, dtype.name)
+
+
+def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+    """Writes `model.safetensors`, or shards of at most `SHARD_BYTES` and their index; tensors larger than that stand alone."""
+    size = lambda name: math.prod(tensors[name].shape) * jnp.dtype(dtype).itemsize
+    shards: list[list[str]] = [[]]
+    for name in tensors:
+        if shards[-1] and sum(map(size, shards[-1])) + size(name) > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(name)
+    one, count = len(shards) == 1, len(shards)
+    files = ["model.safetensors" if one else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    file_of = {}
+    for file, names in zip(files, shards):
+        header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            begin, end = end, end + size(name)
+            entry = {"dtype": _CODES[dtype], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+            header |= {name: entry}
+            file_of[name] = file
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
+        (folder / file).write_bytes(struct.pack("<Q", len(text)) + text)
+    for name in track(list(tensors)):
+        with open(folder / file_of[name], "ab") as stream:
+            stream.write(np.ascontiguousarray(tensors[name].load(dtype)).reshape(-1).view(np.uint8).data)
+    if not one:
+        index = {"metadata": {"total_size": sum(map(size, tensors))}, "weight_map": file_of}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""T5X checkpoints, without t5x: legacy (msgpack beside zarr arrays) and Orbax (OCDBT), scanned layers too."""
+"""T5X checkpoints, read and written without t5x: legacy (msgpack beside zarr arrays) and Orbax (OCDBT), scanned layers too."""
 
 import functools
 import pathlib
@@ -9,7 +9,7 @@ import numpy as np
 from flax import serialization
 
 from specdec_jax.formats import tensorstore_arrays
-from specdec_jax.formats.leaves import Checkpoint, Leaf, flatten
+from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten, unflatten
 from specdec_jax.models.t5 import T5Config
 
 _STEP = re.compile(r"checkpoint_(\d+)")
@@ -25,6 +25,12 @@ def find(folder: pathlib.Path) -> pathlib.Path | None:
 
 def _is_step(folder: pathlib.Path) -> bool:
     return (folder / "checkpoint").is_file() or (folder / "state").is_dir()
+
+
+def step_of(folder: pathlib.Path) -> int | None:
+    """The step that the name `checkpoint_<step>` says, or None."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoint:
@@ -88,7 +94,7 @@ def _legacy_leaf(name: str, value, folder: pathlib.Path) -> Leaf:
         return tensorstore_arrays.open_array({"driver": spec["driver"], "kvstore": kvstore}, name, folder)
     if not isinstance(value, np.ndarray):
         raise ValueError(f"{folder}: parameter {name}: got {type(value).__name__}, expected an array")
-    return Leaf(value.shape, lambda dtype, transpose: (value.T if transpose else value).astype(dtype))
+    return Leaf.of(value)
 
 
 def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
@@ -114,14 +120,14 @@ def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
                 raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected the layers on axis 1")
             for i in range(leaf.shape[1]):
                 flat["/".join([stack, f"layers_{i}", *path[1:]])] = _layer(
-                    leaf.shape, functools.partial(stacked, name), i, path[-2]
+                    leaf, functools.partial(stacked, name), i, path[-2]
                 )
     return flat
 
 
-def _layer(shape: tuple[int, ...], read_stack, i: int, module: str) -> Leaf:
-    """Layer `i` of a parameter stacked to `shape`, heads and features joined."""
-    shape = (shape[0], *shape[2:])
+def _layer(stack: Leaf, read_stack, i: int, module: str) -> Leaf:
+    """Layer `i` of a stacked parameter, heads and features joined."""
+    shape = (stack.shape[0], *stack.shape[2:])
     if len(shape) == 3:
         shape = (shape[0] * shape[1], shape[2]) if module == "out" else (shape[0], shape[1] * shape[2])
 
@@ -129,7 +135,7 @@ def _layer(shape: tuple[int, ...], read_stack, i: int, module: str) -> Leaf:
         array = np.ascontiguousarray(read_stack(dtype)[:, i]).reshape(shape)
         return np.ascontiguousarray(array.T) if transpose else array
 
-    return Leaf(shape, read)
+    return Leaf(shape, read, stack.dtype)
 
 
 def _shared_table(leaf: Leaf, name: str, folder: pathlib.Path) -> Leaf:
@@ -141,7 +147,8 @@ def _shared_table(leaf: Leaf, name: str, folder: pathlib.Path) -> Leaf:
             "expected one that all layers share"
         )
     shape = (tables.shape[0], tables.shape[2])
-    return Leaf(shape, lambda dtype, transpose: (tables[:, 0].T if transpose else tables[:, 0]).astype(dtype))
+    read = lambda dtype, transpose: (tables[:, 0].T if transpose else tables[:, 0]).astype(dtype)
+    return Leaf(shape, read, leaf.dtype)
 
 
 def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
@@ -172,3 +179,26 @@ def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
         mlp_activations=("gelu", "linear") if gated else ("relu",),
         logits_via_embedding="decoder/logits_dense/kernel" not in leaves, num_buckets=num_buckets,
     )  # fmt: skip
+
+
+def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:
+    """Writes the contents of a `checkpoint_<step>` directory in the legacy format, without optimizer states."""
+    target = {}
+    for name in track(list(leaves)):
+        path = "target." + name.replace("/", ".")
+        target[name] = tensorstore_arrays.write_zarr(leaves[name].load(dtype), folder, path)
+    state = {"step": np.asarray(step, np.int32)}  # T5X asks it for its dtype
+    contents = {"version": 3, "optimizer": {"state": state, "target": unflatten(target)}}
+    (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
+
+
+def write_orbax(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:
+    """As `write_legacy`, in the format that T5X writes today."""
+
+    def arrays():
+        yield ("state", "step"), np.asarray(step, np.int32)
+        for name in track(list(leaves)):
+            yield ("target", *name.split("/")), leaves[name].load(dtype)
+
+    (folder / "state").mkdir()
+    tensorstore_arrays.write_ocdbt(arrays(), folder / "state")

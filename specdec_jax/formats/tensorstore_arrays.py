@@ -1,13 +1,17 @@
-"""Arrays that TensorStore opens: zarr directories (legacy T5X) and OCDBT databases (Orbax)."""
+"""Arrays that TensorStore opens and writes: zarr directories (legacy T5X) and OCDBT databases (Orbax)."""
 
 import json
+import math
 import pathlib
+from collections.abc import Iterable
 
 import numpy as np
 
 from specdec_jax.formats.leaves import Leaf, fill_rows
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+_CHUNK_BYTES = 1 << 26  # what T5X aims at
+_COMMIT_BYTES = 1 << 28  # of arrays that are held until they are written to a database together
 
 
 def open_array(spec: dict, name: str, path) -> Leaf:
@@ -42,7 +46,7 @@ def open_array(spec: dict, name: str, path) -> Leaf:
                 f"{path}: parameter {name}: got {_reason(error)}, expected {stored} of shape {shape}"
             ) from None
 
-    return Leaf(shape, read)
+    return Leaf(shape, read, stored)
 
 
 def _reason(error: ValueError) -> str:
@@ -74,3 +78,54 @@ def open_ocdbt(folder: pathlib.Path, prefix: tuple[str, ...] = ()) -> dict[str, 
         kvstore = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
         leaves[name] = open_array({"driver": driver, "kvstore": kvstore}, name, folder)
     return leaves
+
+
+def _layout(array: np.ndarray, compressor: dict) -> dict:
+    """zarr's metadata for chunks that are runs of whole rows."""
+    width = math.prod(array.shape[1:]) * array.dtype.itemsize
+    rows = [min(max(1, _CHUNK_BYTES // max(width, 1)), array.shape[0])] if array.ndim else []
+    return {"shape": list(array.shape), "chunks": rows + list(array.shape[1:]), "compressor": compressor}
+
+
+# Otherwise a chunk of zeros is left out, and could not be told from one that is lost.
+_WRITE_ALL = {"store_data_equal_to_fill_value": True, "create": True}
+
+
+def write_zarr(array: np.ndarray, folder: pathlib.Path, name: str) -> dict:
+    """Writes an array as the zarr directory `name` in `folder`; returns its spec with a path relative to that, as T5X keeps it."""
+    import tensorstore
+
+    spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": _layout(array, {"id": "gzip", "level": 1})}
+    kvstore = {"driver": "file", "path": f"{folder.absolute() / name}/"}
+    tensorstore.open(spec | {"kvstore": kvstore} | _WRITE_ALL).result().write(array).result()
+    return spec | {"kvstore": {"driver": "file", "path": f"{name}/"}}
+
+
+def write_ocdbt(arrays: Iterable[tuple[tuple[str, ...], np.ndarray]], folder: pathlib.Path) -> None:
+    """Writes arrays by their paths in a tree to a folder that Orbax reads; a quarter of a gigabyte of them is held at a time."""
+    import tensorstore
+
+    # Every commit writes the database's index anew, so the small ones are written together.
+    context, transaction, held, tree = tensorstore.Context(), tensorstore.Transaction(), 0, {}
+    for path, array in arrays:
+        base = {"driver": "file", "path": f"{folder.absolute()}/"}
+        spec = {
+            "driver": "zarr", "dtype": array.dtype.name, "metadata": _layout(array, {"id": "zstd", "level": 1}),
+            "kvstore": {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"},
+        }  # fmt: skip
+        store = tensorstore.open(spec | _WRITE_ALL, context=context, transaction=transaction).result()
+        store.write(array).copy.result()
+        tree[str(path)] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in path],  # 2: of a dict
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        held += array.nbytes
+        if held >= _COMMIT_BYTES:
+            transaction.commit_sync()
+            transaction, held = tensorstore.Transaction(), 0
+    transaction.commit_sync()
+    metadata = {
+        "tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }  # fmt: skip
+    (folder / "_METADATA").write_text(json.dumps(metadata) + "\n", encoding="utf-8")

@@ -1,0 +1,58 @@
+"""`specdec convert`: a checkpoint in another format."""
+
+import dataclasses
+import sys
+
+from specdec_jax import checkpoints
+from specdec_jax.inference import option, track
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `specdec convert`."""
+
+    source: str | None = option(
+        None, "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a bundled name"
+    )
+    output: str | None = option(
+        None, "folder to write, which must not exist or be empty; for T5X checkpoint_<step>, or what is to hold it"
+    )
+    format: str | None = option(
+        None, "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec"
+    )
+    dtype: str | None = option(
+        None, "float32 or bfloat16; none: bfloat16 if all parameters are stored so, else float32"
+    )
+    vocabulary: str | None = option(
+        None, "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too"
+    )
+    gated_activation: str | None = option(
+        None, "of a T5X source, which does not say: the activation of its gated feed-forward, silu for UL2 (none: gelu)"
+    )
+
+    def check(self) -> None:
+        for name in ("source", "output", "format"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: got nothing, expected --{name}")
+
+
+def run(options: ConvertOptions) -> None:
+    """`specdec convert`."""
+    options.check()
+    config = None
+    if options.gated_activation:
+        shape = checkpoints.load_shape(options.source)
+        if len(shape.mlp_activations) == 1:
+            raise ValueError("gated_activation: got it for a checkpoint without gates, expected none")
+        config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
+    written = checkpoints.convert(
+        options.source, options.output, options.format, options.dtype, config=config, vocabulary=options.vocabulary,
+        track=lambda names: track(names, len(names), "parameters"),
+    )  # fmt: skip
+    kept = set(written.stored) == {written.dtype} or written.dtype == "float32" and "float64" not in written.stored
+    source = ", ".join(written.stored) + ("" if kept else ", rounded")
+    print(
+        f"{written.folder}: {options.format}, {written.parameters:,} parameters in {written.dtype} "
+        f"(from {source}), {written.size / 1e6:,.1f} MB",
+        file=sys.stderr,
+    )

@@ -1,0 +1,214 @@
+"""Speculative decoding inside T5X: `SpeculativeEncoderDecoderModel` takes the place of `models.EncoderDecoderModel` in a gin file.
+
+The extra `t5x`. `configs/t5x/speculative.gin` says how.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from t5x import decoding, models
+from t5x.examples.t5 import network
+
+from specdec_jax import checkpoints
+from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.gamma import Policy
+from specdec_jax.interop.decoding import Decoder
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.sampling import SamplingConfig
+from specdec_jax.vocabularies import SentencePieceVocabulary
+
+# What proposes without the target's parameters, which exist only while T5X's program is traced.
+_DRAFTERS = (ModelDrafter, NGramDrafter, PromptLookupDrafter, AssistedNGramDrafter, RandomDrafter)
+# A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as arguments.
+_CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
+
+
+class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
+    """T5X's encoder–decoder model with a drafter beside it.
+
+    The module is T5X's own, and its parameters are restored, partitioned and scored with by T5X as ever; `predict_batch` and
+    `predict_batch_with_aux` decode with this package's loop. What comes out has the law, the shapes and the scores of T5X's
+    `decoding.temperature_sample` with the same settings; with argmax, the same tokens. (T5X's default is another function:
+    `beam_search`, which with one beam may prefer an output that ends earlier.) Beams and several decodes are refused.
+    """
+
+    def __init__(
+        self, module: Any, input_vocabulary, output_vocabulary, optimizer_def, drafter: Any = None,
+        gamma: int | Policy = 4, verifier: str = "block", sampling: SamplingConfig = SamplingConfig(),
+        lenience: float | None = None, typical_epsilon: float | None = None, typical_delta: float | None = None,
+        drafter_dtype: str | None = None, drafter_vocabulary: str | None = None, rescale_log_probs: bool = True,
+        counts: bool = False, decode_fn: Callable | None = None, feature_converter_cls: Callable | None = None,
+        label_smoothing: float = 0.0, z_loss: float = 0.0, loss_normalizing_factor: Any = None,
+        default_decoder_params: models.DecoderParams | None = None,
+    ):  # fmt: skip
+        """Those not named here are T5X's.
+
+        Args:
+          module: `t5x.examples.t5.network.Transformer`; layers one by one, not scanned.
+          drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a drafter that needs nothing of
+            the target, such as `PromptLookupDrafter()`; None decodes plainly.
+          gamma, verifier, sampling, lenience, typical_epsilon, typical_delta: as for `generate`.
+          drafter_dtype: "float32" or "bfloat16"; None: the module's.
+          drafter_vocabulary: of a drafter whose checkpoint has none, so that it can be compared.
+          rescale_log_probs: scores are of the law that was sampled (0 with argmax), T5X's default; else of the model's own.
+          counts: `predict_batch_with_aux` gives `target_calls`, `drafted` and `accepted` `[B]` beside the scores.
+          decode_fn: none can be given.
+
+        Raises:
+          ValueError: what cannot be decoded speculatively, a drafter of another vocabulary, or as for `load`.
+        """
+        if decode_fn is not None:
+            raise ValueError(
+                f"decode_fn: got {decode_fn!r}, expected none: sampling is set by `sampling`, and beams cannot be drafted for"
+            )
+        super().__init__(
+            module=module, input_vocabulary=input_vocabulary, output_vocabulary=output_vocabulary,
+            optimizer_def=optimizer_def, decode_fn=decoding.temperature_sample,
+            feature_converter_cls=feature_converter_cls, label_smoothing=label_smoothing, z_loss=z_loss,
+            loss_normalizing_factor=loss_normalizing_factor, default_decoder_params=default_decoder_params,
+        )  # fmt: skip
+        config = config_of(module)
+        if isinstance(drafter, str):
+            model = _load(drafter, drafter_dtype or config.dtype, drafter_vocabulary)
+            _check_model(model, output_vocabulary)
+            drafter = ModelDrafter(model)
+        elif drafter is not None and not isinstance(drafter, _DRAFTERS):
+            expected = ", ".join(cls.__name__ for cls in _DRAFTERS)
+            raise ValueError(f"drafter: got {type(drafter).__name__}, expected a model's folder, or one of {expected}")
+        self._counts = counts
+        self._decoder = Decoder(
+            config, drafter, gamma, sampling, verifier, lenience, typical_epsilon, typical_delta, rescale_log_probs
+        )
+
+    def predict_batch_with_aux(
+        self,
+        params,
+        batch: Mapping[str, jax.Array],
+        rng: jax.Array | None = None,
+        decoder_params: MutableMapping[str, Any] | None = None,
+        return_all_decodes: bool | None = None,
+        num_decodes: int | None = None,
+        prompt_with_targets: bool = False,
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """As T5X's: `[B, L]` tokens (`[B, 1, L]` with `return_all_decodes`) and `{"scores": [B]}` (`[B, 1]`).
+
+        L is the length of `decoder_input_tokens`. `decoder_params` are those of `decoding.temperature_sample`, without its
+        callbacks.
+
+        Raises:
+          ValueError: more than one decode, or `decoder_params` that are not those.
+        """
+        defaults = self._default_decoder_params
+        everything = defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
+        decodes = defaults.num_decodes if num_decodes is None else num_decodes
+        if decodes != 1:
+            raise ValueError(
+                f"num_decodes: got {decodes}, expected 1: beams and several decodes are t5x.models.EncoderDecoderModel's"
+            )
+        eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
+        prompts = jnp.where(prompts == eos_id, 0, prompts) if prompt_with_targets else jnp.zeros_like(prompts)
+        decoded = self._decoder.decode(
+            params, batch["encoder_input_tokens"], prompts, eos_id, rng, decoder_params, prompted=prompt_with_targets
+        )
+        tokens, aux = decoded.tokens, {"scores": decoded.scores}
+        if everything:
+            tokens, aux = tokens[:, None], {"scores": decoded.scores[:, None]}
+        if self._counts:
+            aux |= dict(target_calls=decoded.target_calls, drafted=decoded.drafted, accepted=decoded.accepted)
+        return tokens, aux
+
+
+def config_of(module: Any) -> T5Config:
+    """The shape of T5X's module.
+
+    Raises:
+      ValueError: another module than `t5x.examples.t5.network.Transformer` and what has its configuration and parameters.
+    """
+    theirs = getattr(module, "config", None)
+    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+    if getattr(module, "scan_layers", False) or not all(hasattr(theirs, name) for name in names):
+        raise ValueError(
+            f"module: got {type(module).__name__}, expected t5x.examples.t5.network.Transformer, not scanned"
+        )
+    return T5Config(
+        **{name: getattr(theirs, name) for name in names}, mlp_activations=tuple(theirs.mlp_activations),
+        logits_via_embedding=theirs.logits_via_embedding, dtype=jnp.dtype(theirs.dtype).name,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=2)  # gin makes a model for every place that names it
+def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
+    return checkpoints.load(path, dtype, vocabulary=vocabulary)
+
+
+def _check_model(model: LanguageModel, vocabulary) -> None:
+    """Refuses a drafting model that does not suit T5X's vocabulary, or is too large for a constant."""
+    if model.start_token != 0:
+        raise ValueError(f"drafter: got start token {model.start_token}, expected T5X's, 0")
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
+    if size > _MOST_BYTES and not getattr(jax.config, _CONSTANTS):
+        raise ValueError(
+            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most {_MOST_BYTES / 1e9:.0f} as constants of a program "
+            f"({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
+        )
+    ours = model.vocabulary
+    if ours is None:
+        return
+    pieces = getattr(vocabulary, "tokenizer", None)
+    if isinstance(ours, SentencePieceVocabulary) and hasattr(pieces, "id_to_piece"):
+        theirs = [pieces.id_to_piece(i).replace("▁", " ") for i in range(pieces.get_piece_size())]
+        mine = [ours.piece(i) for i in range(ours.size)]
+        spaced = {f" <extra_id_{i}>" for i in range(len(theirs))}  # seqio's sentinels begin with a space
+        same = [piece.lstrip() if piece in spaced else piece for piece in theirs] == mine
+    else:
+        same = vocabulary.vocab_size == ours.size
+    if not same:
+        raise ValueError(
+            f"drafter: got a vocabulary of {ours.size} pieces that differs from T5X's ({vocabulary.vocab_size} pieces), "
+            "expected the same pieces with the same ids"
+        )
+
+
+def transformer(config: T5Config) -> network.Transformer:
+    """T5X's module of this shape.
+
+    Raises:
+      ValueError: a shape that it does not have: other buckets, or another scale of the output.
+    """
+    if (config.num_buckets, config.max_distance) != (32, 128):
+        got = f"num_buckets={config.num_buckets}, max_distance={config.max_distance}"
+        raise ValueError(f"t5x: got {got}, expected 32 and 128, which T5X's module has built in")
+    if config.scale_decoder_outputs not in (None, config.logits_via_embedding):
+        raise ValueError("t5x: got scale_decoder_outputs other than logits_via_embedding, expected T5X's scale")
+    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+    return network.Transformer(network.T5Config(
+        **{name: getattr(config, name) for name in names}, mlp_activations=config.mlp_activations,
+        logits_via_embedding=config.logits_via_embedding, dtype=jnp.dtype(config.dtype), dropout_rate=0.0,
+    ))  # fmt: skip
+
+
+def greedy(target: LanguageModel) -> Callable[[np.ndarray, int], np.ndarray]:
+    """T5X's own argmax decoding of a model of this package: `(inputs [B, L], new tokens) -> [B, new tokens]`, compiled.
+
+    `EncoderDecoderModel.predict_batch` with `decoding.temperature_sample` at temperature 0, on the same arrays.
+    """
+    if len(target.eos_ids) > 1 or target.start_token != 0:
+        got = f"EOS ids {target.eos_ids}, start token {target.start_token}"
+        raise ValueError(f"t5x: got {got}, expected one EOS id and start token 0, as T5X decodes")
+    sample = functools.partial(decoding.temperature_sample, temperature=0.0)
+    model = models.EncoderDecoderModel(transformer(target.config), None, None, None, decode_fn=sample)
+    eos = target.eos_ids[0] if target.eos_ids else -1  # none is ever met
+    params = target.params
+
+    @functools.partial(jax.jit, static_argnames="steps")
+    def predict(params, inputs, steps):
+        batch = dict(encoder_input_tokens=inputs, decoder_input_tokens=jnp.zeros((len(inputs), steps), jnp.int32))
+        return model.predict_batch_with_aux(params, batch, decoder_params={"eos_id": eos})[0]
+
+    return lambda inputs, steps: np.asarray(predict(params, np.asarray(inputs, np.int32), steps))

@@ -1,0 +1,312 @@
+"""`specdec convert`: every pair of formats, bit for bit; what a format cannot hold; interruptions; T5X's own restore."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import make_checkpoints as make
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from golden_models import GOLDEN
+from make_checkpoints import PARAMS, TINY, TINY_1_0
+
+import specdec_jax as sd
+from specdec_jax import checkpoints, cli
+from specdec_jax.checkpoints import FORMATS, convert
+from specdec_jax.data import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from specdec_jax.formats import safetensors_files, t5x
+
+SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
+
+
+def opened(path) -> checkpoints.Checkpoint:
+    return checkpoints._completed(checkpoints._open(pathlib.Path(path), None), None, path)
+
+
+def contents(path, dtype="float32") -> dict[str, bytes]:
+    """Every parameter as it is stored: the dtype is compared too."""
+    leaves = opened(path).leaves
+    assert {leaf.dtype for leaf in leaves.values()} == {dtype}
+    return {name: leaf.load(dtype).tobytes() for name, leaf in leaves.items()}
+
+
+SMALL = dataclasses.replace(TINY, num_encoder_layers=1, num_decoder_layers=1)  # every parameter is a file or more
+SHAPES = {
+    "1.1": SMALL,
+    "1.0": dataclasses.replace(TINY_1_0, num_encoder_layers=1, num_decoder_layers=1),
+    "silu": dataclasses.replace(SMALL, mlp_activations=("silu", "linear"), num_buckets=16, max_distance=64),
+    "scaled": dataclasses.replace(SMALL, scale_decoder_outputs=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["1.1", "1.0"])
+def test_every_pair_of_formats_bit_for_bit(shape, dtype, tmp_path):
+    params = make.random_params(SHAPES[shape])
+    params["encoder/encoder_norm/scale"][:] = 0  # zarr would leave it out
+    model = make.model_of({name: x.astype(dtype) for name, x in params.items()}, SHAPES[shape])
+    for form in FORMATS:
+        sd.save(model, tmp_path / form, format=form)
+    expected = {name: x.astype(dtype).tobytes() for name, x in params.items()}
+    for source, form in itertools.product(FORMATS, FORMATS):
+        written = convert(tmp_path / source, tmp_path / "out", form)
+        assert (written.dtype, written.stored) == (dtype, (dtype,))
+        assert written.parameters == sum(x.size for x in params.values())
+        assert contents(tmp_path / "out", dtype) == expected
+        assert contents(written.folder, dtype) == expected
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shape_and_special_ids_are_kept(shape, form, tmp_path):
+    config = SHAPES[shape]
+    model = make.model_of(make.random_params(config), config, start_token=3, eos_ids=(5, 7))
+    sd.save(model, tmp_path / "model", format=form)
+    got = opened(tmp_path / "model")
+    plain = lambda config: dataclasses.replace(config, scale_decoder_outputs=None)
+    assert plain(got.config) == plain(config)
+    scale = config.scale_decoder_outputs
+    assert bool(got.config.scale_decoder_outputs) == bool(scale) or shape == "1.0"
+    assert (got.start_token, got.eos_ids) == (3, (5, 7))
+
+
+VOCABULARIES = {
+    "sentencepiece": lambda: SentencePieceVocabulary.load(SPIECE, 100),
+    "sentencepiece without sentinels": lambda: SentencePieceVocabulary.load(SPIECE),
+    "tokenizer_json": lambda: TokenizerJsonVocabulary.load(GOLDEN / "hf_tokenizer" / "tokenizer.json"),
+    "bytes": lambda: ByteVocabulary(69),
+}
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_vocabulary_and_sentinels_are_kept(kind, tmp_path):
+    config, vocabulary = dataclasses.replace(SMALL, vocab_size=328), VOCABULARIES[kind]()
+    model = make.model_of(make.random_params(config), config, vocabulary)
+    sd.save(model, tmp_path / "specdec")
+    source = tmp_path / "specdec"
+    for form in ("huggingface", "t5x", "t5x_legacy"):
+        source = convert(source, tmp_path / form, form).folder
+    convert(source, tmp_path / "again", "huggingface")
+    for folder in (*FORMATS, "again"):
+        got = opened(tmp_path / folder).vocabulary
+        assert got.fingerprint() == vocabulary.fingerprint() and got.eos_ids == vocabulary.eos_ids
+        text = "Tom <extra_id_0> Mary"
+        assert got.encode(text) == vocabulary.encode(text)
+    file = {"s": "spiece.model", "t": "tokenizer.json"}.get(kind[0])
+    if file:
+        assert (tmp_path / "again" / file).read_bytes() == (GOLDEN / "hf_tokenizer" / file).read_bytes()
+
+
+def test_what_hugging_face_cannot_say_is_refused(tmp_path):
+    config = dataclasses.replace(SMALL, vocab_size=264)
+    model = make.model_of(make.random_params(config), config, ByteVocabulary(0))
+    with pytest.raises(ValueError, match="format: got vocabulary=.*, which huggingface would give back as"):
+        sd.save(model, tmp_path / "model", format="huggingface")
+    odd = dataclasses.replace(TINY, mlp_activations=("gelu", "gelu"))
+    with pytest.raises(ValueError, match=r"mlp_activations: got \('gelu', 'gelu'\), expected one of .* Hugging Face"):
+        sd.save(make.model_of(PARAMS, odd), tmp_path / "model", format="huggingface")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_safetensors_library_reads_what_is_written(tmp_path, monkeypatch):
+    make.FORMATS["legacy"](tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "one", "huggingface")
+    monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 7000)
+    convert(tmp_path / "source", tmp_path / "shards", "huggingface", "bfloat16")
+    files = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * sum(x.size for x in PARAMS.values())
+    shards = {}
+    for file in files:
+        tensors = safetensors.numpy.load_file(tmp_path / "shards" / file)
+        assert sum(x.nbytes for x in tensors.values()) <= 7000 and {index["weight_map"][name] for name in tensors} == {
+            file
+        }
+        shards |= tensors
+    one = safetensors.numpy.load_file(tmp_path / "one" / "model.safetensors")
+    assert one.keys() == shards.keys() == make.TENSORS.keys()
+    for name, x in make.TENSORS.items():
+        np.testing.assert_array_equal(one[name], x)
+        np.testing.assert_array_equal(shards[name], x.astype(ml_dtypes.bfloat16))
+    assert contents(tmp_path / "shards", "bfloat16")
+
+
+@pytest.mark.parametrize("form, folder", [("t5x", "checkpoint_7/state"), ("specdec", "params")])
+def test_orbax_reads_what_is_written(form, folder, tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    monkeypatch.setattr(checkpoints.own.tensorstore_arrays, "_COMMIT_BYTES", 3000)  # several commits
+    monkeypatch.setattr(checkpoints.own.tensorstore_arrays, "_CHUNK_BYTES", 500)
+    make.FORMATS["legacy"](tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", form)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "out" / folder)
+    if form == "t5x":
+        assert int(tree["state"]["step"]) == 7
+        tree = tree["target"]
+    got = checkpoints.flatten(tree)
+    assert got.keys() == PARAMS.keys()
+    for name, x in PARAMS.items():
+        np.testing.assert_array_equal(got[name], x)
+
+
+@pytest.mark.parametrize(
+    "stored, expected", [(np.float16, "float32"), (np.float64, "float32"), (ml_dtypes.bfloat16, "bfloat16")]
+)
+def test_the_default_dtype_is_the_stored_one(stored, expected, tmp_path):
+    make.write_hf(tmp_path / "source", {name: x.astype(stored) for name, x in make.TENSORS.items()})
+    written = convert(tmp_path / "source", tmp_path / "out", "t5x")
+    assert written.dtype == expected and written.stored == (np.dtype(stored).name,)
+    mixed = {name: x.astype(np.float32 if i else stored) for i, (name, x) in enumerate(make.TENSORS.items())}
+    make.write_hf(tmp_path / "mixed", mixed)
+    assert convert(tmp_path / "mixed", tmp_path / "mixed_out", "t5x").dtype == "float32"
+
+
+@pytest.mark.parametrize("form", ["t5x", "t5x_legacy"])
+def test_the_step_of_a_t5x_checkpoint(form, tmp_path):
+    make.FORMATS["legacy"](tmp_path / "source")
+    make.FORMATS["own"](tmp_path / "own")
+    assert convert(tmp_path / "source", tmp_path / "a", form).folder == tmp_path / "a" / "checkpoint_7"
+    assert convert(tmp_path / "own", tmp_path / "b", form).folder == tmp_path / "b" / "checkpoint_1"
+    assert convert(tmp_path / "own", tmp_path / "checkpoint_30", form).folder == tmp_path / "checkpoint_30"
+    assert t5x.find(tmp_path) == tmp_path / "checkpoint_30"
+
+
+def test_layers_that_were_stacked_and_optimizer_states(tmp_path):
+    for form in ("orbax scan", "legacy inline", "flax"):
+        make.FORMATS[form](tmp_path / form)
+        written = convert(tmp_path / form, tmp_path / f"{form} out", "t5x_legacy")
+        assert contents(written.folder) == {name: x.tobytes() for name, x in PARAMS.items()}
+        assert not list(written.folder.glob("state.*"))
+
+
+def test_an_output_that_holds_something_is_refused(tmp_path):
+    make.FORMATS["own"](tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    convert(tmp_path / "source", tmp_path / "empty", "specdec")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="got a folder that is not empty, expected nothing there"):
+        convert(tmp_path / "source", tmp_path / "empty", "specdec")
+    with pytest.raises(ValueError, match="got a folder that is not empty, expected nothing there"):
+        sd.save(make.model_of(), tmp_path / "empty", format="t5x")
+    with pytest.raises(ValueError, match="got a file, expected nothing there"):
+        convert(tmp_path / "source", tmp_path / "source" / "config.json", "specdec")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def broken(path):
+    """Opens, but one of its arrays cannot be read."""
+    make.FORMATS["legacy"](path)
+    (path / "checkpoint_7" / "target.encoder.layers_1.mlp.wo.kernel" / "1.0").unlink()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_goes_wrong_on_the_way_leaves_nothing(form, tmp_path):
+    broken(tmp_path / "source")
+    with pytest.raises(ValueError, match="mlp/wo/kernel: got .*missing, expected float32"):
+        convert(tmp_path / "source", tmp_path / "out", form)
+
+    def interrupted(names):
+        yield from names[:5]
+        raise KeyboardInterrupt
+
+    make.FORMATS["own"](tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "whole", tmp_path / "out", form, track=interrupted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "whole"]
+
+
+KILLED = """
+import os, signal, sys
+from specdec_jax.checkpoints import convert
+def track(names):
+    for i, name in enumerate(names):
+        if i == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield name
+convert(sys.argv[1], sys.argv[2], "t5x_legacy", track=track)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system cannot kill")
+def test_killed_in_the_middle(tmp_path):
+    make.FORMATS["own"](tmp_path / "source")
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "source", tmp_path / "out"])
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".out.tmp-")] == ["source"]
+    convert(tmp_path / "source", tmp_path / "out", "t5x_legacy")
+    assert contents(tmp_path / "out") == {name: x.tobytes() for name, x in PARAMS.items()}
+
+
+# The command.
+
+
+def specdec(capsys, *argv) -> tuple[int, str, str]:
+    code = cli.main(["convert", *map(str, argv), "--compilation_cache_dir="])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_command(tmp_path, capsys):
+    make.FORMATS["legacy"](tmp_path / "source")
+    code, out, err = specdec(
+        capsys, "--source", tmp_path / "source", "--output", tmp_path / "hf", "--format=huggingface", "--dtype=bfloat16",
+        "--gated_activation=silu",
+    )  # fmt: skip
+    count = sum(x.size for x in PARAMS.values())
+    assert (code, out) == (0, "") and err.count("\n") == 1
+    assert f"{tmp_path / 'hf'}: huggingface, {count:,} parameters in bfloat16 (from float32, rounded)" in err
+    assert opened(tmp_path / "hf").config.mlp_activations == ("silu", "linear")
+    argv = ("--source", tmp_path / "hf", "--output", tmp_path / "deep" / "t5x", "--format=t5x")
+    code, _, err = specdec(capsys, *argv)
+    assert code == 0 and f"{tmp_path / 'deep' / 't5x' / 'checkpoint_1'}: t5x" in err and "(from bfloat16)" in err
+    assert opened(tmp_path / "deep" / "t5x").config.mlp_activations == ("silu", "linear")
+
+
+BAD = {
+    "no source": (["--output=OUT", "--format=t5x"], "source: got nothing, expected --source"),
+    "no output": (["--source=SOURCE", "--format=t5x"], "output: got nothing, expected --output"),
+    "no format": (["--source=SOURCE", "--output=OUT"], "format: got nothing, expected --format"),
+    "format": (["--source=SOURCE", "--output=OUT", "--format=onnx"], "got 'onnx', expected one of specdec, huggingface"),
+    "dtype": (["--source=SOURCE", "--output=OUT", "--format=t5x", "--dtype=int8"], "got int8, expected float32 or bfloat16"),
+    "missing": (["--source=no/such/model", "--output=OUT", "--format=t5x"], "no/such/model: got no such path"),
+    "there already": (["--source=SOURCE", "--output=SOURCE", "--format=t5x"], "got a folder that is not empty"),
+    "vocabulary": (
+        ["--source=SOURCE", "--output=OUT", "--format=t5x", "--vocabulary=no.model"], "no.model: got no such file",
+    ),
+    "too many pieces": (
+        ["--source=SOURCE", "--output=OUT", "--format=t5x", f"--vocabulary={SPIECE}"], "got 200 pieces, expected at most",
+    ),
+    "activation": (
+        ["--source=SOURCE", "--output=OUT", "--format=t5x", "--gated_activation=silu"],
+        "got config=, expected it for a T5X checkpoint only",
+    ),
+    "unknown activation": (
+        ["--source=LEGACY", "--output=OUT", "--format=t5x", "--gated_activation=tanh"], "mlp_activations: got ('tanh'",
+    ),
+    "damaged": (["--source=BROKEN", "--output=OUT", "--format=t5x"], "mlp/wo/kernel: got"),
+    "argument": (["model"], "got 'model', expected flags only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, tmp_path, capsys):
+    argv, message = BAD[case]
+    make.FORMATS["own"](tmp_path / "source")
+    make.FORMATS["legacy"](tmp_path / "legacy")
+    broken(tmp_path / "broken")
+    for word in ("source", "out", "broken", "legacy"):
+        argv = [argument.replace(word.upper(), str(tmp_path / word)) for argument in argv]
+    code, out, err = specdec(capsys, *argv)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("specdec: error: ")
+    assert message in err
+    assert not (tmp_path / "out").exists()
