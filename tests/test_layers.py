@@ -33,8 +33,8 @@ LAYERS = [
         *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
         *("drafters.exit", "drafters.cascade", "drafters.heads"),
     },
-    {"request", "generate"},
-    {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
+    {"request", "generate", "jobs"},
+    {"checkpoints", "data", "journal", "losses", "progress", "runs", "train", "train_heads"},
     {
         *("measure", "records", "inference", "benchmark", "demo", "counting", "distill"),
         *("passes", "acceptance", "measuring", "tuning", "plots", "figures"),
