@@ -1,7 +1,7 @@
 """Long jobs: many inputs through one state whose finished rows are filled again, so that no row waits for the slowest.
 
-The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken off, a few new inputs are
-prefilled, always equally many so that one shape compiles, and their rows overwrite the finished ones in place.
+The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken off, and rows that were
+prefilled ahead overwrite them in place; always equally many inputs are prefilled together, so that one shape compiles.
 
 Rows of one state share the padded length of the encoder's input, so the inputs are cut into a few queues by length.
 Queue, padding and the number of inputs that are prefilled together depend on the job alone, not on what has been skipped
@@ -33,7 +33,9 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import Plan, UnsupportedCombination, bucket, fold_keys, plan, prefill
 from specdec_jax.speculative import DecodeState
 
-# Part of a state's inputs that is prefilled together: rows wait for each other less than with a larger one.
+# Inputs are prefilled ahead, this part of a state's together: one alone would cost twice as much.
+_AHEAD = 4
+# Rows that are done before the host looks, as a part of all: each look costs, and so does each row that waits.
 _PARTS = 8
 # A queue has at least so many times the inputs of a state, since its last rows decode alone.
 _LEAST = 4
@@ -160,12 +162,11 @@ def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int])
 
 def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, places: list[int]) -> Iterator:
     """All of `places`, whose inputs are padded to `width`, through a state of `size` inputs."""
-    group, samples = max(1, size // _PARTS), job.samples
-    share, total = group * samples, size * samples  # rows
-    shapes, every, whole = _row_shapes(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
-    # Which of the job's rows each of the state's is; −1: none.
-    owners, queue, state = np.full(total, -1), collections.deque(places), None
-    starts = np.ones(total, np.int32)
+    samples, total, ahead = job.samples, size * job.samples, min(size, max(2, size // _AHEAD))
+    shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
+    queue, state, fresh = collections.deque(places), None, None
+    ready: collections.deque[tuple[int, int]] = collections.deque()  # rows of `fresh`, and which of the job's they are
+    owners, starts = np.full(total, -1), np.ones(total, np.int32)  # of the job's rows those in the state; -1: none
     finished: tuple[np.ndarray, Committed] | None = None
     parts: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
@@ -177,21 +178,23 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
                 found = parts.pop(place)
                 yield place, tuple(found[sample] for sample in range(samples))
 
-    while queue or np.any(owners >= 0):
-        free = np.flatnonzero(owners < 0)
-        while queue and len(free) >= share:
-            chosen = np.array([queue.popleft() if queue else -1 for _ in range(group)])
-            taken, free = free[:share], free[share:]
-            rows = np.where(chosen[:, None] < 0, -1, chosen[:, None] * samples + np.arange(samples)).reshape(-1)
-            fresh, request = job.start(chosen, width)
-            owners[taken], starts[taken] = rows, request.prefix_lengths
-            if share == total:
-                state = fresh
-            else:
-                state = _spread(fresh, total, shapes) if state is None else _place(state, fresh, taken, shapes)
+    while queue or ready or np.any(owners >= 0):
+        while (queue or ready) and np.any(owners < 0):
+            if not ready:
+                chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
+                fresh, _ = job.start(chosen, width)
+                rows = [place * samples + sample for place in chosen if place >= 0 for sample in range(samples)]
+                ready.extend(enumerate(rows))
+                state = _blank(fresh, total, shared) if state is None and total > 1 else state
+            free = np.flatnonzero(owners < 0)[: len(ready)]
+            sources, rows = np.array([ready.popleft() for _ in free]).T
+            owners[free], starts[free] = rows, whole.prefix_lengths[rows]
+            state = (
+                fresh if total == 1 else _place(state, fresh, *_padded(sources, free, ahead * samples, total), shared)
+            )
         # `generate` looks for stop strings after every so many iterations of a row. For the same statistics rows must
         # begin at such a moment.
-        most = share if queue and not job.stop else total
+        most = max(1, total // _PARTS) if (queue or ready) and not job.stop else total
         state = advance(job.network, job.drafter, state, np.int32(every), np.int32(most))
         if finished is not None:
             yield from deliver(*finished)  # while the device is busy
@@ -204,30 +207,33 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
         yield from deliver(*finished)
 
 
-def _row_shapes(job: Plan, width: int) -> tuple[tuple[int, ...] | None, ...]:
-    """The shape of one row of every leaf of the state; None for what rows share: tables over positions or ids."""
+def _padded(sources: np.ndarray, targets: np.ndarray, count: int, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both with `count` values, so that one shape compiles; a target of `total` is no row."""
+    missing = count - len(sources)
+    return np.pad(sources, (0, missing)), np.pad(targets, (0, missing), constant_values=total)
+
+
+def _shared(job: Plan, width: int) -> tuple[bool, ...]:
+    """Which leaves of the state its rows share: tables over positions or ids."""
     two, three = (jax.tree.leaves(prefill.eval_shape(*job.arguments([-1] * count, width))) for count in (2, 3))
-    return tuple(None if a.shape == b.shape else a.shape[1:] for a, b in zip(two, three, strict=True))
+    return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True))
 
 
-@functools.partial(jax.jit, static_argnames=("total", "shapes"))
-def _spread(fresh: DecodeState, total: int, shapes) -> DecodeState:
-    """A state of `total` rows, the first of which are those of `fresh`; the others are done."""
+@functools.partial(jax.jit, static_argnames=("total", "shared"))
+def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...]) -> DecodeState:
+    """A state of `total` rows that are done, in all else like those of `fresh`."""
     leaves, structure = jax.tree.flatten(fresh)
-    count = len(fresh.done)
-    copied = np.arange(total) % count
-    # The cache of a single row has no batch axis.
-    spread = lambda leaf, shape: leaf if shape is None else leaf.reshape(count, *shape)[copied]
-    state = structure.unflatten(map(spread, leaves, shapes))
-    return dataclasses.replace(state, done=state.done | (np.arange(total) >= count))
+    copied = np.arange(total) % len(fresh.done)
+    state = structure.unflatten(leaf if same else leaf[copied] for leaf, same in zip(leaves, shared))
+    return dataclasses.replace(state, done=jax.numpy.ones(total, bool))
 
 
-@functools.partial(jax.jit, static_argnames="shapes", donate_argnames="state")
-def _place(state: DecodeState, fresh: DecodeState, rows: jax.Array, shapes) -> DecodeState:
-    """`state` with the rows of `fresh` at `rows`, in place."""
+@functools.partial(jax.jit, static_argnames="shared", donate_argnames="state")
+def _place(state: DecodeState, fresh: DecodeState, sources, targets, shared: tuple[bool, ...]) -> DecodeState:
+    """`state` with the rows `sources` of `fresh` at `targets`, in place."""
     leaves, structure = jax.tree.flatten(state)
-    put = lambda old, new, shape: old if shape is None else old.at[rows].set(new.reshape(len(rows), *shape))
-    return structure.unflatten(map(put, leaves, jax.tree.leaves(fresh), shapes))
+    put = lambda old, new, same: old if same else old.at[targets].set(new[sources], mode="drop")
+    return structure.unflatten(map(put, leaves, jax.tree.leaves(fresh), shared))
 
 
 def _outputs(result: GenerationResult) -> list[Output]:
