@@ -19,7 +19,8 @@ from absl import app, flags
 
 from specdec_jax import checkpoints, data, measure
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.inference import check_output, decode_all, encode, track
+from specdec_jax.inference import check_output, encode, track
+from specdec_jax.jobs import decode_all
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")

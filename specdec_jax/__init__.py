@@ -8,6 +8,7 @@ from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, Prom
 from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
+from specdec_jax.jobs import Output, decode_stream
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import PRESETS, T5Config
@@ -31,6 +32,7 @@ __all__ = [
     "LanguageModel",
     "ModelDrafter",
     "NGramDrafter",
+    "Output",
     "Piece",
     "PromptLookupDrafter",
     "RandomDrafter",
@@ -43,6 +45,7 @@ __all__ = [
     "advance",
     "bundled",
     "convert",
+    "decode_stream",
     "finish",
     "generate",
     "load",

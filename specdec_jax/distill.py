@@ -8,18 +8,18 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import rich.console
-import rich.progress
 
 from specdec_jax import checkpoints, data, train
-from specdec_jax.inference import at_least, decode_all, option
+from specdec_jax.inference import at_least, option
+from specdec_jax.jobs import decode_all
 from specdec_jax.losses import DIVERGENCES
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.progress import Progress
 from specdec_jax.runs import deferred_signals, write_atomically
 from specdec_jax.sampling import SamplingConfig
 
@@ -260,7 +260,7 @@ def _write_all(config: DistillConfig, jobs: list[Job], console: rich.console.Con
     """Every file of outputs that is not there yet."""
     target = checkpoints.load(config.target, config.dtype)
     total = sum(len(job.texts) * job.per_source for job in jobs)
-    with deferred_signals() as signals, _Progress(console, total, signals) as progress:
+    with deferred_signals() as signals, Progress("outputs", total, console, lines=False) as progress:
         for job in jobs:
             starts = range(0, len(job.texts), config.shard_size)
             for start in starts:
@@ -268,13 +268,24 @@ def _write_all(config: DistillConfig, jobs: list[Job], console: rich.console.Con
                 if job.path.exists() or shard.exists():
                     progress.skip(min(config.shard_size, len(job.texts) - start) * job.per_source)
                 else:
-                    lines = list(map(progress.advance, _lines(config, target, job, start)))
+                    lines = []
+                    for line in _lines(config, target, job, start):
+                        lines.append(line)
+                        progress.advance()
+                        _stop_if_asked(signals, progress)
                     write_atomically(shard, "".join(lines).encode())
                     progress.report()
+                    _stop_if_asked(signals, progress)
             if not job.path.exists():
                 write_atomically(job.path, b"".join(job.shard(start).read_bytes() for start in starts))
             for start in starts:
                 job.shard(start).unlink(missing_ok=True)
+
+
+def _stop_if_asked(signals: list[int], progress: Progress) -> None:
+    if signals:
+        progress.message("interrupted: files of outputs are kept; the same command goes on from there")
+        raise KeyboardInterrupt
 
 
 def _lines(config: DistillConfig, target: LanguageModel, job: Job, start: int) -> Iterator[str]:
@@ -289,55 +300,3 @@ def _lines(config: DistillConfig, target: LanguageModel, job: Job, start: int) -
     for text, output in zip(texts, outputs, strict=True):
         columns = (text, " ".join(output.text.split()), " ".join(map(str, output.tokens)))
         yield "" if 0 in output.tokens else "\t".join(columns) + "\n"
-
-
-class _Progress:
-    """Context manager: a bar with rate and time left on a terminal, a line for each file elsewhere."""
-
-    def __init__(self, console: rich.console.Console, total: int, signals: list[int]):
-        """Args: signals: once there is one in it, `advance` and `report` raise KeyboardInterrupt."""
-        self._console, self._total, self._signals, self._done, self._new = console, total, signals, 0, 0
-        columns = (
-            rich.progress.TextColumn("outputs"),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn("{task.fields[text]}"),
-        )
-        self._bar = rich.progress.Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=total, text="compiling")
-
-    def __enter__(self) -> "_Progress":
-        self._begin = time.monotonic()
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._bar.stop()
-
-    def skip(self, count: int) -> None:
-        """`count` outputs are there from an earlier run."""
-        self._done += count
-        self._bar.update(self._task, completed=self._done)
-
-    def advance(self, line: str) -> str:
-        """One output is there, `line`, which is returned."""
-        self._done, self._new = self._done + 1, self._new + 1
-        self._bar.update(self._task, completed=self._done, text=self._text())
-        self._stop_if_asked()
-        return line
-
-    def report(self) -> None:
-        """A file is written."""
-        if not self._console.is_terminal:
-            self._console.print(f"outputs {self._done}/{self._total}: {self._text()}", markup=False)
-        self._stop_if_asked()
-
-    def _stop_if_asked(self) -> None:
-        if self._signals:
-            self._console.print("interrupted: files of outputs are kept; the same command goes on from there")
-            raise KeyboardInterrupt
-
-    def _text(self) -> str:
-        speed = self._new / (time.monotonic() - self._begin)
-        left = int((self._total - self._done) / speed)
-        return f"{speed:,.1f} a second, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"

@@ -18,13 +18,13 @@ from specdec_jax.sampling import SamplingConfig
 from specdec_jax.speculative import DecodeState, Drafter
 from specdec_jax.stopping import cut, shown
 
-_FOREVER = np.int32(2**31 - 1)
+FOREVER = np.int32(2**31 - 1)
 # Iterations between two looks for stop strings.
-_STOP_EVERY = 8
+STOP_EVERY = 8
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def advance(target, drafter, state: DecodeState, max_iterations) -> DecodeState:
+def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) -> DecodeState:
     """Runs iterations until every row is done, at most `max_iterations`: the one decode loop of the package.
 
     Args:
@@ -32,11 +32,13 @@ def advance(target, drafter, state: DecodeState, max_iterations) -> DecodeState:
       drafter: a `Drafter`, or None for plain decoding (γ = 0): `Request.drafter`.
       state: from `prepare` or an earlier `advance`; its buffers are reused (donated).
       max_iterations: traced, a few for streaming and progress bars; `np.int32`, since a Python int compiles anew.
+      max_done: traced, ends it as soon as so many rows are done, so that they can be filled again; None: all.
     """
+    most = len(state.done) if max_done is None else max_done
 
     def more(carry):
         iteration, state = carry
-        return (iteration < max_iterations) & ~jnp.all(state.done)
+        return (iteration < max_iterations) & (jnp.sum(state.done.astype(jnp.int32)) < most)
 
     def body(carry):
         iteration, state = carry
@@ -156,7 +158,12 @@ def generate(
         max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
         max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
     )  # fmt: skip
-    every = 1 if request.deadline else _STOP_EVERY if request.stop else _FOREVER
+    return complete(target, state, request, begun)
+
+
+def complete(target, state: DecodeState, request: Request, begun: float) -> GenerationResult:
+    """Decodes a prepared batch to its end; `begun`: when its deadline began to count (`time.monotonic()`)."""
+    every = 1 if request.deadline else STOP_EVERY if request.stop else FOREVER
     for state in _advance_by(target, state, request, np.int32(every), begun):
         pass
     return finish(target, state, request)
@@ -167,18 +174,23 @@ def _advance_by(target, state: DecodeState, request: Request, every, begun: floa
     while True:
         state = advance(request.network, request.drafter, state, every)
         if request.stop:
-            lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
-            met = [
-                cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), request.stop) is not None
-                for row, start in enumerate(request.prefix_lengths)
-            ]
-            # Unlike jnp.asarray, device_put compiles nothing.
-            state = dataclasses.replace(state, done=jax.device_put(done | met, may_alias=False))
+            state = mark_stopped(target, state, request.prefix_lengths, request.stop)
         yield state
-        if every == _FOREVER or np.all(jax.device_get(state.done)):
+        if every == FOREVER or np.all(jax.device_get(state.done)):
             return
         if request.deadline and time.monotonic() - begun > request.deadline:
             return
+
+
+def mark_stopped(target, state: DecodeState, starts, stop: Sequence[str]) -> DecodeState:
+    """`state` whose rows are done that have met a stop string; `starts [B]`: start token and prefix of each."""
+    lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
+    met = [
+        cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
+        for row, start in enumerate(starts)
+    ]
+    # Unlike jnp.asarray, device_put compiles nothing.
+    return dataclasses.replace(state, done=jax.device_put(done | met, may_alias=False))
 
 
 class Piece(NamedTuple):
@@ -210,7 +222,7 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Itera
     begun = time.monotonic()
     if target.vocabulary is None:
         raise ValueError("stream: got a model without a vocabulary, expected one, since text is what it yields")
-    if not isinstance(every, int | np.integer) or not 1 <= every <= _FOREVER:
+    if not isinstance(every, int | np.integer) or not 1 <= every <= FOREVER:
         raise ValueError(f"every: got {every!r}, expected an integer of at least 1")
     state, request = prepare(target, inputs, **options)
     return _pieces(target, state, request, every, begun)
@@ -249,11 +261,32 @@ def _after(vocabulary, ids: list[int], count: int) -> str:
     return vocabulary.decode(ids)[len(vocabulary.decode(ids[:count])) :]
 
 
-def finish(target: LanguageModel, state: DecodeState, request: Request) -> GenerationResult:
+class Committed(NamedTuple):
+    """What rows have committed, on the host: the fields of `DecodeState` of the same names."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    done: np.ndarray
+    log_probs: np.ndarray
+    adjusted_log_probs: np.ndarray | None
+    counts: speculative.Counts
+    program: speculative.Program
+
+    @classmethod
+    def of(cls, state: DecodeState, rows=None) -> "Committed":
+        """That of all rows, or a copy of that of the given ones."""
+        names = [name for name in cls._fields if name != "program"]
+        values = jax.device_get({name: getattr(state, name) for name in names})
+        if rows is not None:
+            values = jax.tree.map(lambda leaf: leaf[rows], values)
+        return cls(**values, program=state.program)
+
+
+def finish(target: LanguageModel, state: DecodeState | Committed, request: Request) -> GenerationResult:
     """Trims and detokenises what has been committed so far."""
-    tokens, ends, done, log_probs, adjusted, counts = jax.device_get(
-        (state.tokens, state.lengths, state.done, state.log_probs, state.adjusted_log_probs, state.counts)
-    )
+    if isinstance(state, DecodeState):
+        state = Committed.of(state)
+    tokens, ends, done, log_probs, adjusted, counts, program = state
     columns, starts = np.arange(max(request.limits)), request.prefix_lengths
     committed = ends - starts
     # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
@@ -272,7 +305,7 @@ def finish(target: LanguageModel, state: DecodeState, request: Request) -> Gener
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
-    stats = _stats(counts, committed, token_by_token=state.program.verifier != "block" or state.program.mode.greedy)
+    stats = _stats(counts, committed, token_by_token=program.verifier != "block" or program.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
 
 

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,8 +23,11 @@ from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.formats import own
 from specdec_jax.gamma import POLICIES, Policy
-from specdec_jax.generate import GenerationResult, Stats, generate, stream
+from specdec_jax.generate import Stats, stream
+from specdec_jax.jobs import Output, decode_all, decode_stream, refills
+from specdec_jax.journal import Journal, digest
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.progress import Progress
 from specdec_jax.request import (
     MAX_GAMMA,
     UnsupportedCombination,
@@ -41,9 +45,6 @@ from specdec_jax.verification import FORCED, LOSSY, VERIFIERS
 NamedDrafter = (
     ModelDrafter | EarlyExitDrafter | HeadsDrafter | NGramDrafter | PromptLookupDrafter | AssistedNGramDrafter | RandomDrafter
 )  # fmt: skip
-
-# Sentences are sorted by length within a window of this many batches: outputs appear while later windows still run.
-_WINDOW = 64
 
 SENTENCES = (
     "Tom is learning German.",
@@ -309,8 +310,15 @@ class GenerateOptions(DecodingOptions):
     batch_size: int | None = option(None, "sentences decoded together (none: 8, with --stream 1)")
     num_samples: int = option(1, "outputs for every sentence, one after the other")
     stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
-    deadline: float | None = option(None, "seconds for each batch, after which its outputs are taken as they are")
+    deadline: float | None = option(
+        None, "seconds for each batch, after which its outputs are taken as they are; its rows are not refilled then"
+    )
     input_file: str | None = option(None, "UTF-8 text, one sentence a line, gzip or not; -: standard input")
+    output_file: str | None = option(
+        None,
+        "where outputs go instead of standard output; results are kept beside it (.partial) as they are finished, so that "
+        "the same command goes on after a kill",
+    )
     json: bool = option(False, "one JSON object a line: text, tokens, log-probabilities, why it ended, statistics")
     stream: bool = option(False, "print each output while it is decoded; with --json, one object for each piece")
 
@@ -321,6 +329,13 @@ class GenerateOptions(DecodingOptions):
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
         check_text("stop", check_stop(self.stop, self.deadline))
+        check_output(self.output_file, "output_file")
+        if self.output_file and self.stream:
+            raise UnsupportedCombination(
+                f"stream: got it with output_file={self.output_file!r}, expected one of the two"
+            )
+        if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
+            raise ValueError(f"output_file: got {self.output_file!r}, which is the input, expected another file")
         if self.stream and self.rows * self.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
@@ -401,64 +416,6 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
     return inputs
 
 
-class Output(NamedTuple):
-    """What one sentence gave: text, new token ids (EOS included), their log-probabilities under the target's own and under
-    the sampled law, why it ended, statistics."""
-
-    text: str
-    tokens: list[int]
-    log_probs: list[float]
-    adjusted_log_probs: list[float]
-    finish_reason: str
-    stats: Stats
-
-
-def decode_all(
-    target: LanguageModel,
-    inputs: Sequence[Sequence[int]],
-    *,
-    batch_size: int,
-    seed: int,
-    num_samples: int = 1,
-    first: int = 0,
-    **options,
-) -> Iterator[Output]:
-    """Outputs in the order of `inputs`, `num_samples` for each, decoded in batches of like length.
-
-    Args:
-      inputs: ids of every sentence, as from `encode`.
-      batch_size: rows of a batch; fewer only where there are fewer inputs, so that one shape compiles.
-      seed: input i draws from `fold_in(key(seed), first + i)`, so that its sample does not depend on its batch.
-      first: number of the first input, where `inputs` are a part of more.
-      options: as for `generate`.
-    """
-    if not inputs:
-        return
-    key, rows = jax.random.key(seed), min(batch_size, len(inputs))
-    for start in range(0, len(inputs), _WINDOW * rows):
-        window = range(start, min(start + _WINDOW * rows, len(inputs)))
-        order, waiting, outputs = sorted(window, key=lambda i: len(inputs[i])), list(window)[::-1], {}
-        for begin in range(0, len(order), rows):
-            chosen = order[begin : begin + rows]
-            filled = chosen + [chosen[-1]] * (rows - len(chosen))
-            batch = [inputs[i] for i in chosen] + [[]] * (rows - len(chosen))
-            keys = fold_keys(key, np.array(filled) + first)
-            result = generate(target, batch, key=keys, num_samples=num_samples, **options)
-            for row, i in enumerate(chosen):
-                outputs[i] = [_output(result, row * num_samples + sample) for sample in range(num_samples)]
-            while waiting and waiting[-1] in outputs:
-                yield from outputs.pop(waiting.pop())
-
-
-def _output(result: GenerationResult, row: int) -> Output:
-    assert result.texts is not None and result.stats.per_row is not None
-    length = result.lengths[row]
-    tokens, log_probs, adjusted = (
-        values[row, :length].tolist() for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
-    )
-    return Output(result.texts[row], tokens, log_probs, adjusted, result.finish_reasons[row], result.stats.per_row[row])
-
-
 def stats_record(stats: Stats) -> dict:
     """A `Stats` without its rows as JSON values."""
     values = stats._replace(per_row=None)._asdict()
@@ -477,14 +434,70 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
     if options.stream:
         _print_pieces(target, inputs, options, decoding)
         return
+    if options.output_file:
+        _write_file(target, inputs, options, decoding, sentences)
+        return
     outputs = decode_all(
         target, inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
     )
-    for output in track(outputs, len(inputs) * options.num_samples, "sentences", quiet=sys.stdout.isatty()):
-        if options.json:
-            print(_json({**output._asdict(), "stats": stats_record(output.stats)}))
-        else:
-            print(_one_line(output.text))
+    total, quiet = len(inputs) * options.num_samples, sys.stdout.isatty()
+    with Progress("sentences", total, lines=False, quiet=quiet) as progress:
+        for output in outputs:
+            print(_line(output, options.json))
+            progress.advance()
+
+
+def _line(output: Output, as_json: bool) -> str:
+    if as_json:
+        return _json({**output._asdict(), "stats": stats_record(output.stats)})
+    return _one_line(output.text)
+
+
+def _write_file(
+    target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any], sentences: Sequence[str]
+) -> None:
+    """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again."""
+    rows = min(options.rows, len(inputs))
+    settings = _deciding(options, target, decoding["drafter"], sentences)
+    with Journal(options.output_file, settings, len(inputs)) as journal, Progress("sentences", len(inputs)) as progress:
+        if journal.done:
+            progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
+            progress.skip(len(journal.done))
+        outputs = decode_stream(
+            target, inputs, batch_size=rows, refill=refills(rows, len(inputs), options.deadline), skip=journal.done,
+            key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding,
+        )  # fmt: skip
+        for number, found in outputs:
+            journal.add(number, [_line(output, options.json) for output in found])
+            progress.advance()
+        journal.finish()
+        progress.report()
+
+
+def _deciding(
+    options: GenerateOptions, target: LanguageModel, drafter: NamedDrafter | None, sentences: Sequence[str]
+) -> dict[str, Any]:
+    """What decides the lines of an output file: settings, models and sentences, by their contents."""
+    apart = ("target", "drafter", "shortlist", "vocabulary", "dtype", "input_file", "output_file", "stream")
+    settings = {
+        field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in apart
+    }
+    vocabulary = target.vocabulary.fingerprint().encode()
+    return settings | {
+        "dtype": target.config.dtype,
+        "target": digest([target.fingerprint.encode(), vocabulary]),
+        "drafter": None if drafter is None else _contents(drafter),
+        "sentences": digest(text.encode() for text in sentences),
+    }
+
+
+def _contents(drafter: NamedDrafter) -> str:
+    """Tells drafters apart by what they are made of: the fingerprint of a model, the arrays of others."""
+    model, listed = getattr(drafter, "model", None), getattr(drafter, "shortlist", None)
+    parts = [type(drafter).__name__, "" if isinstance(drafter, ModelDrafter) else drafter.name]
+    parts.append("" if model is None else model.fingerprint)
+    leaves = jax.tree.leaves(drafter if model is None else listed)
+    return digest([*(part.encode() for part in parts), *(np.asarray(leaf).tobytes() for leaf in leaves)])
 
 
 def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:
@@ -532,6 +545,11 @@ def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> I
     redirect: dict[str, Any] = dict(redirect_stdout=False, redirect_stderr=False)
     with rich.progress.Progress(console=console, transient=True, auto_refresh=False, **redirect) as bar:
         yield from bar.track(items, total=total, description=what)
+
+
+def same_file(path: str, other: str) -> bool:
+    """Whether both are there and the same file."""
+    return all(map(os.path.exists, (path, other))) and os.path.samefile(path, other)
 
 
 def check_output(path: str | None, name: str = "output") -> None:

@@ -15,7 +15,7 @@ from specdec_jax.drafters.lookup import NGramDrafter
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.models.base import LanguageModel, Network, padded_lengths
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.sampling import SamplingConfig, SamplingRows
 from specdec_jax.speculative import DecodeState, Drafter, Program
 from specdec_jax.verification import Settings
 
@@ -69,16 +69,103 @@ class Request:
     deadline: float | None
     empty: np.ndarray
 
+    def of(self, rows) -> "Request":
+        """That of some of the rows."""
+        per_row = {name: getattr(self, name)[rows] for name in ("prefix_lengths", "limits", "empty")}
+        return dataclasses.replace(self, **per_row)
 
-def prepare(
-    target, inputs, *, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="block", lenience=None,
-    typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
-    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
-) -> tuple[DecodeState, Request]:  # fmt: skip
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The arguments of `generate` for N inputs, checked and on the host; `start` prefills some or all of them.
+
+    Attributes:
+      network, drafter, eos_ids, stop, deadline: as in `Request`.
+      program: what is compiled.
+      samples: rows for each input.
+      slots: S of every state that is started.
+      tokens: `[N, L]` ids of the inputs, padded.
+      lengths: `[N]` how many of them count.
+      prefix: `[N, P]` start token and decoder prefix, padded.
+      prefix_lengths, limits, gammas: `[N]` int32. empty: `[N]` bool.
+      keys: `[N · samples]`, one for each row.
+      rows, settings, policy: per input; what rows share is in `shared`.
+      shared: the tables of `rows` over the vocabulary: bias and forced tokens.
+    """
+
+    network: Network
+    drafter: Drafter | None
+    eos_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    deadline: float | None
+    program: Program
+    samples: int
+    slots: int
+    tokens: np.ndarray
+    lengths: np.ndarray
+    prefix: np.ndarray
+    prefix_lengths: np.ndarray
+    limits: np.ndarray
+    gammas: np.ndarray
+    empty: np.ndarray
+    keys: jax.Array
+    rows: SamplingRows
+    settings: Settings | None
+    policy: Policy | None
+    shared: dict[str, np.ndarray | None]
+
+    def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
+        """Prefills the inputs at `places [I]` (None: all, in their order).
+
+        Args:
+          places: numbers of inputs; −1 makes rows that are done, to fill up a number of rows that is compiled.
+          width: to which the inputs are padded; None: the bucket of the longest of them.
+        """
+        return prefill(*self.arguments(places, width)), self.request(places)
+
+    def arguments(self, places=None, width: int | None = None) -> tuple:
+        """Those of `prefill`."""
+        lengths, empty, keys = self.lengths, self.empty, self.keys
+        take = lambda values: values
+        if places is not None:
+            places = np.asarray(places)
+            take, filler = lambda values: values[places], places < 0
+            lengths, empty = np.where(filler, 0, lengths[places]), empty[places] | filler
+            keys = _take(keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1))
+        repeat = lambda values: np.repeat(take(values), self.samples, axis=0)
+        per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
+        inputs = _pad(take(self.tokens), bucket(int(max(lengths))) if width is None else width)
+        ends = repeat(self.prefix_lengths + self.limits)
+        return (
+            self.network, self.drafter, self.program, self.slots, inputs, lengths, repeat(self.prefix),
+            repeat(self.prefix_lengths), keys, dataclasses.replace(per_row(self.rows), **self.shared),
+            per_row(self.settings), ends, _stop_ids(self.eos_ids, len(ends)), repeat(self.gammas),
+            np.repeat(empty, self.samples), per_row(self.policy),
+        )  # fmt: skip
+
+    def request(self, places=None) -> Request:
+        """What the host keeps of the rows of the inputs at `places [I]`."""
+        take = lambda values: np.repeat(values if places is None else values[places], self.samples)
+        return Request(
+            self.network, self.drafter, take(self.prefix_lengths), take(self.limits), self.eos_ids, self.stop,
+            self.deadline, take(self.empty),
+        )  # fmt: skip
+
+
+def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
     """Checks the arguments of `generate` and runs the prefill; for callers that drive `advance` themselves.
 
     With `num_samples` N everything has N·B rows, those of one input side by side.
     """
+    return plan(target, inputs, **options).start()
+
+
+def plan(
+    target, inputs, *, batch_size=None, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="block", lenience=None,
+    typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
+    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
+) -> Plan:  # fmt: skip
+    """Checks the arguments of `generate`. `batch_size`: inputs that are decoded together; None: all."""
     if target.config.encoder_dim is not None:
         raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
     if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
@@ -120,21 +207,15 @@ def prepare(
     drafter, varies = drafter if width else None, getattr(drafter, "varies", False)
     widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
     program = Program(width, sampling.mode, vocab_size, verifier, widths)
-    repeat = lambda values: np.repeat(values, samples, axis=0) if samples > 1 else values
-    per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
-    rows = dataclasses.replace(per_row(rows.replace(bias=None, forced=None)), bias=rows.bias, forced=rows.forced)
-    empty, ends = _empty(inputs, lengths), prefix_lengths + limits
-    network = target.network_for(batch * samples * (width + 1))
-    state = prefill(
-        network, drafter, program,
-        slots(int(max(ends)), width),
-        _pad(tokens, bucket(max(lengths))), lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
-        per_row(settings), repeat(ends), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
-        per_row(policy),
+    keys = _row_keys(key, batch, samples)
+    per_input = rows.replace(bias=None, forced=None)
+    return Plan(
+        network=target.network_for((batch if batch_size is None else batch_size) * samples * (width + 1)),
+        drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
+        slots=slots(int(max(prefix_lengths + limits)), width), tokens=tokens, lengths=lengths, prefix=prefix,
+        prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=_empty(inputs, lengths), keys=keys,
+        rows=per_input, settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip
-    return state, Request(
-        network, drafter, repeat(prefix_lengths), repeat(limits), eos_ids, stop, deadline, repeat(empty)
-    )
 
 
 def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta, forced_alpha=None) -> Settings | None:
@@ -354,6 +435,11 @@ def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
 def fold_keys(key, places):
     """The keys of the inputs at `places [N]` out of one key, as `generate` gives them."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+
+
+@jax.jit
+def _take(keys, rows):
+    return keys[rows]
 
 
 @jax.jit

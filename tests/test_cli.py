@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, demo, inference, traces
+from specdec_jax import benchmark, cli, demo, inference, jobs, traces
 from specdec_jax.data import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -179,9 +179,9 @@ def test_outputs_appear_window_by_window(pair, monkeypatch):
     drafter = sd.ModelDrafter(sd.load(pair / "drafter", dtype="float32"))
     options = dict(batch_size=2, seed=3, drafter=drafter, gamma=2, max_new_tokens=6)
     options["sampling"] = sd.SamplingConfig(temperature=1.0)
-    whole = list(inference.decode_all(target, inputs, **options))
-    monkeypatch.setattr(inference, "_WINDOW", 1)
-    windows = inference.decode_all(target, inputs, **options)
+    whole = list(jobs.decode_all(target, inputs, **options))
+    monkeypatch.setattr(jobs, "_WINDOW", 1)
+    windows = jobs.decode_all(target, inputs, **options)
     assert [output.tokens for output in windows] == [output.tokens for output in whole]
 
 
@@ -306,6 +306,9 @@ BAD = {
     "missing file": (["generate", "PAIR", "--input_file=no.txt"], "input_file: got 'no.txt', which is no file"),
     "empty file": (["generate", "PAIR", "--input_file=EMPTY"], "got no lines from"),
     "not UTF-8": (["generate", "PAIR", "--input_file=LATIN1"], "line 2: got bytes that are not UTF-8"),
+    "output in no folder": (["generate", "PAIR", "--output_file=no/such/file", "hello"], "output_file: got 'no/such/file', expected"),
+    "output over the input": (["generate", "PAIR", "--input_file=LATIN1", "--output_file=LATIN1"], "which is the input, expected"),
+    "output file and stream": (["generate", "PAIR", "--output_file=LATIN1", "--stream", "hello"], "stream: got it with output_file="),
     "two sources": (["generate", "PAIR", "--input_file=LATIN1", "hello"], "expected one of the two"),
     "too long": (["generate", "PAIR", "--max_input_length=5", "hello " * 9], "sentence 1: got"),
     "too long for the benchmark": (["benchmark", "PAIR", "--max_input_length=5"], "sentence 1: got"),
@@ -364,7 +367,7 @@ def test_debug_shows_the_traceback(generate):
 
 
 def test_interrupt(generate, monkeypatch):
-    monkeypatch.setattr(inference, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(inference, "decode_all", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert generate("hello") == (130, "", "specdec: interrupted\n")
 
 

@@ -10,7 +10,7 @@ import test_cli
 from absl.flags import FLAGS
 
 import specdec_jax as sd
-from specdec_jax import benchmark, inference
+from specdec_jax import benchmark, inference, jobs
 from specdec_jax.generate import Piece
 
 pair, cache, specdec, compilations = test_cli.pair, test_cli.cache, test_cli.specdec, test_cli.compilations
@@ -312,26 +312,27 @@ def test_ids_outside_the_vocabulary(specdec, compilations, flag):
 
 
 def test_no_inputs_give_no_outputs():
-    assert list(inference.decode_all(None, [], batch_size=8, seed=0)) == []
+    assert list(jobs.decode_all(None, [], batch_size=8, seed=0)) == []
 
 
 def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
-    batches = []
+    finished = []
 
-    def generate(target, inputs, **_):
-        batches.append(inputs)
-        return [len(ids) for ids in inputs]
+    def decode_stream(target, inputs, **options):
+        assert options["refill"] and options["batch_size"] == 2
+        for number in (1, 3, 0, 2, 4):
+            finished.append(number)
+            yield number, (inputs[number],)
 
-    monkeypatch.setattr(inference, "generate", generate)
-    monkeypatch.setattr(inference, "_output", lambda result, row: (len(batches), result[row]))
-    inputs = [[1], [1] * 4, [1] * 2, [1] * 3, [1] * 5]
-    # (batches decoded when the output came, which input it is of)
-    outputs = list(inference.decode_all(None, inputs, batch_size=2, seed=0))
-    assert [length for _, length in outputs] == list(map(len, inputs))
-    seen = []
-    for _ in inference.decode_all(None, inputs, batch_size=2, seed=0):
-        seen.append(len(batches) - 3)
-    assert seen == [1, 2, 2, 2, 3]
+    monkeypatch.setattr(jobs, "decode_stream", decode_stream)
+    # (the output, finished inputs when it came)
+    outputs = [(output, len(finished)) for output in jobs.decode_all(None, list("abcde"), batch_size=2, seed=0)]
+    assert outputs == [("a", 3), ("b", 3), ("c", 4), ("d", 4), ("e", 5)]
+
+
+def test_rows_are_refilled_where_there_are_rows_to_refill():
+    assert jobs.refills(2, 3, None)
+    assert not jobs.refills(1, 3, None) and not jobs.refills(3, 3, None) and not jobs.refills(2, 3, 5.0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
 
-from specdec_jax import checkpoints, cli, data, distill, inference, losses, runs, train
+from specdec_jax import checkpoints, cli, data, distill, inference, jobs, losses, runs, train
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.sampling import SamplingConfig
@@ -318,7 +318,7 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
         [sources("more.tsv")[i * 20 // 12] for i in range(12)],
     )
     ids = [target.vocabulary.encode(text) + [1] for text in chosen]
-    decoded = inference.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
+    decoded = jobs.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
     kept = [(text, output.tokens) for text, output in zip(chosen, decoded) if 0 not in output.tokens]
     assert kept and [(text, list(map(int, ids.split()))) for text, _, ids in rows("validation-2-greedy")] == kept
     sampled = rows("train-sampled")
@@ -333,7 +333,7 @@ def test_a_sample_depends_on_the_number_of_its_input_alone(models):
     ids = [target.vocabulary.encode(text) + [1] for text in ("bara", "ceni mu", "gute", "hal bara ni", "kinso")]
     draw = lambda inputs, first: [
         output.tokens
-        for output in inference.decode_all(
+        for output in jobs.decode_all(
             target, inputs, batch_size=4, seed=3, first=first, num_samples=2, max_new_tokens=8,
             sampling=SamplingConfig(temperature=1.0),
         )

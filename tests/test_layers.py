@@ -34,8 +34,8 @@ LAYERS = [
         *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
         *("drafters.exit", "drafters.cascade", "drafters.heads"),
     },
-    {"request", "generate"},
-    {"checkpoints", "data", "losses", "runs", "train", "train_heads"},
+    {"request", "generate", "jobs"},
+    {"checkpoints", "data", "journal", "losses", "progress", "runs", "train", "train_heads"},
     {"interop", "interop.decoding", "interop.t5x"},
     {
         *("measure", "records", "inference", "against", "benchmark", "demo", "counting", "converting", "distill"),

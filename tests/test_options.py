@@ -33,7 +33,7 @@ from toy_options import (
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance, generate, stream, trace
 from specdec_jax.inference import GenerateOptions
-from specdec_jax.request import UnsupportedCombination, prefill, prepare
+from specdec_jax.request import UnsupportedCombination, plan, prefill
 from specdec_jax.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -139,7 +139,7 @@ def test_every_option_has_an_effect(name):
 def test_every_option_is_in_one_of_the_tables():
     parameters = set(inspect.signature(generate).parameters) - {"target", "inputs"}
     assert parameters == {*CHANGES, *REFUSING}
-    assert parameters == set(inspect.signature(prepare).parameters) - {"target", "inputs"}
+    assert parameters == set(inspect.signature(plan).parameters) - {"target", "inputs", "batch_size"}
     fields = {field.name for field in dataclasses.fields(SamplingConfig)}
     assert fields == {*FILTERS, *(name for options in PROCESSORS.values() for name in options)}
 

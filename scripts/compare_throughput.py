@@ -1,0 +1,96 @@
+"""Whole files: sentences a second with finished rows refilled, and in batches of like length, timed in turn.
+
+    python scripts/compare_throughput.py --target=ende/target --drafter=ende/drafter --input_file=ende/test.tsv.gz \
+        --batch_size=8 --limit=2000 --output=throughput.json
+
+Both decode the same sentences with the same keys, all of them sorted by length; tokenisation, encoders and texts are inside the
+time, compilation is not: a pass of each comes before. The ratio is that of the two times of one pass, its median and spread
+over the passes. Every output is compared: at temperature 0 both must give the same ids, but for near-ties, which are
+counted and told; above it each row's draws are its own, and the same holds.
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from specdec_jax import measure, records
+from specdec_jax.inference import GenerateOptions, check_output, encode, read_sentences
+from specdec_jax.jobs import Output, decode_stream
+from specdec_jax.measure import Spread
+from specdec_jax.progress import Progress
+
+_TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
+_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "What drafts, as for `specdec generate`; empty: nothing.")
+_GAMMA = flags.DEFINE_integer("gamma", 4, "Tokens drafted per target call.")
+_POLICY = flags.DEFINE_string("gamma_policy", "fixed", "As for `specdec generate`.")
+_FILE = flags.DEFINE_string(
+    "input_file", None, "A sentence a line, or a TSV file, whose first column counts.", required=True
+)
+_BATCH = flags.DEFINE_integer("batch_size", 8, "Sentences decoded together.", lower_bound=2)
+_LIMIT = flags.DEFINE_integer("limit", 0, "Only the first lines; 0: all.", lower_bound=0)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "Limit for new tokens.")
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences, of each way.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
+
+_WAYS = {"batches": False, "refilled": True}  # refill
+
+
+def main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"got {argv[1]!r}, expected flags only")
+    check_output(_OUTPUT.value)
+    options = GenerateOptions(
+        target=_TARGET.value, drafter=_DRAFTER.value or None, gamma=_GAMMA.value, gamma_policy=_POLICY.value,
+        temperature=_TEMPERATURE.value, max_new_tokens=_NEW.value, batch_size=_BATCH.value,
+    )  # fmt: skip
+    options.check()
+    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
+    target, drafter = options.load()
+    how = options.decoding(plain=not options.drafts) | dict(
+        drafter=drafter, gamma=options.gamma_of(options.gamma), key=jax.random.key(options.seed)
+    )
+    outputs: dict[str, list[Output]] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in _WAYS}
+
+    def one_pass(name: str, what: str) -> float:
+        begin, found = time.perf_counter(), {}
+        inputs = encode(target, sentences, options.max_input_length)
+        with Progress(what, len(sentences), lines=False) as progress:
+            for place, (output,) in decode_stream(target, inputs, batch_size=options.rows, refill=_WAYS[name], **how):
+                found[place] = output
+                progress.advance()
+        outputs[name] = [found[place] for place in range(len(sentences))]
+        return time.perf_counter() - begin
+
+    for name in _WAYS:
+        one_pass(name, f"{name}, compiling")
+    for turn in range(_REPEATS.value):
+        for name in measure.rotated(_WAYS, turn):
+            seconds[name].append(one_pass(name, f"{name}, pass {turn + 1} of {_REPEATS.value}"))
+    differ = sum(a.tokens != b.tokens for a, b in zip(*outputs.values(), strict=True))
+    ratio = np.array(seconds["batches"]) / np.array(seconds["refilled"])
+    speed = {name: Spread.of(len(sentences) / np.array(times))._asdict() for name, times in seconds.items()}
+    record = {
+        "machine": records.machine(), "target": _TARGET.value, "drafter": _DRAFTER.value, "gamma": _GAMMA.value,
+        "gamma_policy": _POLICY.value, "temperature": _TEMPERATURE.value, "max_new_tokens": _NEW.value,
+        "input_file": _FILE.value, "sentences": len(sentences), "batch_size": _BATCH.value,
+        "tokens": sum(len(output.tokens) for output in outputs["refilled"]), "differ": differ, "seconds": seconds,
+        "sentences_per_second": speed, "ratio": Spread.of(ratio)._asdict(),
+    }  # fmt: skip
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for name, values in {**speed, "ratio": record["ratio"]}.items():
+        print(f"{name:<9} {values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
+              + " sentences a second" * (name in _WAYS))  # fmt: skip
+    print(f"{differ} of {len(sentences)} outputs differ")
+    sys.exit(1 if differ else 0)
+
+
+if __name__ == "__main__":
+    app.run(main)
