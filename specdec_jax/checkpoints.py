@@ -13,7 +13,7 @@ import numpy as np
 from specdec_jax.formats import huggingface, own, t5x
 from specdec_jax.formats.allocator import returning_freed_memory
 from specdec_jax.formats.leaves import Checkpoint, check, parameter_count, parameter_shapes, unflatten
-from specdec_jax.models.base import LanguageModel, check_ids
+from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
@@ -85,7 +85,7 @@ def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
     return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
 
 
-def load_shape(path) -> T5Config:
+def load_shape(path) -> ModelConfig:
     """A checkpoint's configuration; no parameter is read."""
     return _open(_resolve(path), None).config
 
@@ -117,7 +117,7 @@ def read_params(checkpoint: Checkpoint, dtype: str) -> dict:
     return unflatten(params)
 
 
-def required_bytes(config: T5Config, dtype: str) -> int:
+def required_bytes(config: ModelConfig, dtype: str) -> int:
     """Memory that loading takes: the parameters, and the largest twice more while the loop's layout is made of it."""
     largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
     return (parameter_count(config) + 2 * largest) * jnp.dtype(dtype).itemsize
@@ -169,7 +169,7 @@ def _cgroup_bytes() -> list[int]:
     return left
 
 
-def _check_memory(config: T5Config, dtype: str, path) -> None:
+def _check_memory(config: ModelConfig, dtype: str, path) -> None:
     required, available = required_bytes(config, dtype), available_bytes()
     if available is not None and required > available:
         raise ValueError(
@@ -227,18 +227,18 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")
 
 
-def _beside(step: pathlib.Path, config: T5Config) -> Vocabulary | None:
+def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
     places = [place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES]
     path = next((place for place in places if place.is_file()), None)
     return _read_vocabulary(path, config) if path else None
 
 
-def _read_vocabulary(path, config: T5Config) -> Vocabulary:
+def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) -> Vocabulary:
     path = pathlib.Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json")
     if path.suffix == ".json":
-        return TokenizerJsonVocabulary.load(path)
+        return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)
     # T5's 32,000 pieces lie below 32,128 logits, of which 100 are sentinels; mT5's file holds its sentinels itself.
     return SentencePieceVocabulary(pieces.model, 100) if config.vocab_size - pieces.size >= 100 else pieces
@@ -247,4 +247,4 @@ def _read_vocabulary(path, config: T5Config) -> Vocabulary:
 def _choose_vocabulary(given, checkpoint: Checkpoint) -> Vocabulary | None:
     if given is None or isinstance(given, Vocabulary):
         return given or checkpoint.vocabulary
-    return _read_vocabulary(given, checkpoint.config)
+    return _read_vocabulary(given, checkpoint.config, checkpoint.eos_ids or ())

@@ -23,7 +23,7 @@ from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.formats import own
 from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.generate import GenerationResult, Stats, generate, stream
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, decoder_only
 from specdec_jax.request import (
     MAX_GAMMA,
     UnsupportedCombination,
@@ -382,7 +382,7 @@ def _standard_input() -> list[str]:
 
 
 def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
-    """Ids of every sentence, EOS included; none for an empty one.
+    """Ids of every sentence, EOS included; none for an empty one. For a decoder-only model prompts, which get no EOS.
 
     Raises:
       ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens.
@@ -391,8 +391,11 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
         raise ValueError(
             f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
         )
-    end = list(target.vocabulary.eos_ids[:1])
-    inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
+    if decoder_only(target):
+        inputs = [target.vocabulary.encode(text) for text in sentences]
+    else:
+        end = list(target.vocabulary.eos_ids[:1])
+        inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
     for number, ids in enumerate(inputs, 1):
         if len(ids) > max_input_length:
             raise ValueError(
@@ -441,7 +444,7 @@ def decode_all(
         for begin in range(0, len(order), rows):
             chosen = order[begin : begin + rows]
             filled = chosen + [chosen[-1]] * (rows - len(chosen))
-            batch = [inputs[i] for i in chosen] + [[]] * (rows - len(chosen))
+            batch = [inputs[i] for i in chosen] + [None] * (rows - len(chosen))
             keys = fold_keys(key, np.array(filled) + first)
             result = generate(target, batch, key=keys, num_samples=num_samples, **options)
             for row, i in enumerate(chosen):

@@ -14,7 +14,7 @@ from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import NGramDrafter
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
-from specdec_jax.models.base import LanguageModel, Network, padded_lengths
+from specdec_jax.models.base import LanguageModel, Network, check_positions, decoder_only, given_lengths
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.speculative import DecodeState, Drafter, Program
 from specdec_jax.verification import Settings
@@ -52,7 +52,7 @@ class Request:
     Attributes:
       network: the target's, in the layout that is fastest for this batch; what `advance` takes.
       drafter: the drafter really used: None where γ = 0.
-      prefix_lengths: `[B]` start token and decoder prefix.
+      prefix_lengths: `[B]` start token and decoder prefix, or prompt.
       limits: `[B]` most new tokens of each row.
       eos_ids: ids that stop a row.
       stop: strings that stop a row.
@@ -81,7 +81,7 @@ def prepare(
     """
     if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
         inputs = list(inputs)  # read twice below
-    tokens, lengths = _as_ids(target, inputs, input_lengths, eos=True)
+    tokens, lengths = _as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
     batch = len(lengths)
     if batch == 0:
         raise ValueError("inputs: got 0 inputs, expected at least 1")
@@ -113,7 +113,20 @@ def prepare(
     stop = check_stop(stop, deadline)
     if stop and target.vocabulary is None:
         raise ValueError("stop: got strings for a model without a vocabulary, expected none")
-    prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
+    empty = _empty(target, inputs, lengths)
+    if decoder_only(target):
+        if decoder_prefix is not None:
+            raise UnsupportedCombination(
+                "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
+            )
+        prefix, prefix_lengths = _prompts(target, tokens, lengths)
+        for model in (target, *drafting_models(drafter)):
+            check_positions(model, int(max(prefix_lengths + limits)), "inputs" if model is target else "drafter")
+        # Not by the longest prompt: then what compiles would depend on more than its padded length.
+        longest, tokens, lengths = prefix.shape[1] + int(max(limits)), tokens[:, :0], np.zeros_like(lengths)
+    else:
+        prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
+        longest, tokens = int(max(prefix_lengths + limits)), _pad(tokens, bucket(max(lengths)))
 
     drafter, varies = drafter if width else None, getattr(drafter, "varies", False)
     widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
@@ -121,13 +134,12 @@ def prepare(
     repeat = lambda values: np.repeat(values, samples, axis=0) if samples > 1 else values
     per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
     rows = dataclasses.replace(per_row(rows.replace(bias=None, forced=None)), bias=rows.bias, forced=rows.forced)
-    empty, ends = _empty(inputs, lengths), prefix_lengths + limits
     network = target.network_for(batch * samples * (width + 1))
     state = prefill(
         network, drafter, program,
-        slots(int(max(ends)), width),
-        _pad(tokens, bucket(max(lengths))), lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
-        per_row(settings), repeat(ends), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
+        slots(longest, width),
+        tokens, lengths, repeat(prefix), repeat(prefix_lengths), _row_keys(key, batch, samples), rows,
+        per_row(settings), repeat(prefix_lengths + limits), _stop_ids(eos_ids, batch * samples), repeat(gammas), repeat(empty),
         per_row(policy),
     )  # fmt: skip
     return state, Request(
@@ -204,8 +216,15 @@ def check_stop(stop, deadline) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def drafting_models(drafter) -> list[LanguageModel]:
+    """The models that `drafter` is made of."""
+    own = [drafter.model] if getattr(drafter, "model", None) is not None else []
+    return own + [model for part in getattr(drafter, "parts", ()) for model in drafting_models(part)]
+
+
 def check_pair(target: LanguageModel, drafter) -> None:
-    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28), or an early exit of another model."""
+    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28), an early exit of another model, or a model
+    with an encoder for one without and the other way round."""
     for part in getattr(drafter, "parts", ()):
         check_pair(target, part)
     if isinstance(drafter, EarlyExitDrafter) and drafter.model is not target:
@@ -220,6 +239,10 @@ def check_pair(target: LanguageModel, drafter) -> None:
     model = getattr(drafter, "model", None)
     if model is None:
         return
+    if decoder_only(model) != decoder_only(target):
+        kinds = "a decoder-only model", "a model with an encoder"
+        got, expected = kinds if decoder_only(model) else kinds[::-1]
+        raise ValueError(f"drafter: got {got}, expected {expected}, like the target")
     ours, theirs = target.vocabulary, model.vocabulary
     if ours is not None and theirs is not None and ours is not theirs and ours.fingerprint() != theirs.fingerprint():
         raise ValueError(
@@ -261,14 +284,14 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
         raise ValueError(f"inputs: got the string {inputs!r}, expected a list of strings or of ids")
     if not hasattr(inputs, "shape"):
         inputs = list(inputs)
-        if inputs and all(isinstance(text, str) for text in inputs):
+        if any(isinstance(text, str) for text in inputs) and all(isinstance(text, str | None) for text in inputs):
             if target.vocabulary is None:
                 raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
             end = list(target.vocabulary.eos_ids[:1]) if eos else []
-            inputs = [target.vocabulary.encode(text) + end for text in inputs]
+            inputs = [None if text is None else target.vocabulary.encode(text) + end for text in inputs]
         if input_lengths is not None:
             raise ValueError("input_lengths: got them with a list of inputs, expected None (lists have lengths)")
-        rows = [_row_of_ids(number, row) for number, row in enumerate(inputs)]
+        rows = [_row_of_ids(number, () if row is None else row) for number, row in enumerate(inputs)]
         input_lengths = np.array([len(row) for row in rows], np.int32)
         array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
         for number, ids in enumerate(rows):
@@ -279,7 +302,7 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
             raise ValueError(
                 f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
             )
-        input_lengths = padded_lengths(array) if input_lengths is None else np.asarray(input_lengths, np.int32)
+        input_lengths = given_lengths(target, array) if input_lengths is None else np.asarray(input_lengths, np.int32)
         if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
             raise ValueError(
                 f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}"
@@ -300,11 +323,20 @@ def _row_of_ids(number: int, row) -> np.ndarray:
     return ids
 
 
-def _empty(inputs, lengths: np.ndarray) -> np.ndarray:
-    """Rows with nothing to decode: empty strings, or no ids at all."""
+def _empty(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray:
+    """Rows with nothing to decode: None, empty strings, or no ids at all (which a decoder-only model continues)."""
     if hasattr(inputs, "shape"):
-        return lengths == 0
-    return np.array([not (row.strip() if isinstance(row, str) else len(row)) for row in inputs])
+        return (lengths == 0) & (not decoder_only(target))
+    if decoder_only(target):
+        return np.array([row is None for row in inputs])
+    return np.array([not (row.strip() if isinstance(row, str) else row is not None and len(row)) for row in inputs])
+
+
+def _prompts(target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts `[B, P]`, padded to a few lengths, and their numbers of ids `[B]`; of an empty one the start token."""
+    tokens = _pad(tokens, bucket(int(max(lengths))))
+    tokens[:, 0] = np.where(lengths == 0, target.start_token, tokens[:, 0])
+    return tokens, np.maximum(lengths, 1)
 
 
 def _decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[np.ndarray, np.ndarray]:

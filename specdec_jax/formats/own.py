@@ -14,11 +14,13 @@ import numpy as np
 
 from specdec_jax.formats import tensorstore_arrays
 from specdec_jax.formats.leaves import Checkpoint, Leaf
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
 FORMAT, VERSION = "specdec_jax", 1
+_CONFIGS = {"t5": T5Config, "gpt": GPTConfig}
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
@@ -34,7 +36,8 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     """Opens a folder that `write_folder` wrote, without reading its parameters."""
     path, content = folder / "config.json", _read_record(folder)
     try:
-        config, eos_ids = T5Config(**content["model"]), tuple(content["eos_ids"])
+        shape = _CONFIGS[content.get("architecture", "t5")]  # the first models were all T5s, and do not say so
+        config, eos_ids = shape(**content["model"]), tuple(content["eos_ids"])
         start, vocabulary = content["start_token"], content["vocabulary"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: got no readable model configuration ({error}), expected this package's") from None
@@ -102,8 +105,9 @@ def write_folder(checkpoint: Checkpoint, params: dict, folder: pathlib.Path) -> 
     _check_free(folder, "model")
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
     model = dataclasses.asdict(checkpoint.config)
+    architecture = next(name for name, shape in _CONFIGS.items() if isinstance(checkpoint.config, shape))
     record = {
-        "format": FORMAT, "version": VERSION, "model": model, "start_token": checkpoint.start_token,
+        "format": FORMAT, "version": VERSION, "architecture": architecture, "model": model, "start_token": checkpoint.start_token,
         "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
     }  # fmt: skip
     beside = contents and not _same(folder.parent / entry["file"], contents)
