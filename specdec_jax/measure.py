@@ -349,7 +349,9 @@ def agreement(
     draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths)
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
-    before = (joined(padded, input_lengths, fed)[0], input_lengths + 1) if shapes else (fed, np.ones_like(input_lengths))
+    before = (
+        (joined(padded, input_lengths, fed)[0], input_lengths + 1) if shapes else (fed, np.ones_like(input_lengths))
+    )
     agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
     return Agreement(*jax.device_get(agreed))
 
