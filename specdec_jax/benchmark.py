@@ -26,7 +26,7 @@ from specdec_jax.inference import (
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import PRESETS, LanguageModel, check_positions, decoder_only
 from specdec_jax.passes import Arm, Batch
-from specdec_jax.request import UnsupportedCombination, check_pair, drafting_models
+from specdec_jax.request import UnsupportedCombination, drafting_models
 from specdec_jax.verification import FORCED, LOSSY
 
 
@@ -65,6 +65,12 @@ class BenchmarkOptions(DecodingOptions):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
+        if self.drafter_preset and type(PRESETS[self.drafter_preset]) is not type(PRESETS[self.preset]):
+            got, expected = (
+                f"drafter_preset: got {self.drafter_preset!r}",
+                f"a shape of the same family as {self.preset!r}",
+            )
+            raise ValueError(f"{got}, expected {expected}")
         if self.input_length is not None and not self.preset:
             raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
         if self.drafter and self.drafter_preset:
@@ -83,6 +89,9 @@ class BenchmarkOptions(DecodingOptions):
             raise ValueError(
                 f"input_length: got {self.preset_length}, expected at most max_input_length = {self.max_input_length}"
             )
+        for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
+            if preset:
+                check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
         check_output(self.output)
 
     def _check_forced(self) -> None:
@@ -143,7 +152,6 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | No
     drafter: NamedDrafter | None = None
     if options.drafter_preset:
         drafter = options.reduced(model(options.drafter_preset))
-        check_pair(target, drafter)
     else:
         options.refuse_reduction()
         drafter = WITHOUT_FILES[options.drafter](target) if options.drafter else None
@@ -174,7 +182,7 @@ def benchmark(
 
     speculative = options.gamma if drafter is not None and (options.forced_alpha or not options.preset) else ()
     for model in (target, *drafting_models(drafter)):  # before any step compiles
-        check_positions(model, max(len(ids) for batch in batches for ids in batch.ids) + options.max_new_tokens)
+        check_positions(model.config, max(len(ids) for batch in batches for ids in batch.ids) + options.max_new_tokens)
     arms = {"plain": arm(0)}
     for gamma in speculative:
         for alpha in options.forced_alpha or (None,):

@@ -121,7 +121,7 @@ def prepare(
             )
         prefix, prefix_lengths = _prompts(target, tokens, lengths)
         for model in (target, *drafting_models(drafter)):
-            check_positions(model, int(max(prefix_lengths + limits)), "inputs" if model is target else "drafter")
+            check_positions(model.config, int(max(prefix_lengths + limits)), "inputs" if model is target else "drafter")
         # Not by the longest prompt: then what compiles would depend on more than its padded length.
         longest, tokens, lengths = prefix.shape[1] + int(max(limits)), tokens[:, :0], np.zeros_like(lengths)
     else:

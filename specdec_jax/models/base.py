@@ -181,7 +181,7 @@ class LanguageModel:
         self._check_tokens("decoder_tokens", decoder_tokens)
         if not decoder_only(self):
             return _teacher_forced(self.network, inputs, input_lengths, decoder_tokens)
-        check_positions(self, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
+        check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
         return _continued(self.network, *joined(inputs, input_lengths, decoder_tokens))
 
     def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
@@ -219,12 +219,12 @@ def joined(inputs: np.ndarray, input_lengths: np.ndarray, tokens: np.ndarray) ->
     return sequences, places
 
 
-def check_positions(model, length: int, whose: str = "model") -> None:
+def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
     """Raises ValueError where a decoder-only model has fewer positions than `length`."""
-    if decoder_only(model) and length > model.config.num_positions:
+    if isinstance(config, GPTConfig) and length > config.num_positions:
         raise ValueError(
             f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "
-            f"num_positions = {model.config.num_positions}"
+            f"num_positions = {config.num_positions}"
         )
 
 
