@@ -120,7 +120,7 @@ def prepare(
                 "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
             )
         prefix, prefix_lengths = _prompts(target, tokens, lengths)
-        for model in (target, *drafting_models(drafter)):
+        for model in (target, *drafting_models(drafter if width else None)):
             check_positions(model.config, int(max(prefix_lengths + limits)), "inputs" if model is target else "drafter")
         # Not by the longest prompt: then what compiles would depend on more than its padded length.
         longest, tokens, lengths = prefix.shape[1] + int(max(limits)), tokens[:, :0], np.zeros_like(lengths)

@@ -85,9 +85,7 @@ class Network:
         return Network({"token_embedder": self.params["token_embedder"], "decoder": decoder}, self.module)
 
     def teacher_forced(self, inputs: jax.Array, input_lengths: jax.Array, decoder_tokens: jax.Array) -> jax.Array:
-        """Logits `[B, T, V]` float32 of whole sequences, without a cache; a decoder-only network takes no inputs."""
-        if isinstance(self.module, GPT):
-            return self.module.apply({"params": self.params}, decoder_tokens)
+        """Logits `[B, T, V]` float32 of whole sequences, without a cache."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         return self.module.apply({"params": self.params}, inputs, mask, decoder_tokens)
 
@@ -261,9 +259,8 @@ def _teacher_forced(network: Network, inputs, input_lengths, decoder_tokens):
 
 @jax.jit
 def _continued(network: Network, sequences, places):
-    """Logits at `places [B, T]` of `sequences [B, L]`."""
-    logits = network.teacher_forced(None, None, sequences)
-    return jnp.take_along_axis(logits, places[..., None], axis=1)
+    """Logits at `places [B, T]` of `sequences [B, L]`, for a decoder-only network."""
+    return network.module.apply({"params": network.params}, sequences, places)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype"))

@@ -196,6 +196,7 @@ class GPT(nn.Module):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
         return self.decoder.logits(states, self.token_embedder.embedding)
 
-    def __call__(self, tokens):
-        """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`."""
-        return self.head(self.decoder(self.token_embedder(tokens)))
+    def __call__(self, tokens, places=None):
+        """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at `places [B, N]` of them only."""
+        states = self.decoder(self.token_embedder(tokens))
+        return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))
