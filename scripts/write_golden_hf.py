@@ -1,8 +1,9 @@
-"""Writes tests/golden/hf_*: tiny T5-family models and a tokenizer, as transformers itself computes and saves them.
+"""Writes tests/golden/hf_*: tiny T5-family models, a GPT-2 and tokenizers, as transformers computes and saves them.
 
 Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself needs neither torch nor
-transformers. Run from the repository root: `python scripts/write_golden_hf.py [tests/golden]`. Every model is randomly
-initialised from a seed, so that nothing here derives from anybody's weights or texts.
+transformers. Run from the repository root: `python scripts/write_golden_hf.py [tests/golden [hf_gpt2 …]]`, with names for
+some of them only. Every model is randomly initialised from a seed, so that nothing here derives from anybody's weights or
+texts.
 
 Each model's `io.npz` holds, for B = 4 rows of which two are padded:
   inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
@@ -11,8 +12,13 @@ Each model's `io.npz` holds, for B = 4 rows of which two are padded:
     two largest logits at each (infinite after the EOS).
   greedy_alone [B, T]: the same, each row decoded by itself without padding.
   early_eos_id [], greedy_early [B, T]: the same batch with another EOS id, one that the decodes above contain.
+
+Of the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole sequences, whose first ids those
+are; `greedy` is a left-padded batch, as transformers wants it; `unconditional [T]` continues <|endoftext|> alone. What
+follows an EOS is −1.
 """
 
+import functools
 import json
 import pathlib
 import shutil
@@ -210,8 +216,128 @@ def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
     print(folder.name, len(tokenizer), sorted((p.name, p.stat().st_size) for p in folder.iterdir()))
 
 
+GPT_TEXTS = [
+    "The ferry stayed on the far bank.",
+    " a leading space,  two spaces,\ttab\n\nand lines\r\n",
+    "Sie zählte die Laternen; naïve café, 漢字 ☃ and 🦆🦆.",
+    "don't, we'll, it's 1,234.5 km!",
+    "",
+    "before<|endoftext|>after <|endoftext|>",
+]
+
+
+def gpt_tokenizer():
+    """A byte-level BPE of a few merges, whose last id is <|endoftext|>, as in GPT-2's."""
+    import tokenizers
+    import transformers
+
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(SENTENCES.strip().splitlines(), vocab_size=287, special_tokens=[], show_progress=False)
+    model = json.loads(bpe.to_str())["model"]
+    vocab = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
+    return transformers.GPT2Tokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]])
+
+
+def build_gpt(seed: int, size: int):
+    """A GPT-2 with random weights drawn from `seed`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        vocab_size=size, n_positions=40, n_embd=24, n_layer=2, n_head=3, bos_token_id=size - 1, eos_token_id=size - 1
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (
+                name.endswith("bias") or "ln_" in name
+            ):  # zeros and ones at initialisation: forgotten ones would go unnoticed
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif "wte" not in name:  # so that the decodes depend on positions and prompt
+                parameter.mul_(12.0)
+        model.transformer.ln_f.weight.mul_(50.0)
+    return model
+
+
+def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
+    """The arrays of io.npz."""
+    import torch
+
+    rng, size = np.random.default_rng(seed), model.config.vocab_size
+    lengths = np.array([LENGTH, 1, 7, 4], np.int32)
+    decoder_tokens = rng.integers(0, size - 1, (4, LENGTH))
+    decoder_tokens[:, 0] = [0, 5, 0, 0]
+    decoder_tokens[2, 3:7] = 0
+    inside = np.arange(LENGTH) < lengths[:, None]
+    inputs = np.where(inside, decoder_tokens, 0)
+
+    def decode(tokens, mask, eos) -> np.ndarray:
+        out = model.generate(
+            input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask), do_sample=False, max_new_tokens=TARGET,
+            eos_token_id=eos, pad_token_id=eos, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        new = out.sequences.numpy()[:, tokens.shape[1] :]
+        before = np.cumsum(new == eos, axis=1) - (new == eos)
+        top = np.sort(np.stack([score.numpy() for score in out.scores], axis=1), axis=-1)
+        margins.append((top[..., -1] - top[..., -2])[before == 0].min())
+        new = np.where(before == 0, new, -1)
+        return np.pad(new, ((0, 0), (0, TARGET - new.shape[1])), constant_values=-1).astype(np.int32)
+
+    margins: list[float] = []
+    left = np.stack([np.roll(row, LENGTH - length) for row, length in zip(inputs, lengths)])
+    mask = inside[:, ::-1].astype(np.int64)
+    with torch.no_grad():
+        tokens = decode(left, mask, size - 1)
+        early = int(max(tokens[0, 6], 0))
+        return {
+            "inputs": inputs.astype(np.int32), "input_lengths": lengths,
+            "decoder_tokens": decoder_tokens.astype(np.int32),
+            "logits": model(input_ids=torch.tensor(decoder_tokens)).logits.numpy(), "greedy": tokens,
+            "greedy_alone": np.concatenate(
+                [decode(inputs[i : i + 1, :n], mask[i : i + 1, LENGTH - n :], size - 1) for i, n in enumerate(lengths)]
+            ),
+            "early_eos_id": np.int32(early), "greedy_early": decode(left, mask, early),
+            "unconditional": decode(np.array([[size - 1]]), np.ones((1, 1), np.int64), size - 1)[0],
+            "greedy_margin": np.float32(min(margins)),
+        }  # fmt: skip
+
+
+def write_gpt(folder: pathlib.Path) -> None:
+    """A GPT-2 of the first seed whose decodes have clear margins and are not all one token, its tokenizer in both forms, and
+    the ids that this gives."""
+    import transformers
+
+    tokenizer = gpt_tokenizer()
+    for seed in range(100):
+        model = build_gpt(seed, len(tokenizer))
+        io = compute_gpt(model, seed)
+        varied = min(len(set(row.tolist())) for row in io["greedy"])
+        ended = (io["greedy_early"] < 0).any()
+        if io["greedy_margin"] > 0.01 and ended and varied >= 5 and np.array_equal(io["greedy"], io["greedy_alone"]):
+            break
+    else:
+        raise RuntimeError("hf_gpt2: no seed gave decodes with clear margins")
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    saved = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    assert np.array_equal(compute_gpt(saved, seed)["logits"], io["logits"]), (
+        "hf_gpt2: what was saved computes otherwise"
+    )
+    np.savez_compressed(folder / "io.npz", **io)
+    tokenizer.save_pretrained(folder)
+    files = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(files["vocab"], ensure_ascii=False), encoding="utf-8")
+    merges = "\n".join(["#version: 0.2", *map(" ".join, files["merges"])])
+    (folder / "merges.txt").write_text(merges + "\n", encoding="utf-8")
+    records = [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in GPT_TEXTS]
+    (folder / "ids.json").write_text(json.dumps(records, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print("hf_gpt2", "seed", seed, "margin", io["greedy_margin"], io["greedy"].tolist())
+
+
 if __name__ == "__main__":
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "tests/golden")
-    for model_name in MODELS:
-        write_model(model_name, root / model_name)
-    write_tokenizer(root / "hf_tokenizer")
+    writers = {model_name: functools.partial(write_model, model_name) for model_name in MODELS}
+    writers |= {"hf_tokenizer": write_tokenizer, "hf_gpt2": write_gpt}
+    for name in sys.argv[2:] or writers:
+        writers[name](root / name)

@@ -1,4 +1,4 @@
-"""Exact, fast decoding for T5-family models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
+"""Exact, fast decoding for T5-family and GPT-like models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
 from specdec_jax.checkpoints import bundled, convert, load, save
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
@@ -9,9 +9,10 @@ from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
 from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
 from specdec_jax.jobs import Output, decode_stream
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import PRESETS, LanguageModel
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
-from specdec_jax.models.t5 import PRESETS, T5Config
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.request import UnsupportedCombination, prepare
 from specdec_jax.sampling import SamplingConfig
 
@@ -24,6 +25,7 @@ __all__ = [
     "EarlyExitDrafter",
     "Entropy",
     "EntropyBound",
+    "GPTConfig",
     "GenerationResult",
     "HeadsConfig",
     "HeadsDrafter",

@@ -24,10 +24,9 @@ from specdec_jax.inference import (
     option,
 )
 from specdec_jax.measure import Spread
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.t5 import PRESETS
+from specdec_jax.models.base import PRESETS, LanguageModel, check_positions, decoder_only
 from specdec_jax.passes import Arm, Batch
-from specdec_jax.request import UnsupportedCombination, slots
+from specdec_jax.request import UnsupportedCombination, drafting_models
 from specdec_jax.verification import FORCED, LOSSY
 
 
@@ -70,6 +69,12 @@ class BenchmarkOptions(DecodingOptions):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
+        if self.drafter_preset and type(PRESETS[self.drafter_preset]) is not type(PRESETS[self.preset]):
+            got, expected = (
+                f"drafter_preset: got {self.drafter_preset!r}",
+                f"a shape of the same family as {self.preset!r}",
+            )
+            raise ValueError(f"{got}, expected {expected}")
         if self.input_length is not None and not self.preset:
             raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
         if self.drafter and self.drafter_preset:
@@ -89,6 +94,9 @@ class BenchmarkOptions(DecodingOptions):
             raise ValueError(
                 f"input_length: got {self.preset_length}, expected at most max_input_length = {self.max_input_length}"
             )
+        for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
+            if preset:
+                check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
         check_output(self.output)
 
     def _check_forced(self) -> None:
@@ -154,7 +162,7 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | No
         drafter = WITHOUT_FILES[options.drafter](target) if options.drafter else None
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
-    return target, drafter, passes.cut(ids, ids, options.batch_size, options.seed, [])
+    return target, drafter, passes.cut(ids, ids, options.batch_size, options.seed)
 
 
 def benchmark(
@@ -178,6 +186,8 @@ def benchmark(
         ), forced_alpha=forced_alpha)  # fmt: skip
 
     speculative = options.gamma if drafter is not None and (options.forced_alpha or not options.preset) else ()
+    for model in (target, *drafting_models(drafter)):  # before any step compiles
+        check_positions(model.config, max(len(ids) for batch in batches for ids in batch.ids) + options.max_new_tokens)
     arms = {"plain": arm(0)}
     for gamma in speculative:
         for alpha in options.forced_alpha or (None,):
@@ -208,7 +218,7 @@ def benchmark(
 def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str, Callable[[], object]]:
     """Single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    longest, room = lengths[-1], slots(1 + options.max_new_tokens, max(options.gamma))
+    longest, room = lengths[-1], measure.total_slots(target, lengths[-1], options.max_new_tokens, max(options.gamma))
     arms = measure.products_arms(target.network, rows)
     arms |= measure.step_arms(target, drafter, rows, lengths, room, options.gamma, options.gamma)
     for gamma in options.gamma if options.samples_preset else ():
@@ -300,6 +310,8 @@ def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[d
         for row in np.flatnonzero(np.any(ours.tokens != theirs.tokens, axis=1)):
             position = int(np.argmax(ours.tokens[row] != theirs.tokens[row]))
             prefix = [target.start_token, *theirs.tokens[row, :position].tolist()]
+            if decoder_only(target):
+                prefix = [*(batch.ids[row] or prefix[:1]), *prefix[1:]]
             how = measure.difference(target, batch.ids[row], prefix, arm.gamma + 1, len(batch.ids))
             found.append({
                 "input": batch.numbers[row], "position": position,

@@ -39,6 +39,11 @@ class KVCache:
     def slots(self) -> int:
         return self.key.shape[-2]
 
+    def repeated(self, copies: int) -> "KVCache":
+        """`copies` rows side by side for each row."""
+        repeat = lambda x: jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
+        return KVCache(key=repeat(self.key), value=repeat(self.value))
+
     def append(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> "KVCache":
         """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and clears the values past them.
 

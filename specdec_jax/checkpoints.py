@@ -23,7 +23,8 @@ from specdec_jax.formats.leaves import (
     parameter_shapes,
     unflatten,
 )
-from specdec_jax.models.base import LanguageModel, check_ids
+from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
@@ -102,7 +103,7 @@ def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
     return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
 
 
-def load_shape(path) -> T5Config:
+def load_shape(path) -> ModelConfig:
     """A checkpoint's configuration; no parameter is read."""
     return _open(_resolve(path), None).config
 
@@ -199,8 +200,9 @@ def _write(
     checkpoint: Checkpoint, target: pathlib.Path, format: str, dtype, step: int | None = None, track: Track = iter
 ) -> Written:
     """Writes a checkpoint whose special ids are known, and makes sure that the format says of it what it should."""
-    if checkpoint.config.encoder_dim is not None and format != "specdec":
-        raise ValueError(f"format: got {format!r} for a model that reads another's encoder output, expected 'specdec'")
+    if format != "specdec" and (checkpoint.config.encoder_dim is not None or isinstance(checkpoint.config, GPTConfig)):
+        kind = "a decoder-only model" if isinstance(checkpoint.config, GPTConfig) else "one without an encoder"
+        raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
     stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))
     dtype = ("bfloat16" if stored == ("bfloat16",) else "float32") if dtype is None else _check_dtype(dtype)
     checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, dtype=dtype))
@@ -230,7 +232,7 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
     def said(checkpoint: Checkpoint) -> dict:
         config, vocabulary = checkpoint.config, checkpoint.vocabulary
         shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        if config.scale_decoder_outputs is None:
+        if isinstance(config, T5Config) and config.scale_decoder_outputs is None:
             shape["scale_decoder_outputs"] = config.logits_via_embedding
         for name in ("dropout_rate", "dtype", "matmul_dtype"):  # of training, and of the parameters
             del shape[name]
@@ -254,7 +256,7 @@ def read_params(checkpoint: Checkpoint, dtype: str) -> dict:
     return unflatten(params)
 
 
-def required_bytes(config: T5Config, dtype: str) -> int:
+def required_bytes(config: ModelConfig, dtype: str) -> int:
     """Memory that loading takes: the parameters, and the largest twice more while the loop's layout is made of it."""
     largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
     return (parameter_count(config) + 2 * largest) * jnp.dtype(dtype).itemsize
@@ -306,7 +308,7 @@ def _cgroup_bytes() -> list[int]:
     return left
 
 
-def _check_memory(config: T5Config, dtype: str, path) -> None:
+def _check_memory(config: ModelConfig, dtype: str, path) -> None:
     required, available = required_bytes(config, dtype), available_bytes()
     if available is not None and required > available:
         raise ValueError(
@@ -352,6 +354,7 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     if step is not None:
         if own.is_folder(step, "t5x"):  # `save` wrote it
             described = own.open_description(step)
+            assert isinstance(described.config, T5Config)
             checkpoint = t5x.open_step(step, config or described.config)
             return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
         checkpoint = t5x.open_step(step, config)
@@ -368,18 +371,18 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")
 
 
-def _beside(step: pathlib.Path, config: T5Config) -> Vocabulary | None:
+def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
     places = [place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES]
     path = next((place for place in places if place.is_file()), None)
     return _read_vocabulary(path, config) if path else None
 
 
-def _read_vocabulary(path, config: T5Config) -> Vocabulary:
+def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) -> Vocabulary:
     path = pathlib.Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json")
     if path.suffix == ".json":
-        return TokenizerJsonVocabulary.load(path)
+        return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)
     # T5's 32,000 pieces lie below 32,128 logits, of which 100 are sentinels; mT5's file holds its sentinels itself.
     return SentencePieceVocabulary(pieces.model, 100) if config.vocab_size - pieces.size >= 100 else pieces
@@ -388,4 +391,4 @@ def _read_vocabulary(path, config: T5Config) -> Vocabulary:
 def _choose_vocabulary(given, checkpoint: Checkpoint) -> Vocabulary | None:
     if given is None or isinstance(given, Vocabulary):
         return given or checkpoint.vocabulary
-    return _read_vocabulary(given, checkpoint.config)
+    return _read_vocabulary(given, checkpoint.config, checkpoint.eos_ids or ())

@@ -278,7 +278,7 @@ def _use_compilation_cache(folder: str | None) -> None:
 
 
 def _overview() -> str:
-    lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family models.", ""]
+    lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family and GPT-like models.", ""]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
 

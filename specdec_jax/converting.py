@@ -5,6 +5,7 @@ import sys
 
 from specdec_jax import checkpoints
 from specdec_jax.inference import option, track
+from specdec_jax.models.t5 import T5Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ def run(options: ConvertOptions) -> None:
     config = None
     if options.gated_activation:
         shape = checkpoints.load_shape(options.source)
-        if len(shape.mlp_activations) == 1:
+        if not isinstance(shape, T5Config) or len(shape.mlp_activations) == 1:
             raise ValueError("gated_activation: got it for a checkpoint without gates, expected none")
         config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
     written = checkpoints.convert(

@@ -17,7 +17,7 @@ from specdec_jax import checkpoints, data, train
 from specdec_jax.inference import at_least, option
 from specdec_jax.jobs import decode_all
 from specdec_jax.losses import DIVERGENCES
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, t5_only
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.progress import Progress
 from specdec_jax.runs import deferred_signals, write_atomically
@@ -119,7 +119,7 @@ class DistillConfig:
 
     def shape(self, target: T5Config) -> T5Config:
         """The drafter's."""
-        network = checkpoints.load_shape(self.drafter) if self.drafter else target
+        network = t5_only("drafter", checkpoints.load_shape(self.drafter)) if self.drafter else target
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
         if shape and not shape["num_encoder_layers"]:
             shape["encoder_dim"] = target.emb_dim
@@ -175,8 +175,8 @@ def run(config: DistillConfig) -> dict:
     """
     config.check()
     assert config.target and config.output_dir
+    model = config.shape(t5_only("target", checkpoints.load_shape(config.target)))
     vocabulary = _vocabulary(config)
-    model = config.shape(checkpoints.load_shape(config.target))
     parts = {"train": _sources(config, config.paths("source_files"))}
     for number, path in enumerate(config.paths("validation_files"), 1):
         parts[f"validation-{number}"] = _sources(config, [path])

@@ -124,7 +124,9 @@ def generate(
     Args:
       target: the model whose law is sampled.
       inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
-        them 0 is padding). An empty string gives an empty output.
+        them 0 is padding). An empty string gives an empty output. For a decoder-only target they are prompts, which get no
+        EOS and in which 0 is an id like others; an empty one stands for the start token. None is an input with nothing to
+        decode.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       gamma: γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it (`gamma.py`), e.g.
         `Heuristic(maximum=8)`.
@@ -137,11 +139,12 @@ def generate(
       forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
       key: one key (request i gets `fold_in(key, i)`) or B keys; `jax.random.key(0)` if None.
-      num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input.
+      num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input, a prompt
+        is read once.
       input_lengths: `[B]`, with an array of inputs only.
       max_input_length: longer inputs are refused.
       decoder_prefix: like `inputs` (B of them), without start token or EOS: forced first decoder tokens. Not repeated
-        in the result; an EOS in it does not stop.
+        in the result; an EOS in it does not stop. None for a decoder-only target.
       eos_ids: ids that stop a row; the model's own if None.
       stop: strings that stop a row; neither they nor a token that reaches into one are part of the result.
       deadline: seconds, from the call on, after which the rows are returned as they are; looked at between iterations

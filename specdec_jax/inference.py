@@ -26,7 +26,7 @@ from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.generate import Stats, stream
 from specdec_jax.jobs import Output, decode_all, decode_stream, refills
 from specdec_jax.journal import Journal, digest
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, decoder_only
 from specdec_jax.progress import Progress
 from specdec_jax.request import (
     MAX_GAMMA,
@@ -397,7 +397,7 @@ def _standard_input() -> list[str]:
 
 
 def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
-    """Ids of every sentence, EOS included; none for an empty one.
+    """Ids of every sentence, EOS included; none for an empty one. For a decoder-only model prompts, which get no EOS.
 
     Raises:
       ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens.
@@ -406,8 +406,11 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
         raise ValueError(
             f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
         )
-    end = list(target.vocabulary.eos_ids[:1])
-    inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
+    if decoder_only(target):
+        inputs = [target.vocabulary.encode(text) for text in sentences]
+    else:
+        end = list(target.vocabulary.eos_ids[:1])
+        inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
     for number, ids in enumerate(inputs, 1):
         if len(ids) > max_input_length:
             raise ValueError(

@@ -125,7 +125,7 @@ def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Out
 
 def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
     """Batches of like length; one of which all are skipped is not decoded."""
-    order = np.argsort(job.lengths, kind="stable").tolist()
+    order = np.argsort(job.lengths + job.prefix_lengths, kind="stable").tolist()
     for begin in range(0, len(order), size):
         chosen, begun = order[begin : begin + size], time.monotonic()
         if skip.issuperset(chosen):

@@ -19,10 +19,11 @@ from specdec_jax.drafters.drawing import match_width
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import packing
-from specdec_jax.models.base import LanguageModel, Network
+from specdec_jax.models.base import LanguageModel, Network, decoder_only, joined
+from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.processors import Context
-from specdec_jax.request import Request, bucket, fold_keys, prepare
+from specdec_jax.request import Request, bucket, fold_keys, prepare, slots
 from specdec_jax.sampling import Law, SamplingConfig, SamplingMode, SamplingRows
 from specdec_jax.speculative import DecodeState, Draft, Drafter, Program
 
@@ -83,12 +84,22 @@ def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cach
 
 
 @functools.partial(jax.jit, static_argnames="slots")
-def _prefill(network: Network, inputs, lengths, *, slots: int):
-    """`Network.prefill`; one that attends to another's encoder output is given zeros."""
+def _prefill(network: Network, inputs, input_lengths, *, slots: int):
+    """The cache with which decoding begins; for a decoder-only network after all but the last id of its prompt.
+
+    A network that attends to another's encoder output is given zeros.
+    """
+    if isinstance(network.module, GPT):
+        return speculative.filled(network, inputs[:, :0], input_lengths * 0, inputs, slots)
     encoded = None
     if network.encoder_dim is not None:
         encoded = jnp.zeros((*inputs.shape, network.encoder_dim), network.module.config.dtype)
-    return network.prefill(inputs, lengths, slots, encoded=encoded)
+    return network.prefill(inputs, input_lengths, slots, encoded=encoded)
+
+
+def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, gamma: int) -> int:
+    """Slots that `generate` would take for inputs of this padded length."""
+    return slots((input_length if decoder_only(target) else 1) + max_new_tokens, gamma)
 
 
 def step_arm(network: Network, batch: int, input_length: int, slots: int, width: int) -> Callable[[], object]:
@@ -286,7 +297,8 @@ def iteration_state(
     inputs, lengths = _inputs(target.network, batch, input_length)
     options |= dict(input_lengths=lengths, max_input_length=input_length, eos_ids=())
     state, request = prepare(target, inputs, drafter=drafter, gamma=gamma, **options)
-    middle = jnp.full(batch, 1 + max(0, int(request.limits[0]) - gamma - 1) // 2, jnp.int32)
+    new = max(0, int(request.limits[0]) - gamma - 1) // 2
+    middle = jnp.full(batch, int(request.prefix_lengths[0]) + new, jnp.int32)
     state = iterated_steps(request.network, request.drafter, state.replace(lengths=middle), np.int32(1))
     return state, request
 
@@ -325,9 +337,14 @@ def agreement(
       tokens: `[B, T]` new tokens. lengths: `[B]`.
       config: what they were sampled with.
     """
-    width = bucket(max(1, int(max(lengths))))
+    width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
+    shapes = [model.config for model in (target, drafter) if isinstance(model.config, GPTConfig)]
+    if shapes:  # the last id of a prompt is what a start token is elsewhere
+        prompts = [list(ids) or [target.start_token] for ids in inputs]
+        first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
+        width = min(width, *(shape.num_positions - max(map(len, inputs)) for shape in shapes))
     tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(np.int32)
-    fed = np.concatenate([np.full((len(tokens), 1), target.start_token, np.int32), tokens[:, :-1]], axis=1)
+    fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
     input_lengths = np.array([len(ids) for ids in inputs], np.int32)
     padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
     for row, ids in enumerate(inputs):
@@ -339,14 +356,16 @@ def agreement(
     draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, encoder)
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
-    overlap, log_ratio = jax.device_get(_agreement(logits, draft_logits, fed, tokens, eos_ids, rows, mode=config.mode))
-    return Agreement(overlap, log_ratio)
+    before = (
+        (joined(padded, input_lengths, fed)[0], input_lengths + 1) if shapes else (fed, np.ones_like(input_lengths))
+    )
+    agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
+    return Agreement(*jax.device_get(agreed))
 
 
 @functools.partial(jax.jit, static_argnames="mode")
-def _agreement(logits, draft_logits, fed, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
-    ones = jnp.ones(len(fed), jnp.int32)
-    prefixes = Context(fed, ones, ones, eos_ids)
+def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
+    prefixes = Context(fed, starts, starts, eos_ids)
     law, draft_law = (
         sampling.standardize(values, prefixes, rows, mode)
         for values in (logits, match_width(draft_logits, logits.shape[-1]))
@@ -455,8 +474,8 @@ def difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1)
     """`Difference` at the token after `prefix`.
 
     Args:
-      inputs: ids of one encoder input.
-      prefix: decoder tokens, start token first.
+      inputs: ids of one encoder input; they do not matter for a decoder-only model.
+      prefix: decoder tokens, start token first; of a decoder-only model prompt and new tokens.
       width: positions of the wider call (γ + 1).
       batch: rows; the input is repeated, since kernels differ with the number of rows.
     """

@@ -13,7 +13,7 @@ from specdec_jax.acceptance import Acceptance
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.inference import DecodingOptions, at_least, check_gamma, check_output, option
 from specdec_jax.measure import Spread
-from specdec_jax.request import UnsupportedCombination, slots
+from specdec_jax.request import UnsupportedCombination
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,8 @@ def measured(target, drafter, batches: Sequence[passes.Batch], options: MeasureO
 def step_times(target, drafter, batches: Sequence[passes.Batch], options: MeasureOptions) -> dict[str, Spread]:
     """Seconds of single steps, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    gamma, room = options.gamma_max, slots(1 + options.max_new_tokens, options.gamma_max)
+    gamma = options.gamma_max
+    room = measure.total_slots(target, lengths[-1], options.max_new_tokens, gamma)
     arms = measure.step_arms(target, drafter, rows, lengths, room, options.timed_gammas, [gamma])
     if not isinstance(drafter, ModelDrafter):
         state = measure.iteration_state(target, drafter, rows, lengths[-1], gamma, **options.decoding())

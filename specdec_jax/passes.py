@@ -24,7 +24,7 @@ class Batch:
 
     Attributes:
       inputs: what `generate` is given: strings, or ids with a preset.
-      ids: their ids, EOS included.
+      ids: their ids, EOS included (but for a decoder-only target).
       numbers: places of the inputs before they were sorted, from 0; fillers repeat the last.
       keys: one random key per input, by its number.
     """
@@ -73,7 +73,7 @@ class Arm:
         return sum(getattr(result.stats, name) for result in self.results)
 
 
-def cut(inputs: list, ids: list, batch_size: int, seed: int, filler) -> list[Batch]:
+def cut(inputs: list, ids: list, batch_size: int, seed: int, filler=None) -> list[Batch]:
     """Sorts by length and cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
     size = min(batch_size, len(inputs))
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
@@ -95,7 +95,7 @@ def sentences_of(input_file: str | None, limit: int) -> list[str]:
 def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:
     """Sentences in batches; `options` of a command that has `batch_size`."""
     ids = encode(target, sentences, options.max_input_length)
-    return cut(list(sentences), ids, options.batch_size, options.seed, "")
+    return cut(list(sentences), ids, options.batch_size, options.seed)
 
 
 def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Sequence[Batch]) -> None:

@@ -18,9 +18,9 @@ class Context(NamedTuple):
     """The prefixes that T positions of logits follow: that of position t holds `lengths[b] + t` tokens.
 
     Attributes:
-      tokens: `[B, S]` int32: start token, decoder prefix, committed and drafted tokens.
+      tokens: `[B, S]` int32: start token and decoder prefix, or prompt; committed and drafted tokens.
       lengths: `[B]` int32, tokens before the first of the T positions.
-      starts: `[B]` int32, start token and decoder prefix: how many of them are not new.
+      starts: `[B]` int32, start token and decoder prefix, or prompt: how many of them are not new.
       eos_ids: `[B, E]` int32, padded with −1.
     """
 
@@ -37,7 +37,7 @@ class Context(NamedTuple):
 def penalize_repetition(logits: jax.Array, context: Context, penalty: jax.Array) -> jax.Array:
     """Divides the positive and multiplies the negative logits of ids in the prefix (CTRL, arXiv 1909.05858, section 4.1).
 
-    As in Hugging Face's, the prefix includes the start token. `logits [B, T, V]`, `penalty [B]`, 1 changes nothing.
+    As in Hugging Face's, the prefix includes the start token, or the prompt. `logits [B, T, V]`, `penalty [B]`, 1 changes nothing.
     """
     live = _live(context, logits.shape[1])
     ids = jnp.broadcast_to(context.tokens[:, None], live.shape)

@@ -14,7 +14,7 @@ from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import NGramDrafter
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
-from specdec_jax.models.base import LanguageModel, Network, padded_lengths
+from specdec_jax.models.base import LanguageModel, Network, check_positions, decoder_only, given_lengths
 from specdec_jax.sampling import SamplingConfig, SamplingRows
 from specdec_jax.speculative import DecodeState, Drafter, Program
 from specdec_jax.verification import Settings
@@ -52,7 +52,7 @@ class Request:
     Attributes:
       network: the target's, in the layout that is fastest for this batch; what `advance` takes.
       drafter: the drafter really used: None where γ = 0.
-      prefix_lengths: `[B]` start token and decoder prefix.
+      prefix_lengths: `[B]` start token and decoder prefix, or prompt.
       limits: `[B]` most new tokens of each row.
       eos_ids: ids that stop a row.
       stop: strings that stop a row.
@@ -84,6 +84,7 @@ class Plan:
       program: what is compiled.
       samples: rows for each input.
       slots: S of every state that is started.
+      prompted: the target is decoder-only: its inputs are in `prefix`, and L = 0.
       tokens: `[N, L]` ids of the inputs, padded.
       lengths: `[N]` how many of them count.
       prefix: `[N, P]` start token and decoder prefix, padded.
@@ -101,6 +102,7 @@ class Plan:
     program: Program
     samples: int
     slots: int
+    prompted: bool
     tokens: np.ndarray
     lengths: np.ndarray
     prefix: np.ndarray
@@ -134,7 +136,9 @@ class Plan:
             keys = _take(keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1))
         repeat = lambda values: np.repeat(take(values), self.samples, axis=0)
         per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
-        inputs = _pad(take(self.tokens), bucket(int(max(lengths))) if width is None else width)
+        inputs = take(self.tokens)
+        if not self.prompted:
+            inputs = _pad(inputs, bucket(int(max(lengths))) if width is None else width)
         ends = repeat(self.prefix_lengths + self.limits)
         return (
             self.network, self.drafter, self.program, self.slots, inputs, lengths, repeat(self.prefix),
@@ -170,7 +174,7 @@ def plan(
         raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
     if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
         inputs = list(inputs)  # read twice below
-    tokens, lengths = _as_ids(target, inputs, input_lengths, eos=True)
+    tokens, lengths = _as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
     batch = len(lengths)
     if batch == 0:
         raise ValueError("inputs: got 0 inputs, expected at least 1")
@@ -202,7 +206,20 @@ def plan(
     stop = check_stop(stop, deadline)
     if stop and target.vocabulary is None:
         raise ValueError("stop: got strings for a model without a vocabulary, expected none")
-    prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
+    empty = _empty(target, inputs, lengths)
+    if decoder_only(target):
+        if decoder_prefix is not None:
+            raise UnsupportedCombination(
+                "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
+            )
+        prefix, prefix_lengths = _prompts(target, tokens, lengths)
+        for model in (target, *drafting_models(drafter if width else None)):
+            check_positions(model.config, int(max(prefix_lengths + limits)), "inputs" if model is target else "drafter")
+        # Not by the longest prompt: then what compiles would depend on more than its padded length.
+        longest, tokens, lengths = prefix.shape[1] + int(max(limits)), tokens[:, :0], np.zeros_like(lengths)
+    else:
+        prefix, prefix_lengths = _decoder_tokens(target, decoder_prefix, batch)
+        longest = int(max(prefix_lengths + limits))
 
     drafter, varies = drafter if width else None, getattr(drafter, "varies", False)
     widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
@@ -212,8 +229,8 @@ def plan(
     return Plan(
         network=target.network_for((batch if batch_size is None else batch_size) * samples * (width + 1)),
         drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
-        slots=slots(int(max(prefix_lengths + limits)), width), tokens=tokens, lengths=lengths, prefix=prefix,
-        prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=_empty(inputs, lengths), keys=keys,
+        slots=slots(longest, width), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
+        prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=per_input, settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip
 
@@ -287,8 +304,15 @@ def check_stop(stop, deadline) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def drafting_models(drafter) -> list[LanguageModel]:
+    """The models that `drafter` is made of."""
+    own = [drafter.model] if getattr(drafter, "model", None) is not None else []
+    return own + [model for part in getattr(drafter, "parts", ()) for model in drafting_models(part)]
+
+
 def check_pair(target: LanguageModel, drafter) -> None:
-    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28), or an early exit of another model."""
+    """Refuses a drafter whose vocabulary is not the target's (PITFALLS row 28), an early exit of another model, or a model
+    with an encoder for one without and the other way round."""
     for part in getattr(drafter, "parts", ()):
         check_pair(target, part)
     if isinstance(drafter, EarlyExitDrafter) and drafter.model is not target:
@@ -303,6 +327,10 @@ def check_pair(target: LanguageModel, drafter) -> None:
     model = getattr(drafter, "model", None)
     if model is None:
         return
+    if decoder_only(model) != decoder_only(target):
+        kinds = "a decoder-only model", "a model with an encoder"
+        got, expected = kinds if decoder_only(model) else kinds[::-1]
+        raise ValueError(f"drafter: got {got}, expected {expected}, like the target")
     reads, width = model.config.encoder_dim, target.config.emb_dim
     if reads not in (None, width):
         raise ValueError(
@@ -354,14 +382,14 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
         raise ValueError(f"inputs: got the string {inputs!r}, expected a list of strings or of ids")
     if not hasattr(inputs, "shape"):
         inputs = list(inputs)
-        if inputs and all(isinstance(text, str) for text in inputs):
+        if any(isinstance(text, str) for text in inputs) and all(isinstance(text, str | None) for text in inputs):
             if target.vocabulary is None:
                 raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
             end = list(target.vocabulary.eos_ids[:1]) if eos else []
-            inputs = [target.vocabulary.encode(text) + end for text in inputs]
+            inputs = [None if text is None else target.vocabulary.encode(text) + end for text in inputs]
         if input_lengths is not None:
             raise ValueError("input_lengths: got them with a list of inputs, expected None (lists have lengths)")
-        rows = [_row_of_ids(number, row) for number, row in enumerate(inputs)]
+        rows = [_row_of_ids(number, () if row is None else row) for number, row in enumerate(inputs)]
         input_lengths = np.array([len(row) for row in rows], np.int32)
         array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
         for number, ids in enumerate(rows):
@@ -372,7 +400,7 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
             raise ValueError(
                 f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
             )
-        input_lengths = padded_lengths(array) if input_lengths is None else np.asarray(input_lengths, np.int32)
+        input_lengths = given_lengths(target, array) if input_lengths is None else np.asarray(input_lengths, np.int32)
         if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
             raise ValueError(
                 f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}"
@@ -393,11 +421,20 @@ def _row_of_ids(number: int, row) -> np.ndarray:
     return ids
 
 
-def _empty(inputs, lengths: np.ndarray) -> np.ndarray:
-    """Rows with nothing to decode: empty strings, or no ids at all."""
+def _empty(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray:
+    """Rows with nothing to decode: None, empty strings, or no ids at all (which a decoder-only model continues)."""
     if hasattr(inputs, "shape"):
-        return lengths == 0
-    return np.array([not (row.strip() if isinstance(row, str) else len(row)) for row in inputs])
+        return (lengths == 0) & (not decoder_only(target))
+    if decoder_only(target):
+        return np.array([row is None for row in inputs])
+    return np.array([not (row.strip() if isinstance(row, str) else row is not None and len(row)) for row in inputs])
+
+
+def _prompts(target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts `[B, P]`, padded to a few lengths, and their numbers of ids `[B]`; of an empty one the start token."""
+    tokens = _pad(tokens, bucket(int(max(lengths))))
+    tokens[:, 0] = np.where(lengths == 0, target.start_token, tokens[:, 0])
+    return tokens, np.maximum(lengths, 1)
 
 
 def _decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[np.ndarray, np.ndarray]:

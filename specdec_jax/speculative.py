@@ -78,10 +78,11 @@ class DecodeState:
     """What lives through the loop. B rows; S slots of tokens, G + 1 more than any row's limit.
 
     Attributes:
-      tokens: `[B, S]` int32: start token, decoder prefix, committed tokens; anything after a row's length.
+      tokens: `[B, S]` int32: start token and decoder prefix, or the prompt, then committed tokens; anything after a row's
+        length.
       lengths: `[B]` int32 committed tokens, start token and prefix included.
       done: `[B]` bool.
-      starts: `[B]` int32 start token and prefix: how many of the tokens are not new.
+      starts: `[B]` int32 start token and prefix, or prompt: how many of the tokens are not new.
       log_probs: `[B, S]` float32 under the target's own law (temperature 1, no filter), at the committed slots.
       adjusted_log_probs: the same under the law after processors and filters; None where it is 0 throughout (argmax).
       keys: `[B]` typed keys, one per request.
@@ -176,7 +177,10 @@ class Drafter(Protocol):
     """
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
-        """State for `inputs [I, L]` and decoder prefixes `tokens [B, P]` (start token first), B/I rows for each input."""
+        """State for `inputs [I, L]` and what the decoder begins with, `tokens [B, P]`, B/I rows for each input.
+
+        That is the start token and the decoder prefix. For a decoder-only target it is the prompt, and L = 0.
+        """
 
     def draft(self, draft_state: Any, state: DecodeState, num_wanted: jax.Array) -> tuple[Any, Draft]:
         """Drafts up to `num_wanted [B]` tokens after each row's committed ones."""
@@ -190,18 +194,17 @@ def prefill(
 
     Args:
       slots: S.
-      inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which lie side by side.
+      inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which lie side by side; L = 0
+        for a decoder-only target.
       input_lengths: `[I]`.
-      tokens: `[B, P]` start token and decoder prefix, padded. prefix_lengths: `[B]`, at least 1.
+      tokens: `[B, P]` start token and decoder prefix, or the prompt, padded. prefix_lengths: `[B]`, at least 1.
       keys, rows, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
     batch, prefix = tokens.shape
     shared = {}
     if getattr(drafter, "reads_encoder", False):
         shared = {"encoded": target.encode(inputs, input_lengths)}
-    cache = target.prefill(inputs, input_lengths, slots, batch // inputs.shape[0], **shared)
-    if prefix > 1:
-        _, cache = target.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
+    cache = filled(target, inputs, input_lengths, tokens, slots, **shared)
     draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
     zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
     return DecodeState(
@@ -213,6 +216,20 @@ def prefill(
         counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
         last_drafted=zeros, last_accepted=zeros, last_seen=empty_seen(policy, batch), program=program,
     )  # fmt: skip
+
+
+def filled(network: Network, inputs, input_lengths, tokens: jax.Array, slots: int, **encoded):
+    """The cache of `network` for B rows that have been fed all but the last of `tokens [B, P]`; args as for `prefill`.
+
+    `encoded` is that of `Network.prefill`, if it is given at all.
+    """
+    copies = len(tokens) // len(inputs)
+    if copies > 1 and not inputs.shape[1]:  # a prompt is read once, like an encoder's input, for all of its rows
+        return filled(network, inputs, input_lengths, tokens[::copies], slots).repeated(copies)
+    cache = network.prefill(inputs, input_lengths, slots, copies, **encoded)
+    if tokens.shape[1] > 1:
+        _, cache = network.decode(tokens[:, :-1], jnp.zeros(len(tokens), jnp.int32), cache)
+    return cache
 
 
 def empty_seen(policy: Policy | None, batch: int) -> Seen | None:

@@ -27,7 +27,7 @@ from specdec_jax.losses import (
     loss_fn,
     train_step,
 )
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, t5_only
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, write_atomically
 
@@ -277,7 +277,7 @@ class Run:
         if teacher is not None and config.model.encoder_dim is not None:
             record_target(pathlib.Path(config.output_dir, _ENCODER), "teacher", teacher, saved.newest.latest_step())
         if teacher is not None:
-            shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
+            shape = dataclasses.replace(t5_only("teacher", teacher.config), matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
                 self.objective, teacher=T5(computing(config, shape)), distill_weight=config.distill_weight,
                 divergence=config.divergence, distill_temperature=config.distill_temperature,
@@ -472,7 +472,8 @@ def _initial_params(config: TrainConfig) -> dict | None:
     if config.initialise_from is None:
         return None
     model = checkpoints.load(config.initialise_from, "float32")
-    _expect(_shape(model.config) == _shape(config.model), "initialise_from", model.config, f"the shape {config.model}")
+    given = t5_only("initialise_from", model.config)
+    _expect(_shape(given) == _shape(config.model), "initialise_from", given, f"the shape {config.model}")
     return model.params
 
 

@@ -18,7 +18,7 @@ import rich.console
 from specdec_jax import checkpoints, train
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.losses import Metrics, TrainState
-from specdec_jax.models.base import LanguageModel, Network
+from specdec_jax.models.base import LanguageModel, Network, t5_only
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.runs import Checkpoints
@@ -191,7 +191,8 @@ class HeadsRun(train.Run):
     assess = staticmethod(assess_heads)
 
     def __init__(self, settings: HeadsTrainConfig, target: LanguageModel, saved: Checkpoints):
-        config = settings.run(target.config)
+        self.shape = t5_only("target", target.config)
+        config = settings.run(self.shape)
         self.settings, self.config, self.saved, self.target = settings, config, saved, target
         network = train.computing(config, config.model)
         self.objective: Any = HeadsObjective(
@@ -201,13 +202,13 @@ class HeadsRun(train.Run):
         self.optimizer = make_optimizer(config)
         self.teacher_params = None if settings.trains_backbone else target.params
         if settings.trains_backbone:
-            backbone = train.make_optimizer(settings.run(target.config, learning_rate=settings.backbone_learning_rate))
+            backbone = train.make_optimizer(settings.run(self.shape, learning_rate=settings.backbone_learning_rate))
             self.optimizer = optax.partition({"heads": self.optimizer, "target": backbone}, _owners)
         self.read(target.vocabulary)
 
     def init(self, key) -> TrainState:
         original = self.target.params
-        kernel = head_kernel(self.target.config, original)
+        kernel = head_kernel(self.shape, original)
         params = {"heads": init_params(self.objective.heads.config, key, kernel)}
         if self.settings.trains_backbone:
             params["target"] = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), original)
@@ -233,7 +234,7 @@ class HeadsRun(train.Run):
                 eos_ids=target.eos_ids, name="target",
             )  # fmt: skip
             checkpoints.save(target, output / "target", dtype="bfloat16")
-        drafter = HeadsDrafter.of(target, self.settings.heads(target.config), params["heads"])
+        drafter = HeadsDrafter.of(target, self.settings.heads(self.shape), params["heads"])
         drafter.save(output / "heads", dtype="bfloat16")
         return [output / name for name in ("target", "heads") if self.settings.trains_backbone or name == "heads"]
 

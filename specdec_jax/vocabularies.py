@@ -176,6 +176,29 @@ class ByteVocabulary(Vocabulary):
         return f"<extra_id_{token - self._first_sentinel}>" if token < self.size else f"<{token}>"
 
 
+def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_prefix_space: bool = False) -> str:
+    """The contents of a `tokenizer.json` for GPT-2's `vocab.json` and `merges.txt`.
+
+    Args:
+      special_tokens: matched as a whole in a text; those that the vocabulary lacks get the ids after its own.
+      add_prefix_space: a text begins with a space.
+
+    Raises:
+      ValueError: files that cannot be read as such.
+    """
+    import tokenizers
+
+    try:
+        bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{vocab_file}: got no readable vocabulary with merges ({error}), expected GPT-2's") from None
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special_tokens))
+    return tokenizer.to_str()
+
+
 class TokenizerJsonVocabulary(Vocabulary):
     """Hugging Face's `tokenizer.json`, read by the `tokenizers` library."""
 

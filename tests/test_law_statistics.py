@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import scipy.stats
 import toy
-from toy_models import HashModel, tiny_t5
+from toy_models import HashModel, noisy_copy, tiny_t5
 
 from specdec_jax import sampling, verification
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance, generate, prepare
+from specdec_jax.models.base import LanguageModel, decoder_only
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.sampling import SamplingConfig
 
 V, POSITIONS, EOS, GAMMA = 16, 3, 5, 2
@@ -48,8 +50,9 @@ def test_the_sample_is_large_enough():
 def joint_law(model, config: SamplingConfig) -> np.ndarray:
     """`[V³]` probabilities of the first three ids (0 after an EOS), teacher-forced over all prefixes, in float64."""
     pairs = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, 2)
-    decoder = np.concatenate([np.full((len(pairs), 1), model.start_token), pairs], axis=1)
-    logits = np.asarray(model.logits(np.tile(INPUTS, (len(pairs), 1)), decoder, np.full(len(pairs), len(INPUTS))))
+    inputs, first = (INPUTS[:-1], INPUTS[-1]) if decoder_only(model) else (INPUTS, model.start_token)
+    decoder = np.concatenate([np.full((len(pairs), 1), first), pairs], axis=1)
+    logits = np.asarray(model.logits(np.tile(inputs, (len(pairs), 1)), decoder, np.full(len(pairs), len(inputs))))
     probs = toy.adjusted_probs(logits, config.temperature, config.top_k, config.top_p)
     first, second, third = probs[0, 0], probs[::V, 1], probs[:, 2].reshape(V, V, V)
     joint = first[:, None, None] * second[:, :, None] * third
@@ -87,8 +90,9 @@ def sample(target, drafter, config, draws: int, run=advance, **options):
             sampling=config, max_new_tokens=POSITIONS, eos_ids=[EOS], key=key, **options,
         )  # fmt: skip
         state = run(target.network, request.drafter, state, np.int32(99))
-        tokens, counted = jax.device_get((state.tokens[:, 1 : 1 + POSITIONS], state.counts))
-        live = np.arange(POSITIONS) < np.asarray(state.lengths)[:, None] - 1
+        first = int(request.prefix_lengths[0])
+        tokens, counted = jax.device_get((state.tokens[:, first : first + POSITIONS], state.counts))
+        live = np.arange(POSITIONS) < np.asarray(state.lengths)[:, None] - first
         tokens = np.where(live, tokens, 0)
         counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**POSITIONS)
         stats.append([counted.examined_by_position.sum(axis=0), counted.accepted_by_position.sum(axis=0)])
@@ -126,6 +130,16 @@ def test_t5_law(speculative_):
     if speculative_:
         assert 0.2 < accepted.sum() / examined.sum() < 0.9, "the test says little where all or nothing is accepted"
         assert g_test(counts, joint_law(draft, config)) < FALSE_ALARM, "and nothing if both laws were the same"
+
+
+def test_gpt_law():
+    """A decoder-only pair that continues its prompt."""
+    config = GPTConfig(V, 16, 2, 1, 32, num_positions=16)
+    target, draft = (noisy_copy(LanguageModel.random(config, seed), 1.0) for seed in (0, 1))
+    counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, DRAWS)
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert 0.2 < accepted.sum() / examined.sum() < 0.9
+    assert g_test(counts, joint_law(draft, SPREAD)) < FALSE_ALARM
 
 
 @pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])

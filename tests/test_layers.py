@@ -15,7 +15,7 @@ LAYERS = [
     {"processors", "sampling", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping"},
     {
         *("models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"),
-        "models.heads",
+        *("models.heads", "models.gpt"),
     },
     {
         *(

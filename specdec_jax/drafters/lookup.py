@@ -120,7 +120,8 @@ class Inputs(NamedTuple):
 
 @flax.struct.dataclass
 class PromptLookupDrafter:
-    """Copies what followed the last tokens of a row where they stood before: in its output or in the encoder's input.
+    """Copies what followed the last tokens of a row where they stood before: in its output (of a decoder-only target its
+    prompt too) or in the encoder's input.
 
     The longest ending of at most `max_match` ids that is found counts; of several places the latest in the output (start
     token and decoder prefix included), else the latest in the input: what is nearest is most like what is being written.
@@ -244,7 +245,8 @@ class Knowledge(NamedTuple):
 class AssistedNGramDrafter:
     """Drafts what most often followed the last n − 1 ids in all that the decode itself has shown.
 
-    Counted are: every id of the encoder's input and of the output, 1; and at every position that the target scored, those
+    Counted are: every id of the encoder's input and of the output (for a decoder-only target of prompt and output, the first
+    id as a context only), 1; and at every position that the target scored, those
     after refused ids too, its `top_k` most probable ids, with their probabilities. The longest context that occurs anywhere
     counts, from n − 1 ids down to none (then the heaviest single id); of equally heavy ids the smallest. (Context
     n-grams and the model's own top-k: The N-Grammys, Stewart et al. 2024, arXiv 2411.03786.)
@@ -297,7 +299,7 @@ class AssistedNGramDrafter:
                 _match_lengths(tokens, lengths, ending), _match_lengths(inputs.tokens, inputs.lengths, ending),
                 jnp.repeat(in_memory, self.top_k, axis=1),
             )  # fmt: skip
-            # The start token follows nothing.
+            # The start token, or the first id of a prompt, follows nothing.
             inside = (slots > 0) & (slots < lengths[:, None]), columns < inputs.lengths[:, None]
             counts = *(mask.astype(jnp.float32) for mask in inside), weights
             return _heaviest(*(jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))), carry

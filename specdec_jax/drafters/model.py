@@ -11,7 +11,7 @@ import numpy as np
 from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law, look, match_width
 from specdec_jax.models.base import LanguageModel, Network
 from specdec_jax.models.shortlist import Shortlist
-from specdec_jax.speculative import DecodeState, Draft, empty_seen
+from specdec_jax.speculative import DecodeState, Draft, empty_seen, filled
 
 
 @flax.struct.dataclass
@@ -95,9 +95,7 @@ class ModelDrafter:
     def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> ModelDraftState:
         batch, prefix = tokens.shape
         shared = {} if encoded is None else {"encoded": encoded}
-        cache = self.network.prefill(inputs, input_lengths, slots, batch // inputs.shape[0], **shared)
-        if prefix > 1:
-            _, cache = self.network.decode(tokens[:, :-1], jnp.zeros(batch, jnp.int32), cache)
+        cache = filled(self.network, inputs, input_lengths, tokens, slots, **shared)
         # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from specdec_jax.models.base import ModelConfig
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import Vocabulary
 
@@ -55,13 +57,13 @@ class Checkpoint:
 
     Attributes:
       config: shape of the network; its `dtype` does not matter.
-      leaves: parameters by their T5X name, `decoder/layers_0/mlp/wo/kernel`.
+      leaves: parameters by their name, T5X's, `decoder/layers_0/mlp/wo/kernel`.
       vocabulary: None where the checkpoint has none.
       start_token, eos_ids: None where the checkpoint does not say.
       encoder_fingerprint: of the model whose encoder output the network attends to, see `LanguageModel`.
     """
 
-    config: T5Config
+    config: ModelConfig
     leaves: dict[str, Leaf]
     vocabulary: Vocabulary | None = None
     start_token: int | None = None
@@ -70,11 +72,15 @@ class Checkpoint:
 
 
 @functools.lru_cache(maxsize=8)
-def parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the network, by its T5X name.
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the network, by its name (a T5's is T5X's).
 
     Written out, since tracing the initialisation of 24 + 24 layers takes seconds; a test compares the two.
     """
+    return _gpt_shapes(config) if isinstance(config, GPTConfig) else _t5_shapes(config)
+
+
+def _t5_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
     width, inner = config.emb_dim, config.num_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
     if not config.logits_via_embedding:
@@ -108,7 +114,27 @@ def parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def parameter_count(config: T5Config) -> int:
+def _gpt_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    width = config.emb_dim
+    norm = lambda name: {f"{name}/{part}": (width,) for part in ("scale", "bias")}
+    dense = lambda name, shape: {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
+    layer: dict[str, tuple[int, ...]] = {
+        **norm("pre_self_attention_layer_norm"), **norm("pre_mlp_layer_norm"),
+        **dense("causal_attention/qkv", (width, 3 * width)), **dense("causal_attention/out", (width, width)),
+        **dense("mlp/wi", (width, config.mlp_dim)), **dense("mlp/wo", (config.mlp_dim, width)),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embedder/embedding": (config.vocab_size, width),
+        "decoder/position_embedder/embedding": (config.num_positions, width),
+        **norm("decoder/decoder_norm"),
+    }
+    if not config.logits_via_embedding:
+        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
+    layers = range(config.num_decoder_layers)
+    return shapes | {f"decoder/layers_{i}/{name}": shape for i in layers for name, shape in layer.items()}
+
+
+def parameter_count(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
@@ -134,7 +160,8 @@ def unflatten(flat: dict) -> dict:
 
 def check(checkpoint: Checkpoint, path) -> None:
     """Raises ValueError where a parameter is missing, unexpected or of the wrong shape."""
-    check_shapes(checkpoint.leaves, parameter_shapes(checkpoint.config), path, "of a T5 of this configuration")
+    kind = "GPT" if isinstance(checkpoint.config, GPTConfig) else "T5"
+    check_shapes(checkpoint.leaves, parameter_shapes(checkpoint.config), path, f"of a {kind} of this configuration")
 
 
 def check_shapes(leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], path, whose: str) -> None:

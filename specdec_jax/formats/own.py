@@ -13,11 +13,13 @@ import numpy as np
 from specdec_jax.formats import tensorstore_arrays
 from specdec_jax.formats.folders import new_folder
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
 FORMAT, VERSION = "specdec_jax", 1
+_CONFIGS = {"t5": T5Config, "gpt": GPTConfig}
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
@@ -38,7 +40,8 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     """All that `write_description` wrote; no leaves."""
     path, content = folder / "config.json", _read_record(folder)
     try:
-        config, eos_ids = T5Config(**content["model"]), tuple(content["eos_ids"])
+        shape = _CONFIGS[content.get("architecture", "t5")]  # the first models were all T5s, and do not say so
+        config, eos_ids = shape(**content["model"]), tuple(content["eos_ids"])
         start, vocabulary = content["start_token"], content["vocabulary"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: got no readable model configuration ({error}), expected this package's") from None
@@ -105,8 +108,10 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
     """Writes config.json with everything but the parameters, and the vocabulary's file unless the folder above holds the same."""
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
+    architecture = next(name for name, shape in _CONFIGS.items() if isinstance(checkpoint.config, shape))
     record = {
-        **_head(kind), "model": dataclasses.asdict(checkpoint.config), "start_token": checkpoint.start_token,
+        **_head(kind), "architecture": architecture, "model": dataclasses.asdict(checkpoint.config),
+        "start_token": checkpoint.start_token,
         "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
     }  # fmt: skip
     if checkpoint.encoder_fingerprint is not None:

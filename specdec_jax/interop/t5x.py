@@ -198,6 +198,8 @@ def greedy(target: LanguageModel) -> Callable[[np.ndarray, int], np.ndarray]:
 
     `EncoderDecoderModel.predict_batch` with `decoding.temperature_sample` at temperature 0, on the same arrays.
     """
+    if not isinstance(target.config, T5Config):
+        raise ValueError(f"t5x: got a {type(target.config).__name__}, expected a T5")
     if len(target.eos_ids) > 1 or target.start_token != 0:
         got = f"EOS ids {target.eos_ids}, start token {target.start_token}"
         raise ValueError(f"t5x: got {got}, expected one EOS id and start token 0, as T5X decodes")

@@ -1,6 +1,5 @@
 """What the rest of the package sees of a model: `Network` inside jit, `LanguageModel` outside; linen stays hidden."""
 
-import dataclasses
 import functools
 import hashlib
 
@@ -10,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.models import packing
+from specdec_jax.models.gpt import GPT, GPT_PRESETS, GPTCache, GPTConfig
+from specdec_jax.models.t5 import PRESETS as T5_PRESETS
 from specdec_jax.models.t5 import T5, DecoderCache, T5Config
+
+ModelConfig = T5Config | GPTConfig
+PRESETS: dict[str, ModelConfig] = {**T5_PRESETS, **GPT_PRESETS}
 
 
 @flax.struct.dataclass
@@ -23,7 +27,7 @@ class Network:
     """
 
     params: dict
-    module: T5 = flax.struct.field(pytree_node=False)
+    module: T5 | GPT = flax.struct.field(pytree_node=False)
 
     @property
     def vocab_size(self) -> int:
@@ -42,26 +46,29 @@ class Network:
 
     def prefill(
         self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1, encoded: jax.Array | None = None
-    ) -> DecoderCache:
+    ) -> DecoderCache | GPTCache:
         """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
 
         Args:
-          inputs: `[B, L]` int32; ids at or past a row's length do not matter.
+          inputs: `[B, L]` int32; ids at or past a row's length do not matter. `[B, 0]` for a decoder-only network, whose
+            prompt is what its decoder begins with (`speculative.filled`).
           input_lengths: `[B]`.
           slots: S, positions that the self-attention caches hold.
           encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other model's; None runs the encoder.
         """
+        if isinstance(self.module, GPT):
+            return self.module.empty_cache(len(inputs) * copies, slots)
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         return self.module.apply({"params": self.params}, inputs, mask, slots, copies, encoded, method="prefill")
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache: DecoderCache):
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache):
         """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
 
         Returns: logits `[B, T, V]` float32 of the next token at each position, and the new cache.
         """
         return self.module.apply({"params": self.params}, tokens, positions, cache, method="decode")
 
-    def decode_states(self, tokens: jax.Array, positions: jax.Array, cache: DecoderCache, layers: int | None = None):
+    def decode_states(self, tokens: jax.Array, positions: jax.Array, cache, layers: int | None = None):
         """As `decode`, without the head: states `[B, T, D]` after `layers` layers (None: all) and the last norm."""
         apply = self.module.apply
         return apply({"params": self.params}, tokens, positions, cache, layers, method="decode_states")
@@ -73,13 +80,9 @@ class Network:
     def shortlisted(self, ids: np.ndarray) -> "Network":
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
         config = self.module.config
-        tied, scale = config.logits_via_embedding, config.scale_decoder_outputs
         panel = packing.layout_for(jax.default_backend(), config.dtype).panel
-        params = packing.with_head(self.params, np.asarray(ids), tied, panel)
-        own = dataclasses.replace(
-            config, logits_via_embedding=False, scale_decoder_outputs=tied if scale is None else scale
-        )
-        return Network(params, T5(own, fused=True))
+        params = packing.with_head(self.params, np.asarray(ids), config.logits_via_embedding, panel)
+        return Network(params, _module(config.with_own_head(), fused=True))
 
     def in_int8(self) -> "Network":
         """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
@@ -105,7 +108,7 @@ class LanguageModel:
       config: shape of the network.
       params: nested dict of arrays, named as in T5X; made from the loop's layout when asked for.
       vocabulary: maps text to ids, or None (then inputs and outputs are ids).
-      start_token: id that every decoder sequence starts with.
+      start_token: id that every decoder sequence starts with; of a decoder-only model, those without a prompt.
       eos_ids: ids that end a sequence.
       name: for messages and records.
       encoder_fingerprint: of the model whose encoder output this one was trained on, where it has no encoder; None: unknown.
@@ -113,7 +116,7 @@ class LanguageModel:
     """
 
     def __init__(
-        self, config: T5Config, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False,
+        self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False,
         encoder_fingerprint: str | None = None,
     ):  # fmt: skip
         """Args as the attributes; with `donate_params` the nested dicts of `params` are emptied while the weights are
@@ -124,13 +127,13 @@ class LanguageModel:
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
         panel = packing.layout_for(jax.default_backend(), config.dtype).panel
-        self.network = Network(packing.pack(params, panel), T5(config, fused=True))
+        self.network = Network(packing.pack(params, panel), _module(config, fused=True))
         self._for_several: Network | None = None
 
     @classmethod
-    def random(cls, config: T5Config, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
+    def random(cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
         """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
-        params = _random_params(jax.random.key(seed), module=T5(config), dtype=config.dtype)
+        params = _random_params(jax.random.key(seed), module=_module(config), dtype=config.dtype)
         return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True)
 
     def network_for(self, rows: int) -> Network:
@@ -164,29 +167,40 @@ class LanguageModel:
         return digest.hexdigest()
 
     def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> jax.Array:
-        """Teacher-forced logits `[B, T, V]` float32.
+        """Teacher-forced logits `[B, T, V]` float32 of the token after each of `decoder_tokens`.
 
         Args:
-          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding.
-          decoder_tokens: `[B, T]` decoder inputs, the start token first.
+          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. Of a decoder-only model what comes before
+            `decoder_tokens`, where 0 is an id like others, or None for nothing.
+          decoder_tokens: `[B, T]` decoder inputs, the start token first; of a decoder-only model any part of a sequence.
           input_lengths: `[B]`, optional.
           encoder: the model whose encoder reads the inputs, for one with an `encoder_dim`; else None.
 
         Raises:
-          ValueError: an id that the model lacks; those of `inputs` at or past a row's length do not matter. No `encoder`
-            where one is needed, or one that does not fit.
+          ValueError: an id that the model lacks (those of `inputs` at or past a row's length do not matter), more ids than
+            it has positions, no inputs for a model with an encoder, no `encoder` where one is needed, or one that does not
+            fit.
         """
         if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
             got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
             raise ValueError(f"encoder: got {got}, expected {_expected_encoder(self.config)}")
-        inputs, decoder_tokens = np.asarray(inputs, np.int32), np.asarray(decoder_tokens, np.int32)
+        decoder_tokens = np.asarray(decoder_tokens, np.int32)
+        if inputs is None:
+            if not decoder_only(self):
+                raise ValueError("inputs: got None for a model with an encoder, expected ids [B, L]")
+            inputs = np.zeros((len(decoder_tokens), 0))
+        inputs = np.asarray(inputs, np.int32)
         if input_lengths is None:
-            input_lengths = padded_lengths(inputs)
+            input_lengths = given_lengths(self, inputs)
         input_lengths = np.asarray(input_lengths, np.int32)
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)
-        return _teacher_forced(self.network, inputs, input_lengths, decoder_tokens, encoder and encoder.network)
+        if not decoder_only(self):
+            encoding = encoder and encoder.network
+            return _teacher_forced(self.network, inputs, input_lengths, decoder_tokens, encoding)
+        check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
+        return _continued(self.network, *joined(inputs, input_lengths, decoder_tokens))
 
     def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
@@ -194,7 +208,45 @@ class LanguageModel:
             raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
 
 
-def check_ids(config: T5Config, vocabulary, start_token: int, eos_ids) -> None:
+def _module(config: ModelConfig, fused: bool = False) -> T5 | GPT:
+    return GPT(config) if isinstance(config, GPTConfig) else T5(config, fused)
+
+
+def t5_only(name: str, config: ModelConfig) -> T5Config:
+    """`config`, for what only models with an encoder can do, training above all; raises ValueError for another."""
+    if isinstance(config, T5Config):
+        return config
+    raise ValueError(f"{name}: got a decoder-only model, expected a T5")
+
+
+def decoder_only(model) -> bool:
+    """Whether a model has no encoder: its inputs are prompts, which its outputs continue."""
+    return isinstance(model.config, GPTConfig)
+
+
+def given_lengths(model, inputs: np.ndarray) -> np.ndarray:
+    """`[B]`: lengths of `inputs [B, L]` that came without: 0 is padding, but for a decoder-only model, which may emit it."""
+    return np.full(len(inputs), inputs.shape[1], np.int32) if decoder_only(model) else padded_lengths(inputs)
+
+
+def joined(inputs: np.ndarray, input_lengths: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences `[B, L + T]` of `inputs [B, L]` up to their lengths `[B]` and then `tokens [B, T]`, whose places are `[B, T]`."""
+    places = input_lengths[:, None] + np.arange(tokens.shape[1])
+    sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
+    np.put_along_axis(sequences, places, tokens, axis=1)
+    return sequences, places
+
+
+def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
+    """Raises ValueError where a decoder-only model has fewer positions than `length`."""
+    if isinstance(config, GPTConfig) and length > config.num_positions:
+        raise ValueError(
+            f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "
+            f"num_positions = {config.num_positions}"
+        )
+
+
+def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
     """Raises ValueError where a special id or a piece of the vocabulary has no logit."""
     for token in (start_token, *eos_ids):
         if not 0 <= token < config.vocab_size:
@@ -220,7 +272,7 @@ def _corners(packed):
     return jax.tree.map(corner, packing.unpack(packed))
 
 
-def _expected_encoder(config: T5Config) -> str:
+def _expected_encoder(config: ModelConfig) -> str:
     return "none: the model has its own" if config.encoder_dim is None else f"a model of width {config.encoder_dim}"
 
 
@@ -230,8 +282,15 @@ def _teacher_forced(network: Network, inputs, input_lengths, decoder_tokens, enc
     return network.teacher_forced(inputs, input_lengths, decoder_tokens, encoded)
 
 
+@jax.jit
+def _continued(network: Network, sequences, places):
+    """Logits at `places [B, T]` of `sequences [B, L]`, for a decoder-only network."""
+    return network.module.apply({"params": network.params}, sequences, places)
+
+
 @functools.partial(jax.jit, static_argnames=("module", "dtype"))
 def _random_params(key, *, module, dtype):
     tokens = jnp.ones((1, 2), jnp.int32)
-    params = module.init(key, tokens, tokens > 0, tokens, encoded=module.dummy_encoded())["params"]
+    inputs = (tokens,) if isinstance(module, GPT) else (tokens, tokens > 0, tokens, True, module.dummy_encoded())
+    params = module.init(key, *inputs)["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

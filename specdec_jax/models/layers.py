@@ -1,4 +1,4 @@
-"""Building blocks of T5-family networks, with T5X's parameter names and numerics.
+"""Building blocks of T5-family and GPT-like networks, with T5X's parameter names and numerics.
 
 Axis letters: B batch, T queries, S cache slots or keys, L encoder length, H heads, K features of one head, D width, V vocabulary.
 """
@@ -41,8 +41,23 @@ class RMSNorm(nn.Module):
         return x.astype(self.dtype) * scale.astype(self.dtype)
 
 
+class LayerNorm(nn.Module):
+    """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
+        return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
+
+
 class Dense(nn.Module):
-    """Bias-free linear map `[..., D] -> [..., features]` with a 2-D kernel, as in T5X checkpoints.
+    """Linear map `[..., D] -> [..., features]` with a 2-D kernel; bias-free, as in T5X checkpoints, unless `use_bias`.
 
     `matmul_dtype` rounds the operands of the product only (training on a CPU with bfloat16 instructions).
     """
@@ -52,9 +67,16 @@ class Dense(nn.Module):
     kernel_init: Any = _fan_in_truncated
     output_dtype: Any = None
     matmul_dtype: Any = None
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        y = self._without_bias(x)
+        if not self.use_bias:
+            return y
+        return y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
+
+    def _without_bias(self, x: jax.Array) -> jax.Array:
         if self.has_variable("params", "kernel"):
             kernel = self.get_variable("params", "kernel")  # maybe packed: linen would refuse its shape
         else:
@@ -114,7 +136,7 @@ _rounded_product.defvjp(_rounded_forward, _rounded_backward)
 
 
 class GatedMLP(nn.Module):
-    """T5's feed-forward block: one activation (1.0, relu) or the product of two (1.1, gelu × linear)."""
+    """Feed-forward block: one activation (T5 1.0, relu; GPT-2, gelu) or the product of two (T5 1.1, gelu × linear)."""
 
     mlp_dim: int
     activations: tuple[str, ...]
@@ -122,10 +144,11 @@ class GatedMLP(nn.Module):
     dropout_rate: float = 0.0
     fused: bool = False
     matmul_dtype: Any = None
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
-        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype)
+        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
         if self.fused and count > 1:
             hidden = dense(count * self.mlp_dim, name="wi_fused")(x)
@@ -141,7 +164,8 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of T queries per row over given keys and values; no 1/√K scaling, as in T5.
+    """Multi-head attention of T queries per row over given keys and values; no 1/√K scaling, as in T5 (GPT scales its
+    queries).
 
     `fused` reads the query, key and value kernels as one matrix `qkv [D, 3·H·K]` (`kv [D, 2·H·K]` where the queries
     come from elsewhere): fewer, larger products in the decode loop (see `packing.py`).
@@ -153,10 +177,11 @@ class Attention(nn.Module):
     dtype: Any = jnp.float32
     fused: bool = False
     matmul_dtype: Any = None
+    use_bias: bool = False
 
     def setup(self):
         size = self.heads * self.features
-        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype)
+        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         # T5 folds the 1/√K of the scores into the initial queries.
         query_init = lambda *args: _fan_in_normal(*args) / np.sqrt(self.features)
         self.query = dense(size, kernel_init=query_init)

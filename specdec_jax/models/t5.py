@@ -71,6 +71,13 @@ class T5Config:
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"T5Config.dropout_rate: got {self.dropout_rate}, expected a number in [0, 1)")
 
+    def with_own_head(self) -> "T5Config":
+        """The same function of the parameters, but for a head that is a kernel of its own."""
+        tied, scale = self.logits_via_embedding, self.scale_decoder_outputs
+        return dataclasses.replace(
+            self, logits_via_embedding=False, scale_decoder_outputs=tied if scale is None else scale
+        )
+
 
 def _t5_1_0(emb_dim, num_heads, head_dim, layers, mlp_dim):
     return T5Config(

@@ -1,0 +1,204 @@
+"""GPT-like decoder-only networks: GPT-2, and the pair of section 4.2 of Leviathan et al. 2023."""
+
+import dataclasses
+from typing import ClassVar
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.cache import KVCache
+from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, LayerNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a GPT-like network: learned positions, normalisation before each block, biases, gelu, as in GPT-2.
+
+    Attributes:
+      vocab_size: rows of the embedding and width V of the logits.
+      emb_dim: width D.
+      num_heads: H heads of D / H features.
+      num_decoder_layers: layers.
+      mlp_dim: hidden width of the feed-forward block.
+      num_positions: positions with an embedding: the longest sequence, prompt and new tokens together.
+      mlp_activation: of the feed-forward block; "gelu" is the tanh approximation ("gelu_new").
+      logits_via_embedding: the head is the transposed embedding.
+      dtype: name of the computation's dtype, "float32" or "bfloat16".
+      matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype`.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    num_heads: int
+    num_decoder_layers: int
+    mlp_dim: int
+    num_positions: int = 1024
+    mlp_activation: str = "gelu"
+    logits_via_embedding: bool = True
+    dtype: str = "float32"
+    matmul_dtype: str | None = None
+    encoder_dim: ClassVar[None] = None  # of a `T5Config`; there is nothing to attend to
+
+    def __post_init__(self):
+        for name in ("vocab_size", "emb_dim", "num_heads", "num_decoder_layers", "mlp_dim", "num_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPTConfig.{name}: got {getattr(self, name)}, expected at least 1")
+        if self.emb_dim % self.num_heads:
+            expected = f"a multiple of num_heads = {self.num_heads}"
+            raise ValueError(f"GPTConfig.emb_dim: got {self.emb_dim}, expected {expected}")
+        if self.mlp_activation not in ACTIVATIONS:
+            raise ValueError(f"GPTConfig.mlp_activation: got {self.mlp_activation!r}, expected one of {ACTIVATIONS}")
+
+    @property
+    def head_dim(self) -> int:
+        """K features of each head."""
+        return self.emb_dim // self.num_heads
+
+    def with_own_head(self) -> "GPTConfig":
+        """The same function of the parameters, but for a head that is a kernel of its own."""
+        return dataclasses.replace(self, logits_via_embedding=False)
+
+
+def _gpt2(emb_dim, num_heads, layers):
+    return GPTConfig(50257, emb_dim, num_heads, layers, 4 * emb_dim)
+
+
+def _paper(emb_dim, num_heads, layers, mlp_dim):
+    # Section 4.2 gives these widths, 8k tokens, and the totals, which only a head beside the embedding makes up.
+    return GPTConfig(8000, emb_dim, num_heads, layers, mlp_dim, num_positions=512, logits_via_embedding=False)
+
+
+GPT_PRESETS = {
+    "gpt/97m": _paper(768, 12, 12, 3072),
+    "gpt/6m": _paper(256, 4, 2, 1024),
+    "gpt2/small": _gpt2(768, 12, 12),
+    "gpt2/medium": _gpt2(1024, 16, 24),
+    "gpt2/large": _gpt2(1280, 20, 36),
+    "gpt2/xl": _gpt2(1600, 25, 48),
+}
+
+
+@flax.struct.dataclass
+class GPTCache:
+    """What the decoder keeps between calls.
+
+    Attributes:
+      layers: one self-attention `KVCache [B, H, S, K]` per layer.
+    """
+
+    layers: tuple[KVCache, ...]
+
+    def repeated(self, copies: int) -> "GPTCache":
+        """`copies` rows side by side for each row."""
+        return GPTCache(tuple(layer.repeated(copies) for layer in self.layers))
+
+
+class Embedder(nn.Module):
+    """A table `[rows, D]`; an index past its end takes the last row."""
+
+    rows: int
+    config: GPTConfig
+
+    def setup(self):
+        self.embedding = self.param("embedding", nn.initializers.normal(0.02), (self.rows, self.config.emb_dim))
+
+    def __call__(self, indices):
+        # A drafter may meet ids that it lacks, a draft may reach past the last position; NaN would stay in the cache.
+        return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.config.dtype)
+
+
+class GPTLayer(nn.Module):
+    config: GPTConfig
+
+    def setup(self):
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        common = dict(dtype=dtype, fused=True, matmul_dtype=config.matmul_dtype, use_bias=True)
+        self.pre_self_attention_layer_norm = LayerNorm(dtype)
+        # Its qkv kernel is one in checkpoints too, so that `packing.py` has nothing to join or split under this name.
+        self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **common)
+        self.pre_mlp_layer_norm = LayerNorm(dtype)
+        self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **common)
+
+    def __call__(self, x, cache, positions, mask):
+        """One layer over T queries; with `cache` None over a whole sequence."""
+        query, key, value = self.causal_attention.project(self.pre_self_attention_layer_norm(x))
+        query = query / jnp.sqrt(self.config.head_dim).astype(query.dtype)
+        cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
+        x = x + self.causal_attention.attend(query, cache, mask)
+        return x + self.mlp(self.pre_mlp_layer_norm(x)), cache
+
+
+class GPTDecoder(nn.Module):
+    config: GPTConfig
+
+    def setup(self):
+        config = self.config
+        self.position_embedder = Embedder(config.num_positions, config)
+        self.layers = [GPTLayer(config) for _ in range(config.num_decoder_layers)]
+        self.decoder_norm = LayerNorm(jnp.dtype(config.dtype))
+        if not config.logits_via_embedding:
+            self.logits_dense = Dense(
+                config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
+            )
+
+    def step(self, x, positions, cache: GPTCache, layers: int | None = None):
+        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
+        `positions [B]` of every row; the caches of the layers above stay as they are."""
+        query_positions = positions[:, None] + jnp.arange(x.shape[1])
+        mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
+        x, written = x + self.position_embedder(query_positions), list(cache.layers)
+        for i, layer in enumerate(self.layers[:layers]):
+            x, written[i] = layer(x, cache.layers[i], positions, mask)
+        return self.decoder_norm(x), GPTCache(tuple(written))
+
+    def __call__(self, x):
+        """Teacher-forced normalised states `[B, T, D]` of whole sequences `x [B, T, D]`."""
+        length = x.shape[1]
+        mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
+        x = x + self.position_embedder(jnp.arange(length))
+        for layer in self.layers:
+            x, _ = layer(x, None, None, mask)
+        return self.decoder_norm(x)
+
+    def logits(self, x, embedding):
+        """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
+        if not self.config.logits_via_embedding:
+            return self.logits_dense(x)
+        embedding = embedding.astype(x.dtype)
+        return jax.lax.dot_general(x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+class GPT(nn.Module):
+    """The whole network, with the methods of `T5` that the decode loop calls; there is one layout of its parameters."""
+
+    config: GPTConfig
+
+    def setup(self):
+        self.token_embedder = Embedder(self.config.vocab_size, self.config)
+        self.decoder = GPTDecoder(self.config)
+
+    def empty_cache(self, batch: int, slots: int) -> GPTCache:
+        """A cache for sequences of which nothing has been fed."""
+        config = self.config
+        empty = lambda: KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
+        return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
+
+    def decode(self, tokens, positions, cache: GPTCache):
+        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns logits `[B, T, V]` float32 and the new cache."""
+        states, cache = self.decode_states(tokens, positions, cache)
+        return self.head(states), cache
+
+    def decode_states(self, tokens, positions, cache: GPTCache, layers: int | None = None):
+        """As `decode`, up to the head: states `[B, T, D]` after the last of the first `layers` layers and the last norm."""
+        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers)
+
+    def head(self, states):
+        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
+        return self.decoder.logits(states, self.token_embedder.embedding)
+
+    def __call__(self, tokens, places=None):
+        """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at `places [B, N]` of them only."""
+        states = self.decoder(self.token_embedder(tokens))
+        return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))
