@@ -12,6 +12,7 @@ from make_checkpoints import TINY
 import specdec_jax as sd
 from specdec_jax.interop.decoding import Decoder, network_of
 from specdec_jax.models import packing
+from specdec_jax.models.base import Network
 
 pytestmark = pytest.mark.usefixtures("quick")
 LENGTH, INPUTS = 7, np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0], [11, 1, 0, 0, 0]], np.int32)
@@ -53,32 +54,25 @@ def expected(target, drafter, prompts=PROMPTS, eos=1, **options):
 
 
 LIVELY = sd.SamplingConfig(temperature=0.8, top_k=9)
-CASES = {
-    # settings of the decoder, beside the drafter -> of generate
-    "argmax": (dict(gamma=2), dict(gamma=2)),
-    "sampled": (dict(gamma=3, sampling=LIVELY, verifier="token"), dict(gamma=3, sampling=LIVELY, verifier="token")),
-    "policy": (dict(gamma=sd.Heuristic(3), sampling=LIVELY), dict(gamma=sd.Heuristic(3), sampling=LIVELY)),
-    "lenient": (dict(verifier="lenient", lenience=0.2), dict(verifier="lenient", lenience=0.2)),
+CASES = {  # what the decoder and `generate` are given alike
+    "argmax": dict(gamma=2),
+    "sampled": dict(gamma=sd.Heuristic(3), sampling=LIVELY, verifier="token"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
     target, drafter = pair
-    ours, theirs = CASES[case]
-    key = jax.random.key(5)
-    tokens, own, adjusted, stats = expected(target, drafter, key=key, **theirs)
+    options, key = CASES[case], jax.random.key(5)
+    tokens, *_ = expected(target, drafter, key=key, **options)
     eos = int(tokens[0, 4])  # one that comes up
-    tokens, own, adjusted, stats = expected(target, drafter, key=key, eos=eos, **theirs)
-    for rescaled, scores in ((False, own), (True, adjusted)):
-        decoder = Decoder(target.config, drafter, rescale_log_probs=rescaled, **ours)
-        got = decode(decoder, target, eos=eos, rng=key)
-        np.testing.assert_array_equal(got.tokens, tokens)
-        np.testing.assert_allclose(got.scores, scores, atol=1e-4)
-        assert got.target_calls.sum() == stats.target_calls and got.drafted.sum() == stats.drafted > 0
-        assert got.accepted.sum() == stats.accepted
-        if case != "sampled":
-            break
+    tokens, own, adjusted, stats = expected(target, drafter, key=key, eos=eos, **options)
+    rescaled = case == "sampled"
+    got = decode(Decoder(target.config, drafter, rescale_log_probs=rescaled, **options), target, eos=eos, rng=key)
+    np.testing.assert_array_equal(got.tokens, tokens)
+    np.testing.assert_allclose(got.scores, adjusted if rescaled else own, atol=1e-4)
+    assert got.target_calls.sum() == stats.target_calls and got.drafted.sum() == stats.drafted > 0
+    assert got.accepted.sum() == stats.accepted
 
 
 def test_without_a_drafter_or_a_prompt(pair):
@@ -92,17 +86,26 @@ def test_without_a_drafter_or_a_prompt(pair):
 def test_what_one_call_says_may_be_traced(pair):
     target, drafter = pair
     decoder, key = Decoder(target.config, drafter, gamma=2, rescale_log_probs=False), jax.random.PRNGKey(3)
-    settings = sd.SamplingConfig(temperature=[0.9, 0.5, 0.7], top_p=0.8)
+    settings = sd.SamplingConfig(temperature=[0.9, 0.0, 0.7], top_p=0.8)
     tokens, own, *_ = expected(target, drafter, gamma=2, sampling=settings, key=jax.random.wrap_key_data(key))
-    said = {"temperature": np.array([0.9, 0.5, 0.7], np.float32), "topp": np.float32(0.8)}
+    said = {"temperature": np.array([0.9, 5e-5, 0.7], np.float32), "topp": np.float32(0.8)}
     for traced, fixed in ((said, {}), ({}, said)):
         got = decode(decoder, target, rng=key, traced=traced, decoder_params=fixed)
         np.testing.assert_array_equal(got.tokens, tokens)
         np.testing.assert_allclose(got.scores, own, atol=1e-4)
-    cold = decode(decoder, target, traced={"temperature": np.float32(1e-5), "topk": 0, "max_decode_steps": 2})
+
+
+def test_steps_of_one_call(pair):
+    target, _ = pair
+    got = decode(
+        Decoder(target.config),
+        target,
+        traced={"max_decode_steps": 3},
+        decoder_params={"max_decode_steps_hard_limit": 2},
+    )
     greedy, *_ = expected(target, None)
     steps = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + 2
-    np.testing.assert_array_equal(cold.tokens, np.where(steps, greedy, 0))
+    np.testing.assert_array_equal(got.tokens, np.where(steps, greedy, 0))
 
 
 def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
@@ -114,11 +117,14 @@ def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     monkeypatch.setattr(packing, "layout_for", lambda *args: packing.Layout())
     bare = network_of(flax.core.freeze(target.params), target.config, 3)
     assert not bare.module.fused
-    logits = [network.teacher_forced(inputs, lengths, PROMPTS) for network in (bare, packed)]
+    logits = [jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS) for network in (bare, packed)]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
-    cache = bare.prefill(inputs, lengths, 12)
-    decoded, _ = jax.jit(lambda cache: bare.decode(PROMPTS, np.zeros(3, np.int32), cache))(cache)
-    np.testing.assert_allclose(decoded, logits[0], atol=1e-4)
+
+    @jax.jit
+    def decoded(network):
+        return network.decode(PROMPTS, np.zeros(3, np.int32), network.prefill(inputs, lengths, 12))[0]
+
+    np.testing.assert_allclose(decoded(bare), logits[0], atol=1e-4)
 
 
 def test_bad_settings_are_refused(pair):

@@ -122,7 +122,8 @@ class Decoder:
         Args:
           params: of the target.
           inputs: `[B, L']` int32; 0 at the end of a row is padding.
-          prompts: `[B, L]` int32, the start token 0, a prompt to repeat and continue, then 0: L tokens at most come out.
+          prompts: `[B, L]` int32, the start token 0, a prompt to repeat and continue (up to its first 0), then 0: L tokens at
+            most come out.
           eos_id: ends a row, but not in its prompt.
           rng: key of the batch; `jax.random.key(0)` if None.
           decoder_params: what T5X's `temperature_sample` takes, for this call: `temperature`, `topk`, `topp` (one number, or
@@ -148,7 +149,7 @@ class Decoder:
         widths = call_widths(self.width, none=varies) if self.width and (varies or policy is not None) else ()
         program = Program(self.width, mode, self.config.vocab_size, self.verifier, widths)
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
-        starts = jnp.sum(tokens != 0, axis=1, dtype=jnp.int32) + 1
+        starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
         state = prefill(
             network, self.drafter if self.width else None, program, slots(length + 1, self.width), inputs,
