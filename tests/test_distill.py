@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
 
-from specdec_jax import checkpoints, cli, data, distill, inference, jobs, losses, runs, train
+from specdec_jax import checkpoints, cli, data, distill, jobs, losses, runs, train
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.sampling import SamplingConfig
@@ -374,26 +374,27 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     undisturbed, models, language, tmp_path, monkeypatch, capsys
 ):
     config = distill_config(models, language, tmp_path / "run")
-    calls, generate, train_step = [], inference.generate, train.train_step
+    calls, decode_all, train_step = [], distill.decode_all, train.train_step
 
     def interfere(at, action):
-        def generating(*arguments, **options):
-            calls.append("generate")
-            if len(calls) == at:
-                action()
-            return generate(*arguments, **options)
+        def decoding(*arguments, **options):
+            for output in decode_all(*arguments, **options):
+                calls.append("output")
+                if len(calls) == at:
+                    action()
+                yield output
 
         calls.clear()
-        monkeypatch.setattr(inference, "generate", generating)
+        monkeypatch.setattr(distill, "decode_all", decoding)
 
     def kill():
         raise Killed
 
-    interfere(6, kill)  # three calls for each file, two for its first shard
+    interfere(12 + 16 + 3, kill)  # one output of every source, then two of each, 8 sources in the first shard
     with pytest.raises(Killed):
         distill.run(config)
     assert set(outputs(config.output_dir)) == {"outputs-train-greedy.tsv", "outputs-train-sampled.000000000.tsv"}
-    interfere(2, lambda: signal.raise_signal(signal.SIGTERM))
+    interfere(8 + 2, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         distill.run(config)
     assert "interrupted: files of outputs are kept" in capsys.readouterr().err
@@ -408,7 +409,7 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     monkeypatch.setattr(train, "train_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         distill.run(config)
-    assert len(calls) == 18 - 5 - 1  # what was there is not decoded again
+    assert len(calls) == 2 * (12 + 24)  # what was there is not decoded again
     assert outputs(config.output_dir) == outputs(undisturbed)
     monkeypatch.setattr(train, "train_step", train_step)
     calls.clear()
@@ -465,7 +466,7 @@ def test_settings_that_contradict_what_is_there(undisturbed, models, language, s
     ],
 )
 def test_bad_settings_are_told_before_anything_is_decoded(models, language, tmp_path, monkeypatch, settings, message):
-    monkeypatch.setattr(inference, "generate", None)
+    monkeypatch.setattr(distill, "decode_all", None)
     if settings.get("drafter"):
         settings = dict(drafter=str(models / "stranger"))
     with pytest.raises(ValueError, match=message):
