@@ -17,6 +17,7 @@ from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax import benchmark, checkpoints, cli, distill, inference, measure, passes
+from specdec_jax.cache import KVCache
 from specdec_jax.formats import huggingface, leaves
 from specdec_jax.models import base, heads
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
@@ -170,18 +171,18 @@ def test_what_lies_past_a_prompt_does_not_matter():
 
 
 def test_samples_share_their_prompt():
-    """Four rows each time: of four prompts, of two (a cache of two rows is repeated) and of one (whose has no batch axis)."""
+    """Four rows each time: of four prompts, and of two, whose cache is repeated."""
     prompts, options = [[3, 4, 5], [7], [0, 0], [9, 3]], dict(drafter=sd.ModelDrafter(tiny(1)), key=jax.random.key(3))
     spread, narrow = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1e-4)
     run = lambda number, config: sd.generate(
         tiny(), prompts[: 4 // number], num_samples=number, sampling=config, max_new_tokens=12, eos_ids=(), gamma=3, **options
     ).tokens  # fmt: skip
-    one, argmax = run(1, spread), decode(tiny(), prompts).tokens
-    for number in (2, 4):
-        several = run(number, spread)
-        np.testing.assert_array_equal(several[::number], one[: 4 // number])
-        assert len({tuple(row) for row in several.tolist()}) == 4
-        np.testing.assert_array_equal(run(number, narrow), np.repeat(argmax[: 4 // number], number, axis=0))
+    one, several = run(1, spread), run(2, spread)
+    np.testing.assert_array_equal(several[::2], one[:2])
+    assert len({tuple(row) for row in several.tolist()}) == 4
+    np.testing.assert_array_equal(run(2, narrow), np.repeat(decode(tiny(), prompts).tokens[:2], 2, axis=0))
+    key = jnp.arange(6.0).reshape(1, 3, 2)  # of one row, without batch axis
+    np.testing.assert_array_equal(KVCache(key, key).repeated(2).key, np.stack([key, key]))
 
 
 def test_processors_see_the_prompt():
@@ -249,13 +250,14 @@ def refused(function, message, kind=ValueError):
 
 
 def test_more_tokens_than_positions():
+    model = tiny()
     expected = "inputs: got sequences of up to 41 tokens, new ones included, expected at most num_positions = 40"
-    refused(lambda: decode(tiny(), [[3] * 4, [3] * 29]), expected)
-    assert prepare(tiny(), [[3] * 28], max_new_tokens=12)[1].limits == [12]
+    refused(lambda: decode(model, [[3] * 4, [3] * 29]), expected)
+    assert prepare(model, [[3] * 28], max_new_tokens=12)[1].limits == [12]
     short = sd.ModelDrafter(tiny(1, num_positions=20))
     for drafter in (short, sd.VerticalCascade(short, sd.PromptLookupDrafter(), 2)):
-        refused(lambda drafter=drafter: decode(tiny(), [[3] * 9], drafter), "drafter: got sequences of up to 21")
-    refused(lambda: tiny().logits(None, np.zeros((1, 41), int)), "got sequences of up to 41")
+        refused(lambda drafter=drafter: decode(model, [[3] * 9], drafter), "drafter: got sequences of up to 21")
+    refused(lambda: model.logits(None, np.zeros((1, 41), int)), "got sequences of up to 41")
 
 
 def test_other_kinds_of_model():
