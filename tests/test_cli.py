@@ -221,6 +221,10 @@ def test_benchmark(specdec, tmp_path):
     record = json.loads(out)
     assert record == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["sentences"] == 2 and [arm["gamma"] for arm in record["speculative"]] == [2]
+    plain, speculative = record["example"]["arms"]
+    assert record["example"]["input"] == "Tom" and (plain["gamma"], speculative["gamma"]) == (0, 2)
+    calls = [[name for name, _ in arm["spans"]].count("target call") for arm in (plain, speculative)]
+    assert calls[1] == len(speculative["lines"]) < calls[0]
 
 
 def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):
