@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import against, benchmark, figures, generate, inference, measure, passes, records, speculative, traces
+from specdec_jax import against, benchmark, figures, inference, measure, passes, records, speculative, traces
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import TraceStep
+from specdec_jax.generate import GenerationResult, TraceStep
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
@@ -403,7 +403,7 @@ def test_refuses(settings, message):
 def fake_arm(steps):
     """Decodes to rows that are given."""
     tokens = np.array(steps, np.int32)
-    result = generate.GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
+    result = GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
     return passes.Arm(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
 
 
