@@ -172,17 +172,19 @@ def test_what_lies_past_a_prompt_does_not_matter():
 
 def test_samples_share_their_prompt():
     """Four rows each time: of four prompts, and of two, whose cache is repeated."""
-    prompts, options = [[3, 4, 5], [7], [0, 0], [9, 3]], dict(drafter=sd.ModelDrafter(tiny(1)), key=jax.random.key(3))
+    prompts, key = [[3, 4, 5], [7], [0, 0], [9, 3]], jax.random.key(3)
     spread, narrow = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1e-4)
-    run = lambda number, config: sd.generate(
-        tiny(), prompts[: 4 // number], num_samples=number, sampling=config, max_new_tokens=12, eos_ids=(), gamma=3, **options
-    ).tokens  # fmt: skip
+    run = lambda number, config: (
+        sd.generate(
+            tiny(), prompts[: 4 // number], num_samples=number, sampling=config, max_new_tokens=12, eos_ids=(), key=key
+        ).tokens
+    )
     one, several = run(1, spread), run(2, spread)
     np.testing.assert_array_equal(several[::2], one[:2])
     assert len({tuple(row) for row in several.tolist()}) == 4
     np.testing.assert_array_equal(run(2, narrow), np.repeat(decode(tiny(), prompts).tokens[:2], 2, axis=0))
-    key = jnp.arange(6.0).reshape(1, 3, 2)  # of one row, without batch axis
-    np.testing.assert_array_equal(KVCache(key, key).repeated(2).key, np.stack([key, key]))
+    one_row = jnp.arange(6.0).reshape(1, 3, 2)  # without batch axis
+    np.testing.assert_array_equal(KVCache(one_row, one_row).repeated(2).key, np.stack([one_row, one_row]))
 
 
 def test_processors_see_the_prompt():

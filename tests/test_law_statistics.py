@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import toy
-from toy_models import HashModel, noisy_copy, tiny_t5
+from toy_models import HashModel, tiny_t5
 
 from specdec_jax import sampling, verification
 from specdec_jax.drafters.model import ModelDrafter
@@ -134,8 +134,14 @@ def test_t5_law(speculative_):
 
 def test_gpt_law():
     """A decoder-only pair that continues its prompt."""
-    config = GPTConfig(V, 16, 2, 1, 32, num_positions=16)
-    target, draft = (noisy_copy(LanguageModel.random(config, seed), 1.0) for seed in (0, 1))
+    config = GPTConfig(V, 8, 1, 1, 16, num_positions=16)
+
+    def spread(seed: int) -> LanguageModel:
+        params = LanguageModel.random(config, seed).params
+        params["decoder"]["decoder_norm"]["scale"] *= 20.0
+        return LanguageModel(config, params)
+
+    target, draft = spread(0), spread(1)
     counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, DRAWS)
     assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
     assert 0.2 < accepted.sum() / examined.sum() < 0.9
