@@ -79,7 +79,7 @@ def main(argv) -> None:
     target, _ = plain.load()
     sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
     ids = encode(target, sentences, plain.max_input_length)
-    batches = passes.cut(sentences, ids, 1, plain.seed, "")
+    batches = passes.cut(sentences, ids, 1, plain.seed)
     arms, models = {"plain": decoder(plain, 0, target, None)}, {}
     for name, (options, gamma) in asked.items():
         models[name] = options.load()

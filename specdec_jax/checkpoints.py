@@ -235,8 +235,10 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
         if isinstance(config, T5Config) and config.scale_decoder_outputs is None:
             shape["scale_decoder_outputs"] = config.logits_via_embedding
         for name in ("dropout_rate", "dtype", "matmul_dtype"):  # of training, and of the parameters
-            del shape[name]
-        ids = dict(start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids)
+            shape.pop(name, None)
+        ids = dict(
+            start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint
+        )
         return shape | ids | dict(vocabulary=vocabulary and vocabulary.fingerprint())
 
     check(written, "what was written")

@@ -1,10 +1,13 @@
 """`specdec convert`: a checkpoint in another format."""
 
 import dataclasses
+import pathlib
 import sys
 
 from specdec_jax import checkpoints
+from specdec_jax.formats import t5x
 from specdec_jax.inference import option, track
+from specdec_jax.models.layers import ACTIVATIONS
 from specdec_jax.models.t5 import T5Config
 
 
@@ -42,6 +45,10 @@ def run(options: ConvertOptions) -> None:
     options.check()
     config = None
     if options.gated_activation:
+        if options.gated_activation not in ACTIVATIONS:
+            raise ValueError(f"gated_activation: got {options.gated_activation!r}, expected one of {ACTIVATIONS}")
+        if t5x.find(pathlib.Path(options.source)) is None:
+            raise ValueError(f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only")
         shape = checkpoints.load_shape(options.source)
         if not isinstance(shape, T5Config) or len(shape.mlp_activations) == 1:
             raise ValueError("gated_activation: got it for a checkpoint without gates, expected none")

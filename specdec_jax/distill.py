@@ -175,7 +175,12 @@ def run(config: DistillConfig) -> dict:
     """
     config.check()
     assert config.target and config.output_dir
-    model = config.shape(t5_only("target", checkpoints.load_shape(config.target)))
+    target = t5_only("target", checkpoints.load_shape(config.target))
+    model = config.shape(target)
+    if target.encoder_dim is not None or model.encoder_dim not in (None, target.emb_dim):
+        got = "no encoder" if target.encoder_dim is not None else f"an encoder of width {target.emb_dim}"
+        expected = f"one of width {model.encoder_dim}" if model.encoder_dim else "one of its own"
+        raise ValueError(f"target: got {config.target} with {got}, expected {expected}")
     vocabulary = _vocabulary(config)
     parts = {"train": _sources(config, config.paths("source_files"))}
     for number, path in enumerate(config.paths("validation_files"), 1):

@@ -36,6 +36,7 @@ from specdec_jax.request import (
     check_policy,
     check_stop,
     fold_keys,
+    plan,
     verifier_settings,
 )
 from specdec_jax.sampling import SamplingConfig
@@ -461,15 +462,21 @@ def _write_file(
 ) -> None:
     """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again."""
     rows = min(options.rows, len(inputs))
+    how = dict(key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding)
+    plan(target, inputs, **how)  # what is refused leaves no journal
     settings = _deciding(options, target, decoding["drafter"], sentences)
     with Journal(options.output_file, settings, len(inputs)) as journal, Progress("sentences", len(inputs)) as progress:
         if journal.done:
             progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
             progress.skip(len(journal.done))
         outputs = decode_stream(
-            target, inputs, batch_size=rows, refill=refills(rows, len(inputs), options.deadline), skip=journal.done,
-            key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding,
-        )  # fmt: skip
+            target,
+            inputs,
+            batch_size=rows,
+            refill=refills(rows, len(inputs), options.deadline),
+            skip=journal.done,
+            **how,
+        )
         for number, found in outputs:
             journal.add(number, [_line(output, options.json) for output in found])
             progress.advance()
@@ -488,6 +495,7 @@ def _deciding(
     vocabulary = target.vocabulary.fingerprint().encode()
     return settings | {
         "dtype": target.config.dtype,
+        "special ids": [target.start_token, *target.eos_ids],
         "target": digest([target.fingerprint.encode(), vocabulary]),
         "drafter": None if drafter is None else _contents(drafter),
         "sentences": digest(text.encode() for text in sentences),
@@ -498,6 +506,7 @@ def _contents(drafter: NamedDrafter) -> str:
     """Tells drafters apart by what they are made of: the fingerprint of a model, the arrays of others."""
     model, listed = getattr(drafter, "model", None), getattr(drafter, "shortlist", None)
     parts = [type(drafter).__name__, "" if isinstance(drafter, ModelDrafter) else drafter.name]
+    parts.append(str(getattr(drafter, "sampled", "")))
     parts.append("" if model is None else model.fingerprint)
     leaves = jax.tree.leaves(drafter if model is None else listed)
     return digest([*(part.encode() for part in parts), *(np.asarray(leaf).tobytes() for leaf in leaves)])

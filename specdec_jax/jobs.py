@@ -4,6 +4,7 @@ The loop is `advance`, which returns as soon as enough rows are done. Their outp
 prefilled ahead overwrite them in place; always equally many inputs are prefilled together, so that one shape compiles.
 
 Rows of one state share the padded length of the encoder's input, so the inputs are cut into a few queues by length.
+(The prompts of a decoder-only target have no encoder: they make one queue, padded to the longest of the job.)
 Queue, padding and the number of inputs that are prefilled together depend on the job alone, not on what has been skipped
 or on how long outputs are: a job that goes on after a kill gives every input what it would have got.
 """

@@ -73,7 +73,7 @@ class Arm:
         return sum(getattr(result.stats, name) for result in self.results)
 
 
-def cut(inputs: list, ids: list, batch_size: int, seed: int, filler=None) -> list[Batch]:
+def cut(inputs: list, ids: list, batch_size: int, seed: int) -> list[Batch]:
     """Sorts by length and cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
     size = min(batch_size, len(inputs))
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
@@ -82,7 +82,7 @@ def cut(inputs: list, ids: list, batch_size: int, seed: int, filler=None) -> lis
         chosen = order[first : first + size]
         missing = size - len(chosen)
         numbers = chosen + [chosen[-1]] * missing
-        rows = [inputs[i] for i in chosen] + [filler] * missing
+        rows = [inputs[i] for i in chosen] + [None] * missing
         batches.append(Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)]))
     return batches
 

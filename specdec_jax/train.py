@@ -462,6 +462,7 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     teacher = checkpoints.load(config.teacher, computing(config, config.model).dtype)
     width, expected = teacher.config.vocab_size, config.model.vocab_size
     _expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
+    _expect(teacher.config.encoder_dim is None, "teacher", config.teacher, "a model with an encoder of its own")
     width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
     _expect(width == expected, "teacher", f"an encoder of width {width}", f"model.encoder_dim = {expected}")
     check_special("teacher", teacher.vocabulary, teacher.start_token)

@@ -192,6 +192,8 @@ class HeadsRun(train.Run):
 
     def __init__(self, settings: HeadsTrainConfig, target: LanguageModel, saved: Checkpoints):
         self.shape = t5_only("target", target.config)
+        if self.shape.encoder_dim is not None:
+            raise ValueError(f"target: got {target.name}, which reads another's encoder output, expected an encoder")
         config = settings.run(self.shape)
         self.settings, self.config, self.saved, self.target = settings, config, saved, target
         network = train.computing(config, config.model)

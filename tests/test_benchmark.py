@@ -47,7 +47,7 @@ def options() -> benchmark.BenchmarkOptions:
 @pytest.fixture(scope="module")
 def batches(options) -> list[passes.Batch]:
     ids = [[5, 9, 1], [7, 8, 9, 1], [3, 1]]
-    return passes.cut(ids, ids, options.batch_size, options.seed, [])
+    return passes.cut(ids, ids, options.batch_size, options.seed)
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +408,7 @@ def fake_arm(steps):
 
 
 def test_record_against_another(target):
-    batch = passes.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0, [])
+    batch = passes.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     plain = fake_arm([[best, 4]])
     plain.seconds = [1.0, 1.0]

@@ -399,7 +399,7 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
     steps = dict.fromkeys(["target step", "products", "verify 3", "target encoder 8"], lambda: None)
     monkeypatch.setattr(benchmark, "_step_arms", lambda *_: steps)
     options = benchmark.BenchmarkOptions(target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1)
-    record, problems = benchmark.benchmark(target, drafter, passes.cut(INPUTS[:1], INPUTS[:1], 1, 0, []), options)
+    record, problems = benchmark.benchmark(target, drafter, passes.cut(INPUTS[:1], INPUTS[:1], 1, 0), options)
     assert problems == [] and record["drafter"] == {"name": "small over prompt lookup (2)"}
     (arm,) = record["speculative"]
     assert record["cost_ratio"] is None and arm["predicted"] is None and arm["stats"]["draft_calls"] > 0

@@ -194,7 +194,7 @@ def test_command_line(monkeypatch):
 
 def test_benchmark_times_the_draft_steps(monkeypatch):
     options = benchmark.BenchmarkOptions(target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1)
-    batches = passes.cut(INPUTS[:1], INPUTS[:1], 1, 0, [])
+    batches = passes.cut(INPUTS[:1], INPUTS[:1], 1, 0)
     steps = benchmark._step_arms(target(), early(), batches, options)
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any("drafter encoder" in name for name in steps)
     assert steps["draft step"]().shape == (1, 1)

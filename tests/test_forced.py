@@ -95,7 +95,7 @@ def test_benchmark_has_an_arm_for_every_alpha(pair):
         repeats=1,
     )  # fmt: skip
     ids = [[5, 9, 1]] * 12
-    record, problems = benchmark.benchmark(target, drafter, passes.cut(ids, ids, 4, 0, []), options)
+    record, problems = benchmark.benchmark(target, drafter, passes.cut(ids, ids, 4, 0), options)
     low, high = record["speculative"]
     assert not problems and (low["forced_alpha"], high["forced_alpha"]) == (0.3, 0.9)
     assert 0.1 < low["stats"]["acceptance_rate"] < 0.5 and 0.8 < high["stats"]["acceptance_rate"] < 1

@@ -89,7 +89,7 @@ def options(**values):
 
 def batches_of(rows: int, size: int):
     inputs, _, _ = outputs(rows, 1)
-    return passes.cut(inputs, inputs, size, 0, [])
+    return passes.cut(inputs, inputs, size, 0)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     """Means over 512 rows each, of other samples: five standard errors apart at most."""
     how = options(temperature=1.0, verifier=verifier, seed=3)
     inputs = [[2 + i % 8, 3] for i in range(512)]
-    batch = passes.cut(inputs, inputs, 512, 0, [])[0]
+    batch = passes.cut(inputs, inputs, 512, 0)[0]
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     plain = generate(TARGET, batch.ids, key=batch.keys, **how.decoding(plain=True))
     agreed = measure.agreement(TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling())

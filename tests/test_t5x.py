@@ -234,7 +234,7 @@ def test_benchmark_against_t5x(golden):
     options = benchmark.BenchmarkOptions(
         target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x"
     )
-    batches = passes.cut(rows, rows, options.batch_size, options.seed, [])
+    batches = passes.cut(rows, rows, options.batch_size, options.seed)
     record, problems = benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
     against = record["against"]
     assert (against["name"], against["differences"], problems) == ("t5x", [], [])

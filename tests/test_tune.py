@@ -207,7 +207,7 @@ def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
     """The target as its own drafter, whose steps are said to cost nothing."""
     target = LanguageModel.random(test_cli.CONFIG, seed=0)
     options = tuning.TuneOptions(target="target", drafter="drafter", config="a.gin", max_new_tokens=12, gamma=(1, 3))
-    batches = passes.cut([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0, [])
+    batches = passes.cut([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
     accepted = acceptance.of(target, ModelDrafter(target), batches, ("block",), 3, options)
     assert accepted.alpha == 1
     choices = [PLAIN, Choice(1, "block"), Choice(3, "block")]

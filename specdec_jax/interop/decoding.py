@@ -98,6 +98,12 @@ class Decoder:
             raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {MAX_GAMMA}, or a policy of it")
         if self.drafter is not None:
             check_policy(self.gamma, self.drafter)
+        config = getattr(getattr(getattr(self.drafter, "network", None), "module", None), "config", None)
+        if config is not None and (
+            not isinstance(config, T5Config) or config.encoder_dim not in (None, self.config.emb_dim)
+        ):
+            got = "a decoder-only model" if not isinstance(config, T5Config) else f"encoder_dim {config.encoder_dim}"
+            raise ValueError(f"drafter: got {got}, expected a T5 with an encoder, or encoder_dim {self.config.emb_dim}")
         self._settings(1)
         self.sampling.rows(1, self.config.vocab_size)
 
