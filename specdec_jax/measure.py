@@ -352,8 +352,8 @@ def agreement(
     logits = target.logits(padded, fed, input_lengths)
     # An id that the drafter lacks is read as its last one, as in the decode loop.
     last = drafter.config.vocab_size - 1
-    encoder = target if drafter.config.encoder_dim is not None else None
-    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, encoder)
+    encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
+    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder)
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
     before = (

@@ -331,12 +331,11 @@ def check_pair(target: LanguageModel, drafter) -> None:
         kinds = "a decoder-only model", "a model with an encoder"
         got, expected = kinds if decoder_only(model) else kinds[::-1]
         raise ValueError(f"drafter: got {got}, expected {expected}, like the target")
-    reads, width = model.config.encoder_dim, target.config.emb_dim
-    if reads not in (None, width):
-        raise ValueError(
-            f"drafter: got a model that reads encoder outputs of width {reads}, expected the target's width, {width}"
-        )
-    if reads and model.encoder_fingerprint not in (None, target.fingerprint):
+    reads = model.config.encoder_dim
+    if reads is not None and reads != target.config.emb_dim:
+        expected = f"the target's width, {target.config.emb_dim}"
+        raise ValueError(f"drafter: got a model that reads encoder outputs of width {reads}, expected {expected}")
+    if reads is not None and model.encoder_fingerprint not in (None, target.fingerprint):
         raise ValueError(
             f"drafter: got a model that was trained on another target's encoder output, expected one trained on "
             f"{target.name or 'the target'}'s"

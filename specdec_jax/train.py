@@ -115,7 +115,7 @@ class TrainConfig:
         _expect(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "a number in [0, 1)")
         shares = self.model.encoder_dim is not None
         _expect(bool(self.teacher) or not shares, "teacher", None, "the model whose encoder model.encoder_dim is of")
-        weights = "a number in (0, 1] with a teacher (0 too with model.encoder_dim), 0 without"
+        weights = "a number in [0, 1]" if shares else "a number in (0, 1] with a teacher, 0 without"
         fits = 0 < self.distill_weight <= 1 or self.distill_weight == 0 and (shares or not self.teacher)
         fits = fits and (bool(self.teacher) or self.distill_weight == 0)
         _expect(fits, "distill_weight", self.distill_weight, weights)

@@ -16,6 +16,7 @@ from specdec_jax import against, benchmark, figures, inference, measure, passes,
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, TraceStep
 from specdec_jax.measure import Spread
+from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sampling import Law, SamplingConfig
@@ -157,11 +158,14 @@ def test_products_are_those_of_one_step(tied, packed):
     assert sum(axes) == tied
 
 
-def test_both_layouts_of_the_products_are_timed():
+def test_both_layouts_of_the_products_are_timed(monkeypatch):
+    monkeypatch.setattr(packing, "processor", lambda: "avx512")
     config = dataclasses.replace(CONFIG, mlp_dim=64)  # wide enough for panels, on a CPU in float32
     arms = measure.products_arms(LanguageModel.random(config).network, batch=1)
     assert list(arms) == ["products", "products, checkpoint's layout"]
     assert float(arms["products"]()) == pytest.approx(float(arms["products, checkpoint's layout"]()), rel=1e-3)
+    monkeypatch.setattr(packing, "processor", lambda: "sapphire_rapids")
+    assert list(measure.products_arms(LanguageModel.random(config).network, batch=1)) == ["products"]
 
 
 def test_bare_products_multiply():
