@@ -288,10 +288,10 @@ BAD = {
     ),
     "activation": (
         ["--source=SOURCE", "--output=OUT", "--format=t5x", "--gated_activation=silu"],
-        "got config=, expected it for a T5X checkpoint only",
+        "expected it for a T5X checkpoint only",
     ),
     "unknown activation": (
-        ["--source=LEGACY", "--output=OUT", "--format=t5x", "--gated_activation=tanh"], "mlp_activations: got ('tanh'",
+        ["--source=LEGACY", "--output=OUT", "--format=t5x", "--gated_activation=tanh"], "gated_activation: got 'tanh'",
     ),
     "damaged": (["--source=BROKEN", "--output=OUT", "--format=t5x"], "mlp/wo/kernel: got"),
     "argument": (["model"], "got 'model', expected flags only"),

@@ -10,8 +10,9 @@ from toy_models import compilations, noisy_copy, tiny_t5
 from toy_training import TINY, config_of
 
 import specdec_jax as sd
-from specdec_jax import checkpoints, measure, train
+from specdec_jax import checkpoints, distill, measure, train
 from specdec_jax.formats.leaves import flatten, parameter_count
+from specdec_jax.interop.decoding import Decoder
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sampling import SamplingConfig
@@ -135,3 +136,22 @@ def test_training_without_a_teacher_is_refused(language, tmp_path):
     shape = T5Config(**{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": 16})
     with pytest.raises(ValueError, match="teacher: got None, expected the model whose encoder"):
         config_of(language, tmp_path, model=shape)
+
+
+def test_is_no_teacher_and_no_other_format(language, tmp_path):
+    model = decoder_of(0.0)
+    with pytest.raises(ValueError, match="format: got 'huggingface' for one without an encoder, expected 'specdec'"):
+        checkpoints.save(model, tmp_path / "hf", format="huggingface")
+    with pytest.raises(
+        ValueError, match="drafter: got encoder_dim 16, expected a T5 with an encoder, or encoder_dim 8"
+    ):
+        Decoder(tiny_t5(0, V, emb_dim=8).config, sd.ModelDrafter(model))
+
+
+def test_distillation_refuses_another_width_before_it_decodes(monkeypatch):
+    shapes = {"small": tiny_t5(0, V, emb_dim=8).config, "drafter": decoder_of(0.0).config}
+    monkeypatch.setattr(checkpoints, "load_shape", shapes.__getitem__)
+    files = dict(source_files=(__file__,), validation_files=(__file__,), output_dir="nowhere")
+    for target, drafter in (("small", "drafter"), ("drafter", "small")):
+        with pytest.raises(ValueError, match=f"target: got {target} with"):
+            distill.run(distill.DistillConfig(target=target, drafter=drafter, **files))
