@@ -302,7 +302,7 @@ def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    (path,) = output.glob("*.jsonl-*")
+    (path,) = output.glob("*.jsonl-*-of-?????")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
