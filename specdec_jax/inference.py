@@ -463,20 +463,14 @@ def _write_file(
     """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again."""
     rows = min(options.rows, len(inputs))
     how = dict(key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding)
-    plan(target, inputs, **how)  # what is refused leaves no journal
+    plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
     settings = _deciding(options, target, decoding["drafter"], sentences)
     with Journal(options.output_file, settings, len(inputs)) as journal, Progress("sentences", len(inputs)) as progress:
         if journal.done:
             progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
             progress.skip(len(journal.done))
-        outputs = decode_stream(
-            target,
-            inputs,
-            batch_size=rows,
-            refill=refills(rows, len(inputs), options.deadline),
-            skip=journal.done,
-            **how,
-        )
+        refill = refills(rows, len(inputs), options.deadline)
+        outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
         for number, found in outputs:
             journal.add(number, [_line(output, options.json) for output in found])
             progress.advance()
