@@ -15,13 +15,13 @@ import numpy as np
 from specdec_jax import against, checkpoints, measure, passes, records, traces
 from specdec_jax.generate import generate
 from specdec_jax.inference import (
-    WITHOUT_FILES,
     DecodingOptions,
     NamedDrafter,
     at_least,
     check_gamma,
     check_output,
     option,
+    without_model,
 )
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import PRESETS, LanguageModel, check_positions, decoder_only
@@ -57,6 +57,11 @@ class BenchmarkOptions(DecodingOptions):
         None,
         "time another implementation in turn with ours, argmax on the same weights and inputs: t5x (which must be installed)",
     )
+    suite: str | None = option(
+        None,
+        "a record for every row of what the paper reports (paper), one a line in --output, which goes on after a kill; "
+        "--drafter and --drafter_preset then take several, comma-separated",
+    )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -65,7 +70,7 @@ class BenchmarkOptions(DecodingOptions):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
-            if self.preset and getattr(self, name) and not (name == "drafter" and self.drafter in WITHOUT_FILES):
+            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter)):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
@@ -127,7 +132,7 @@ class BenchmarkOptions(DecodingOptions):
 def run(options: BenchmarkOptions) -> None:
     """`specdec benchmark`."""
     options.check()
-    target, drafter, batches = _preset(options) if options.preset else _checkpoints(options)
+    target, drafter, batches = load(options)
     record, problems = benchmark(target, drafter, batches, options)
     text = json.dumps(record, indent=1)
     try:
@@ -139,13 +144,20 @@ def run(options: BenchmarkOptions) -> None:
         raise CheckFailed("; ".join(problems))
 
 
-def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
+def load(
+    options: BenchmarkOptions, target: LanguageModel | None = None
+) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
+    """The target, unless it is given, the drafter and the inputs that the options name."""
+    if options.preset:
+        return _preset(options, target)
     sentences = passes.sentences_of(options.input_file, options.limit)
-    target, drafter = options.load()
+    target, drafter = options.load(target)
     return target, drafter, passes.batches_of(target, sentences, options)
 
 
-def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
+def _preset(
+    options: BenchmarkOptions, target: LanguageModel | None
+) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
     def model(preset: str) -> LanguageModel:
         config = dataclasses.replace(PRESETS[preset], dtype=checkpoints.choose_dtype(options.dtype, preset))
         random = LanguageModel.random(config, name=preset)
@@ -153,13 +165,8 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | No
         return random
 
     assert options.preset
-    target = model(options.preset)
-    drafter: NamedDrafter | None = None
-    if options.drafter_preset:
-        drafter = options.reduced(model(options.drafter_preset))
-    else:
-        options.refuse_reduction()
-        drafter = WITHOUT_FILES[options.drafter](target) if options.drafter else None
+    target = target or model(options.preset)
+    drafter = options.reduced(model(options.drafter_preset)) if options.drafter_preset else options.load(target)[1]
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
     return target, drafter, passes.cut(ids, ids, options.batch_size, options.seed)

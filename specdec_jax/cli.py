@@ -56,7 +56,7 @@ COMMANDS = {
         "GenerateOptions",
         arguments="[sentence ...]",
     ),
-    "benchmark": Command("Times plain against speculative decoding.", "benchmark", "BenchmarkOptions"),
+    "benchmark": Command("Times plain against speculative decoding.", "suite", "BenchmarkOptions"),
     "measure": Command("Measures acceptance and cost, and what they promise.", "measuring", "MeasureOptions"),
     "figures": Command("Draws the paper's tables and figures, and what was measured.", "figures", "FiguresOptions"),
     "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "tuning", "TuneOptions"),

@@ -52,25 +52,29 @@ class Row(NamedTuple):
 def run(options: FiguresOptions) -> None:
     """`specdec figures`."""
     options.check()
-    read = [(pathlib.Path(path), read_record(path)) for path in options.records]
+    read = [(pathlib.Path(path), record) for path in options.records for record in read_records(path)]
     pathlib.Path(options.output).write_text(report(read), encoding="utf-8")
     print(f"wrote {options.output}")
 
 
-def read_record(path: str) -> dict[str, Any]:
-    """A record; its kind is told by what it holds.
+def read_records(path: str) -> list[dict[str, Any]]:
+    """The record of a file, or those of a suite, one a line; its kind is told by what it holds.
 
     Raises:
       ValueError: it is none.
     """
     try:
-        record = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        _measured_at(record)  # what the page will ask of it
-        rows(record)
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+        # A suite's file begins with a whole record, the others are written over many lines.
+        lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
+        found = [json.loads(line) for line in lines]
+        for record in found:
+            _measured_at(record)  # what the page will ask of it
+            rows(record)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         expected = "a record of `specdec benchmark`, `specdec measure` or scripts/compare_drafters.py"
         raise ValueError(f"records: got {path} ({type(error).__name__}: {error}), expected {expected}") from None
-    return record
+    return found
 
 
 def rows(record: Mapping[str, Any]) -> list[Row]:

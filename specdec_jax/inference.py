@@ -200,10 +200,10 @@ class DecodingOptions:
         """Whether anything is to be drafted: a lossy verifier makes no sense otherwise."""
         return bool(self.drafter)
 
-    def load(self) -> tuple[LanguageModel, NamedDrafter | None]:
-        """The target and, where one is named, the drafter; refuses a drafter of another vocabulary."""
+    def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, NamedDrafter | None]:
+        """The target, unless it is given, and, where one is named, the drafter; refuses a drafter of another vocabulary."""
         load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary)
-        target = load(self.target)
+        target = target or load(self.target)
         self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
         drafter = _drafter(self.drafter, target, load, self.reduced) if self.drafter else None
         if not isinstance(drafter, ModelDrafter):
@@ -239,6 +239,11 @@ WITHOUT_FILES: dict[str, Callable[[LanguageModel], NamedDrafter]] = {
     "assisted": lambda target: AssistedNGramDrafter(),
     "random": lambda target: RandomDrafter(target.config.vocab_size),
 }
+
+
+def without_model(name: str) -> bool:
+    """Whether `--drafter=name` is a drafter that has no weights of its own."""
+    return name in WITHOUT_FILES or name.startswith("exit:") or name.endswith(".npz")
 
 
 def _drafter(

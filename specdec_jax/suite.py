@@ -1,0 +1,138 @@
+"""`specdec benchmark`: one comparison, or with `--suite=paper` a row of the paper's measurements after the other."""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specdec_jax import benchmark, figures, paper, records
+from specdec_jax.benchmark import BenchmarkOptions, CheckFailed
+from specdec_jax.inference import check_output
+from specdec_jax.journal import Journal
+from specdec_jax.models.base import LanguageModel, decoder_only
+from specdec_jax.progress import Progress
+
+SUITES = ("paper",)
+
+
+def run(options: BenchmarkOptions) -> None:
+    """`specdec benchmark`."""
+    if options.suite is None:
+        benchmark.run(options)
+    else:
+        _run(options)
+
+
+def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
+    """One benchmark for every row of the suite; each times all of `options.gamma` against plain decoding in turn.
+
+    With checkpoints, for every drafter: temperature 0 (with T5X beside it where that is installed) and 1, both by the paper's
+    algorithm 1, and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5). With a preset, whose weights
+    are random: the temperature that is given, acceptance forced to each of `options.forced_alpha`.
+
+    Raises:
+      ValueError: what no row can be made of, or a row that `BenchmarkOptions.check` refuses.
+    """
+    _check(options)
+    drafters: list[dict[str, Any]] = [
+        {"drafter_preset": name, "drafter": None} for name in _names(options.drafter_preset)
+    ]
+    drafters += [{"drafter": name, "drafter_preset": None} for name in _names(options.drafter)]
+    if options.preset:
+        how: list[dict[str, Any]] = [{"temperature": options.temperature}]
+    else:
+        lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
+        how = [dict(temperature=0.0, verifier="token"), dict(temperature=1.0, verifier="token"), *lenient]
+    made = [
+        dataclasses.replace(options, suite=None, output=None, **drafter, **one) for drafter in drafters for one in how
+    ]
+    for row in made:
+        row.check()
+    return made
+
+
+def _check(options: BenchmarkOptions) -> None:
+    if options.suite not in SUITES:
+        raise ValueError(f"suite: got {options.suite!r}, expected {' or '.join(SUITES)}")
+    if not options.output:
+        raise ValueError(f"output: got nothing with suite={options.suite!r}, expected the file of its records")
+    check_output(options.output)
+    if not (options.drafter or options.drafter_preset):
+        raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
+    if options.preset and not options.forced_alpha:
+        raise ValueError("forced_alpha: got nothing with suite and preset, expected numbers: the weights are random")
+    default = BenchmarkOptions()
+    for name in (
+        "verifier",
+        "lenience",
+        "against",
+        "json",
+        *(() if options.preset else ("temperature", "forced_alpha")),
+    ):
+        if getattr(options, name) != getattr(default, name):
+            raise ValueError(
+                f"{name}: got {getattr(options, name)!r} with suite={options.suite!r}, which sets it itself"
+            )
+
+
+def _names(text: str | None) -> list[str]:
+    return [name for name in (text or "").split(",") if name]
+
+
+def _run(options: BenchmarkOptions) -> None:
+    made, target = rows(options), None
+    settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": records.machine()}
+    with Journal(options.output, settings, len(made)) as journal, Progress("rows", len(made), quiet=True) as progress:
+        if journal.done:
+            progress.message(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
+            progress.skip(len(journal.done))
+        for number, row in enumerate(made):
+            if number in journal.done:
+                continue
+            print(_title(row), flush=True)
+            target, record, problems = _measured(row, target)
+            if problems:  # not kept, so that the next run measures it again
+                raise CheckFailed("; ".join(problems))
+            journal.add(number, [json.dumps(record)])
+            print(records.summary(record) + "\n", flush=True)
+            progress.advance()
+        journal.finish()
+    print(_table([line for record in figures.read_records(options.output) for line in figures.rows(record)]))
+    print(f"wrote {options.output}; `specdec figures --records={options.output}` draws it")
+
+
+def _measured(row: BenchmarkOptions, target: LanguageModel | None) -> tuple[LanguageModel, dict, list[str]]:
+    target, drafter, batches = benchmark.load(row, target)
+    if _with_t5x(row, target):
+        row = dataclasses.replace(row, against="t5x")
+    record, problems = benchmark.benchmark(target, drafter, batches, row)
+    return target, record, problems
+
+
+def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
+    """Whether T5X can decode the row too: argmax, a model that it knows, and its being installed."""
+    return row.temperature == 0 and not decoder_only(target) and importlib.util.find_spec("t5x") is not None
+
+
+def _title(row: BenchmarkOptions) -> str:
+    target, drafter = row.preset or row.target, row.drafter_preset or row.drafter
+    lenience = "" if row.lenience is None else f", lenience {row.lenience:g}"
+    return f"== {target} with {drafter}, temperature {row.temperature:g}{lenience}"
+
+
+def _table(found: Sequence[figures.Row]) -> str:
+    """Rows as in table 2 and 4: expected is theorem 3.8 with the measured v, encoders and lengths."""
+    shown = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"
+    lines = [f"{'drafter':<28} T  verification          γ  α      c      v     expected  measured"]
+    for row in found:
+        gain = (
+            "-"
+            if row.improvement is None
+            else (f"{row.improvement.median:.2f} ({row.improvement.least:.2f} to {row.improvement.most:.2f})")
+        )
+        lines.append(
+            f"{row.drafter:<28} {row.temperature:g}  {row.verifier:<20} {row.gamma:>2}  {shown(row.alpha, 3):<5}  "
+            f"{shown(row.cost_ratio, 3):<5}  {shown(row.verify_cost, 2):<4}  {shown(row.predicted, 2):<8}  {gain}"
+        )
+    return "\n".join(lines)

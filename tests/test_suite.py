@@ -1,0 +1,108 @@
+"""`specdec benchmark --suite=paper`: which rows it has, what a kill leaves, what is refused."""
+
+import pytest
+
+from specdec_jax import benchmark, cli, figures, suite
+from specdec_jax.benchmark import BenchmarkOptions
+from specdec_jax.models.base import PRESETS
+from specdec_jax.models.t5 import T5Config
+
+pytestmark = pytest.mark.usefixtures("quick")
+FLAGS = ["--suite=paper", "--preset=tiny", "--drafter_preset=tiny", "--drafter=lookup", "--gamma=1,2",
+         "--forced_alpha=0.4,1", "--max_new_tokens=12", "--input_length=5", "--repeats=1"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", T5Config(48, 16, 2, 8, 1, 1, 24))
+
+
+@pytest.fixture
+def specdec(capsys):
+    def call(*arguments):
+        code = cli.main(["benchmark", *map(str, arguments), "--compilation_cache_dir="])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_rows_of_checkpoints():
+    """Per drafter: tables 2 to 4 at both temperatures by algorithm 1, then table 5's leniences."""
+    options = BenchmarkOptions(suite="paper", target="t", drafter="d,lookup", gamma=(3, 5), output="records.jsonl")
+    made = suite.rows(options)
+    how = [(0.0, "token", None), (1.0, "token", None), *((1.0, "lenient", value) for value in (0.5, 0.3, 0.1))]
+    assert [(row.temperature, row.verifier, row.lenience) for row in made] == how * 2
+    assert [row.drafter for row in made] == ["d"] * 5 + ["lookup"] * 5
+    assert all(row.suite is row.output is None and row.gamma == (3, 5) for row in made)
+
+
+def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
+    output, measure, begun = tmp_path / "records.jsonl", benchmark.benchmark, []
+
+    def killed(target, drafter, batches, options):
+        begun.append((options.drafter_preset, options.drafter))
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return measure(target, drafter, batches, options)
+
+    monkeypatch.setattr(benchmark, "benchmark", killed)
+    assert specdec(*FLAGS, "--output", output)[0] == 130 and not output.exists()
+    code, out, err = specdec(*FLAGS, "--output", output)
+    assert code == 0 and "1 of 2 rows are there" in err
+    assert begun == [("tiny", None), (None, "lookup"), (None, "lookup")]
+    first, second = figures.read_records(output)
+    assert [first["drafter"]["name"], second["drafter"]["name"]] == ["tiny", "prompt lookup"]
+    for record in (first, second):
+        assert [(arm["gamma"], arm["forced_alpha"]) for arm in record["speculative"]] == [
+            (1, 0.4),
+            (1, 1),
+            (2, 0.4),
+            (2, 1),
+        ]
+    assert first["speculative"][3]["stats"]["tokens_per_target_call"] == 3
+    assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 2
+
+    report = tmp_path / "report.html"
+    assert cli.main(["figures", f"--records={output}", f"--output={report}"]) == 0
+    text = report.read_text(encoding="utf-8")
+    assert text.count("forced, α = 0.4") >= 4 and "prompt lookup" in text
+
+
+def test_a_row_that_fails_a_check_is_not_kept(specdec, monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
+    code, _, err = specdec(*FLAGS, "--output", tmp_path / "records.jsonl")
+    assert code == 1 and "gamma 2: got other tokens" in err
+    assert len((tmp_path / "records.jsonl.partial").read_text().splitlines()) == 1  # the settings
+
+
+@pytest.mark.parametrize(("installed", "expected"), [(True, ["t5x", None]), (False, [None, None])])
+def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, installed, expected):
+    seen = []
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, []))
+    options = dict(preset="tiny", drafter="lookup", forced_alpha=(0.5,), gamma=(2,), input_length=5, max_new_tokens=4)
+    target = None
+    for temperature in (0.0, 1.0):
+        target, _, _ = suite._measured(BenchmarkOptions(temperature=temperature, **options), target)
+    assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--suite=best", "--target=t", "--drafter=d", "--output=r.jsonl"], "suite: got 'best', expected paper"),
+        (["--suite=paper", "--target=t", "--drafter=d"], "output: got nothing with suite='paper'"),
+        (["--suite=paper", "--target=t", "--output=r.jsonl"], "drafter: got nothing with suite='paper'"),
+        (["--suite=paper", "--preset=tiny", "--drafter=lookup", "--output=r.jsonl"], "forced_alpha: got nothing"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--temperature=1", "--output=r.jsonl"], "temperature: got 1.0 with"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--verifier=gumbel", "--output=r.jsonl"], "verifier: got 'gumbel'"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--json", "--output=r.jsonl"], "json: got True with"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"], "gamma: got 0"),
+        (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--forced_alpha=1", "--output=r.jsonl"], "got 'huge'"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"], "output: got 'nowhere/r.jsonl'"),
+    ],
+)  # fmt: skip
+def test_refuses(specdec, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = specdec(*flags)
+    assert code == 2 and message in err and list(tmp_path.iterdir()) == []
