@@ -4,12 +4,13 @@
         --arm=ende/drafter,gamma=4 --arm=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
         --arm=ende/drafter,gamma=8,gamma_policy=heuristic --arm=lookup,gamma=4 --arm=exit:2,gamma=2 --arm=trigrams.npz,gamma=2
 
-An arm is what `specdec generate --drafter` takes, then any of its flags that concern drafting. All arms are timed in turn,
+An arm is what `specdec generate --drafter` takes, then any of its flags that concern drafting. Cascades are `vertical|MODEL|INNER|N`, the
+model drafted for by INNER, N tokens at a time, and `horizontal|FIRST|THEN|N`, N tokens of FIRST before THEN's. All arms are timed in turn,
 sentence by sentence; the improvement is that of total wall time, encoders included, its median and spread over the passes. At
 temperature 0 every output is compared with plain decoding's; what differs is counted (`specdec benchmark` tells near-ties).
 
 c is what a drafted token costs inside the loop, v what the target's call and its verification do, both in plain iterations and
-timed apart from the sentences; where γ adapts there is no one draft to time.
+timed apart from the sentences; where γ adapts there is no one draft to time, and of cascades none is timed.
 """
 
 import dataclasses
@@ -21,10 +22,13 @@ import numpy as np
 from absl import app, flags
 
 from specdec_jax import measure, passes, records
+from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.generate import generate
 from specdec_jax.inference import DecodingOptions, check_output, encode, read_sentences
 from specdec_jax.measure import Spread
+from specdec_jax.request import check_pair
 
+CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _ARM = flags.DEFINE_multi_string("arm", None, "DRAFTER[,name=value ...]; repeatable.", required=True)
 _FILE = flags.DEFINE_string(
@@ -41,6 +45,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 def options_of(arm: str) -> tuple[DecodingOptions, int]:
     """The options of an arm, and its γ."""
     drafter, *settings = arm.split(",")
+    drafter = drafter.split("|")[1] if "|" in drafter else drafter
     kinds, chosen, gamma = typing.get_type_hints(DecodingOptions), {}, 4
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -58,6 +63,21 @@ def options_of(arm: str) -> tuple[DecodingOptions, int]:
         target=_TARGET.value, drafter=drafter, temperature=_TEMPERATURE.value, verifier=_VERIFIER.value,
         max_new_tokens=_NEW.value, **chosen,
     ), gamma  # fmt: skip
+
+
+def drafter_of(arm: str, options: DecodingOptions, target):
+    """The drafter of an arm; a cascade is put together."""
+    drafter = options.load(target)[1]
+    kind, *parts = arm.split(",")[0].split("|")
+    if not parts:
+        return drafter
+    if kind not in CASCADES or len(parts) != 3 or not parts[2].isdigit():
+        expected = "vertical|MODEL|INNER|N or horizontal|FIRST|THEN|N"
+        raise ValueError(f"arm: got {arm!r}, expected {expected}")
+    second = dataclasses.replace(options, drafter=parts[1], shortlist=None, shortlist_size=0, drafter_int8=False)
+    cascade = CASCADES[kind](drafter, second.load(target)[1], int(parts[2]))
+    check_pair(target, cascade)
+    return cascade
 
 
 def decoder(options: DecodingOptions, gamma: int, target, drafter) -> passes.Arm:
@@ -82,13 +102,13 @@ def main(argv) -> None:
     batches = passes.cut(sentences, ids, 1, plain.seed)
     arms, models = {"plain": decoder(plain, 0, target, None)}, {}
     for name, (options, gamma) in asked.items():
-        models[name] = options.load()
+        models[name] = target, drafter_of(name, options, target)
         arms[name] = decoder(options, gamma, *models[name])
     longest = max(batch.padded for batch in batches)
     state = measure.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
     steps = {"plain": measure.iteration_arm(*state)}
     for name, (options, gamma) in asked.items():
-        if options.gamma_policy == "fixed":
+        if options.gamma_policy == "fixed" and "|" not in name:
             state = measure.iteration_state(*models[name], 1, longest, gamma, **options.decoding())
             steps |= {f"call, {name}": measure.call_arm(*state), f"iteration, {name}": measure.iteration_arm(*state)}
     passes.warm_up(arms, steps, batches)
