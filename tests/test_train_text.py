@@ -1,7 +1,6 @@
 """Training of decoder-only models: blocks of text, losses, runs, what comes out of them, commands, what is refused."""
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -12,6 +11,7 @@ import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from toy_models import compilations
 from toy_training import CONFIGS, ORDER, TINY, TINY_GPT, config_of, random_params, text_config, write_text
@@ -22,17 +22,14 @@ from specdec_jax.formats import leaves
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
 
 pytestmark = pytest.mark.usefixtures("quick", "one_optimizer")
-_made = functools.cache(
-    lambda *schedule: optimizer.make_optimizer(text_config(".", ".", **dict(zip(SCHEDULE, schedule))))
-)
-SCHEDULE = ("steps", "warmup_steps", "decay_steps", "learning_rate")
 
 
 @pytest.fixture(scope="module")
 def one_optimizer():
-    """The same object for runs of one schedule, so that a step compiles once."""
+    """One object, so that a step compiles once; and Adam alone, which compiles quickly."""
+    adam = optax.adam(3e-3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "make_optimizer", lambda config: _made(*(getattr(config, name) for name in SCHEDULE)))
+        patch.setattr(train, "make_optimizer", lambda config: adam)
         yield
 
 
@@ -98,10 +95,8 @@ def test_loss_is_that_of_the_next_piece():
     stream = rng.integers(1, 40, (2, 9)).astype(np.int32)
     inputs, targets = stream[:, :-1], stream[:, 1:].copy()
     targets[1, 5:] = 0
-    laws = [
-        np.asarray(jax.nn.log_softmax(GPT(TINY_GPT).apply({"params": p}, inputs)), np.float64)
-        for p in (params, teacher)
-    ]
+    law = jax.jit(lambda params: jax.nn.log_softmax(GPT(TINY_GPT).apply({"params": params}, inputs)))
+    laws = [np.asarray(law(p), np.float64) for p in (params, teacher)]
     expected, nll, overlap = 0.0, 0.0, 0.0
     for b, t in zip(*np.nonzero(targets)):
         log_q, log_p = (law[b, t] for law in laws)
@@ -111,19 +106,20 @@ def test_loss_is_that_of_the_next_piece():
         nll -= log_q[targets[b, t]]
         overlap += np.minimum(np.exp(log_p), np.exp(log_q)).sum()
     objective = losses.Objective(GPT(TINY_GPT), 0.1, GPT(TINY_GPT), 0.6)
-    loss, metrics = losses.loss_fn(params, (inputs, targets), objective, teacher)
+    both = lambda *given: (losses.loss_fn(*given), losses.assess(*given)[1])
+    (loss, metrics), likeness = jax.jit(both, static_argnums=2)(params, (inputs, targets), objective, teacher)
     assert metrics.pieces == 13
     np.testing.assert_allclose([metrics.loss, metrics.nll, loss], [expected, nll, expected / 13], rtol=1e-5)
-    likeness = losses.assess(params, (inputs, targets), objective, teacher)[1]
     np.testing.assert_allclose(likeness.acceptance, overlap, rtol=1e-5)
 
 
-def test_dropout_is_of_training_only():
-    model, tokens = GPT(dataclasses.replace(TINY_GPT, dropout_rate=0.5)), np.arange(6)[None]
-    variables = {"params": random_params(TINY_GPT)}
-    run = lambda seed: model.apply(variables, tokens, deterministic=False, rngs={"dropout": jax.random.key(seed)})
-    np.testing.assert_array_equal(model.apply(variables, tokens), GPT(TINY_GPT).apply(variables, tokens))
-    assert not np.allclose(run(0), run(1)) and np.array_equal(run(0), run(0))
+def test_dropout_depends_on_its_key():
+    model = GPT(dataclasses.replace(TINY_GPT, dropout_rate=0.5))
+    objective, batch = losses.Objective(model), (np.arange(6)[None], np.arange(1, 7)[None])
+    loss = jax.jit(lambda params, key: losses.loss_fn(params, batch, objective, None, key)[0])
+    params = random_params(TINY_GPT)
+    dropped = [float(loss(params, jax.random.key(seed))) for seed in (0, 1, 0)]
+    assert dropped[0] == dropped[2] != dropped[1]
     with pytest.raises(ValueError, match="GPTConfig.dropout_rate: got 1.0"):
         dataclasses.replace(TINY_GPT, dropout_rate=1.0)
 
@@ -138,24 +134,21 @@ def test_the_loss_falls_to_what_the_text_leaves_open(finished):
     assert log[0]["loss"] > 1 and len(validation) == 2 and validation[-1] < 0.25
 
 
-@pytest.mark.parametrize("prompted", [True, False])
-def test_what_it_writes(finished, distilled, prompted):
-    """A target and a drafter that were loaded; argmax, then samples of which the most are as the text has it."""
+def test_what_it_writes(finished, distilled):
+    """A target and a drafter that were loaded, prompted and unprompted; most samples are as the text has it."""
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     assert (target.start_token, target.eos_ids) == (1, (1,)) and target.config.num_positions == 40
     assert target.vocabulary.fingerprint() == drafter.model.vocabulary.fingerprint()
-    prompts = ["fo", "ba ce di", "jem", "ce"] if prompted else [""] * 4
-    run = functools.partial(sd.generate, target, prompts, drafter=drafter, gamma=3, max_new_tokens=30)
-    result = run()
-    np.testing.assert_array_equal(result.tokens, run(drafter=None).tokens)
-    texts = [" ".join(ORDER[ORDER.index(prompt.split()[-1]) + 1 :]) if prompt else None for prompt in prompts]
-    if prompted:
-        assert result.texts == texts
-    assert result.finish_reasons == ["eos"] * 4 and result.stats.acceptance_rate > 0.5
-    sampled = run(sampling=sd.SamplingConfig(temperature=1.0, top_k=40), key=jax.random.key(1))
-    ends = {" ".join(ORDER[start:]) for start in range(len(ORDER))}
-    right = sum(text in ends for text in sampled.texts + result.texts)
-    assert right >= 6 and (prompted or len(set(sampled.texts)) > 1)
+    prompts = ["fo", "ba ce di", "jem", *[""] * 3]
+    sampling = sd.SamplingConfig(temperature=0.7, top_k=40)
+    result = sd.generate(
+        target, prompts, drafter=drafter, gamma=3, max_new_tokens=30, sampling=sampling, verifier="token"
+    )
+    assert result.finish_reasons == ["eos"] * 6 and result.stats.acceptance_rate > 0.8
+    ends = [" ".join(ORDER[start:]) for start in range(len(ORDER))]
+    texts = [f"{prompt} {text}".strip() for prompt, text in zip(prompts, result.texts)]
+    assert sum(text.endswith(tuple(ends[:-1])) for text in texts) >= 5 and len(set(texts[3:])) > 1
+    assert sum(text in ends for text in texts) >= 4
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
@@ -212,11 +205,12 @@ def test_train_and_generate(finished, text, tmp_path, capsys):
     config, output = finished[0], tmp_path / "run"
     assert os.system(f"cp -r {config.output_dir} {output}") == 0
     names = {field.name for field in dataclasses.fields(train.TrainConfig)} - {"model", "output_dir", "data_dir"}
-    settings = {"data_dir": str(text), "output_dir": str(output)} | {name: getattr(config, name) for name in names}
-    flags = [f"--gin.TrainConfig.{name}={value!r}" for name, value in settings.items()]
+    flags = [f"--gin.TrainConfig.{name}={getattr(config, name)!r}" for name in names]
     flags += [f"--gin.GPTConfig.{name}={value!r}" for name, value in dataclasses.asdict(TINY_GPT).items()]
     gin_file = f"--gin_file={CONFIGS / 'wikitext_target.gin'}"
-    code, out, err = specdec(capsys, "train", gin_file, "--gin.DATA_DIR='.'", "--gin.OUTPUT_DIR='.'", *flags)
+    code, out, err = specdec(
+        capsys, "train", gin_file, f"--gin.DATA_DIR='{text}'", f"--gin.OUTPUT_DIR='{output}'", *flags
+    )
     assert (code, out) == (0, "") and "resumed at step 120 of 120" in err and "wrote " in err
     code, out, err = specdec(
         capsys, "generate", f"--target={output / 'model'}", "--max_new_tokens=30", "fo", "", "ba ce di", "ce"
@@ -229,7 +223,8 @@ def test_train_and_generate(finished, text, tmp_path, capsys):
 PROMPTS = "fo\n\nba ce di\nce\n"
 
 
-@pytest.mark.parametrize("command", ["measure", pytest.param("benchmark", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["measure", "benchmark"])
 def test_a_pair_is_measured_with_the_top_40(finished, distilled, tmp_path, capsys, command):
     (tmp_path / "prompts.txt").write_text(PROMPTS)
     models = [
