@@ -270,7 +270,7 @@ def test_prompts_that_are_too_long_are_refused_before_anything_compiles(finished
     "settings, message",
     [
         (dict(sequence_length=None), "sequence_length: got None, expected a number from 1 to the smaller of"),
-        (dict(sequence_length=41), "sequence_length: got 41, expected .* num_positions = 40 and batch_tokens = 256"),
+        (dict(sequence_length=41), "sequence_length: got 41, expected .*num_positions = 40 and batch_tokens = 256"),
         (dict(sequence_length=0), "sequence_length: got 0"),
         (dict(batch_tokens=31), "sequence_length: got 32, expected .* batch_tokens = 31"),
         (dict(buckets=(8, 32)), r"buckets: got \(8, 32\), expected none: sequence_length says it here"),
