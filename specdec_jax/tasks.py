@@ -5,6 +5,7 @@ A task makes batches (inputs, targets) out of files; `losses.py` says what a net
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -12,6 +13,10 @@ import numpy as np
 
 from specdec_jax import data
 from specdec_jax.runs import write_atomically
+
+
+# SentencePiece passes over a line of more than 4,192 bytes: longer ones are cut, where it can be between words.
+_PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
 
 
 class Task(Protocol):
@@ -90,7 +95,7 @@ class Text:
     files = "a text file"
 
     def texts(self, paths):
-        return iter(data.read_documents(paths))
+        return (part for text in data.read_documents(paths) for part in _PART.findall(text))
 
     def batches(self, vocabulary, paths, ids, batch_tokens, seed):
         end = list(vocabulary.eos_ids[:1])

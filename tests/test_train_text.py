@@ -89,6 +89,15 @@ def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
     assert tasks.Text(6).start_token(vocabulary) == 1 and tasks.Text(6).summary(batches) == "4 blocks of 6 pieces"
 
 
+def test_a_vocabulary_learns_from_all_of_a_long_document(tmp_path):
+    lines = ["word " * 450, "字" * 2100, "short"]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    parts = list(tasks.Text(6).texts([tmp_path / "a.txt"]))
+    assert max(map(len, parts)) == 1000 and [len(part) for part in parts[-4:]] == [1000, 1000, 100, 5]
+    assert "".join(parts) == "".join(lines).replace("word " * 450, ("word " * 450).strip())
+    assert all(part.strip().startswith("word") and part.endswith("word") for part in parts[:-4])
+
+
 def test_loss_is_that_of_the_next_piece():
     params, teacher = random_params(TINY_GPT), random_params(TINY_GPT, seed=1)
     rng = np.random.default_rng(0)
