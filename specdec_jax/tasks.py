@@ -14,7 +14,6 @@ import numpy as np
 from specdec_jax import data
 from specdec_jax.runs import write_atomically
 
-
 # SentencePiece passes over a line of more than 4,192 bytes: longer ones are cut, where it can be between words.
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
 
