@@ -26,7 +26,7 @@ from specdec_jax.inference import (
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import PRESETS, LanguageModel, check_positions, decoder_only
 from specdec_jax.passes import Arm, Batch
-from specdec_jax.request import UnsupportedCombination, drafting_models
+from specdec_jax.request import UnsupportedCombination
 from specdec_jax.verification import FORCED, LOSSY
 
 
@@ -193,8 +193,7 @@ def benchmark(
         ), forced_alpha=forced_alpha)  # fmt: skip
 
     speculative = options.gamma if drafter is not None and (options.forced_alpha or not options.preset) else ()
-    for model in (target, *drafting_models(drafter)):  # before any step compiles
-        check_positions(model.config, max(len(ids) for batch in batches for ids in batch.ids) + options.max_new_tokens)
+    passes.check_prompts(target, drafter, batches, options)
     arms = {"plain": arm(0)}
     for gamma in speculative:
         for alpha in options.forced_alpha or (None,):

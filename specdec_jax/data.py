@@ -20,7 +20,7 @@ from specdec_jax.vocabularies import (
 
 __all__ = [
     "EOS_ID", "PAD_ID", "UNK_ID", "Batch", "BucketedBatches", "ByteVocabulary", "SentencePieceVocabulary",
-    "TokenizerJsonVocabulary", "Vocabulary", "check_buckets", "read_examples", "read_lines", "read_pairs",
+    "TokenizerJsonVocabulary", "Vocabulary", "check_buckets", "read_documents", "read_examples", "read_lines", "read_pairs",
 ]  # fmt: skip
 
 
@@ -81,6 +81,21 @@ def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
                 raise ValueError(f"{path}, line {number}: got {rest[1]!r} in column 3, expected the target's ids")
             examples.append((source, rest[0], None if ids is None else [int(token) for token in ids]))
     return examples
+
+
+def read_documents(paths: Sequence) -> list[str]:
+    """Documents of text files, one a line, without the spaces around them; empty lines are left out.
+
+    Raises:
+      ValueError: a file has no text, or cannot be read.
+    """
+    documents = []
+    for path in paths:
+        found = [line.strip() for line in read_lines(path) if line.strip()]
+        if not found:
+            raise ValueError(f"{path}: got no text, expected at least one line that is not empty")
+        documents += found
+    return documents
 
 
 def check_buckets(buckets: Sequence[int], batch_tokens: int, target_buckets: Sequence[int] = ()) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import rich.console
 
-from specdec_jax import checkpoints, data, train
+from specdec_jax import checkpoints, data, tasks, train
 from specdec_jax.inference import at_least, option
 from specdec_jax.jobs import decode_all
 from specdec_jax.losses import DIVERGENCES
@@ -207,10 +207,11 @@ def run(config: DistillConfig) -> dict:
 def _vocabulary(config: DistillConfig) -> data.Vocabulary:
     """The target's; refuses what `train.fit` would refuse hours later."""
     vocabulary, start_token = checkpoints.load_vocabulary(config.target)
-    train.check_special("target", vocabulary, start_token)
+    task = tasks.Pairs(config.buckets, ())
+    tasks.check_special("target", vocabulary, start_token, task)
     if config.drafter:
         pieces, start_token = checkpoints.load_vocabulary(config.drafter)
-        train.check_special("drafter", pieces, start_token)
+        tasks.check_special("drafter", pieces, start_token, task)
         if pieces.fingerprint() != vocabulary.fingerprint():
             raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
         width, expected = (checkpoints.load_shape(path).vocab_size for path in (config.drafter, config.target))

@@ -34,6 +34,7 @@ from specdec_jax.request import (
     check_limits,
     check_pair,
     check_policy,
+    check_prompts,
     check_stop,
     fold_keys,
     plan,
@@ -438,6 +439,7 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
     sentences = read_sentences(arguments, options.input_file)
     target, drafter = options.load()
     inputs = encode(target, sentences, options.max_input_length)
+    check_prompts(target, drafter if options.drafts else None, list(map(len, inputs)), options.max_new_tokens)
     decoding = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
     decoding.update(stop=options.stop, deadline=options.deadline)
     if options.stream:

@@ -3,8 +3,8 @@
 The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken off, and rows that were
 prefilled ahead overwrite them in place; always equally many inputs are prefilled together, so that one shape compiles.
 
-Rows of one state share the padded length of the encoder's input, so the inputs are cut into a few queues by length.
-(The prompts of a decoder-only target have no encoder: they make one queue, padded to the longest of the job.)
+Rows of one state share the padded length of the encoder's input, or of a decoder-only target's prompt, so the inputs are cut
+into a few queues by length.
 Queue, padding and the number of inputs that are prefilled together depend on the job alone, not on what has been skipped
 or on how long outputs are: a job that goes on after a kill gives every input what it would have got.
 """
@@ -155,7 +155,7 @@ def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
 
 
 def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
-    for width, places in queues(job.lengths.tolist(), size):
+    for width, places in queues(job.input_lengths.tolist(), size):
         places = [place for place in places if place not in skip]
         if places:
             yield from _through_one_state(target, job, size, width, places)

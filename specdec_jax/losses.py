@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from specdec_jax import data, sampling
+from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5
 
 # Divergences `[...]` of the student's law q from the teacher's p, out of their logarithms `[..., V]`, in nats where they are
@@ -55,16 +56,16 @@ class Objective:
     Attributes:
       model: the network that is trained.
       label_smoothing: mass of the uniform law in the cross-entropy's target.
-      teacher: the network that is distilled, or None.
+      teacher: the network that is distilled, of the same kind, or None.
       distill_weight: w, share of the divergence from the teacher.
       divergence: which, a name in `DIVERGENCES`.
       distill_temperature: of the teacher's law in it; the student's stays at 1. Below 1 what counts is more and more the
         teacher's argmax.
     """
 
-    model: T5
+    model: T5 | GPT
     label_smoothing: float = 0.0
-    teacher: T5 | None = None
+    teacher: T5 | GPT | None = None
     distill_weight: float = 0.0
     divergence: str = "forward_kl"
     distill_temperature: float = 1.0
@@ -99,18 +100,20 @@ class Likeness(NamedTuple):
 def _logits(params, batch, objective: Objective, teacher_params, dropout_key=None):
     """Logits `[B, T, V]` of the student, and of the teacher or None, on the prefixes of the targets."""
     inputs, targets = batch
-    arguments = (inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))))
+    teacher, variables = objective.teacher, {"params": teacher_params}
+    arguments: tuple = (inputs,)
+    own, teachers = {}, {}
+    if isinstance(objective.model, T5):
+        arguments, encoded = (inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))), None
+        if teacher is not None:
+            encoded = jax.lax.stop_gradient(teacher.apply(variables, *arguments[:2], method="encode"))
+        own = {"encoded": encoded if objective.model.config.encoder_dim is not None else None}
+        teachers = {"encoded": encoded}
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    teacher, variables, encoded = objective.teacher, {"params": teacher_params}, None
-    if teacher is not None:
-        encoded = jax.lax.stop_gradient(teacher.apply(variables, *arguments[:2], method="encode"))
-    shared = encoded if objective.model.config.encoder_dim is not None else None
-    logits = objective.model.apply(
-        {"params": params}, *arguments, deterministic=dropout_key is None, encoded=shared, rngs=rngs
-    )
+    logits = objective.model.apply({"params": params}, *arguments, deterministic=dropout_key is None, rngs=rngs, **own)
     if teacher is None:
         return logits, None
-    return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, encoded=encoded))
+    return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, **teachers))
 
 
 def _metrics(logits, teacher_logits, targets, objective: Objective) -> Metrics:
@@ -139,7 +142,8 @@ def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_ke
     `distill_temperature`, q that of the student on the same prefix of the reference, and D the divergence (token level).
 
     Args:
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding.
+      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding; of a decoder-only model L = T, and the inputs are the
+        pieces that stand before the targets.
       teacher_params: of `objective.teacher`; no gradient flows to them.
       dropout_key: None switches dropout off.
     """

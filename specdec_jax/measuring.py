@@ -87,6 +87,7 @@ def run(options: MeasureOptions) -> None:
 
 def measured(target, drafter, batches: Sequence[passes.Batch], options: MeasureOptions) -> dict[str, Any]:
     """The record."""
+    passes.check_prompts(target, drafter, batches, options)
     accepted = acceptance.of(target, drafter, batches, verifiers_of(options), options.gamma_max, options)
     times = step_times(target, drafter, batches, options)
     v = {1: 1.0} | {

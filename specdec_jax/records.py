@@ -13,7 +13,7 @@ import numpy as np
 from specdec_jax import analysis
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, decoder_only
 
 PACKAGES = ("specdec_jax", "jax", "jaxlib", "flax", "numpy")
 
@@ -62,8 +62,14 @@ def head(target, drafting, batches, options) -> dict[str, Any]:
         "options": dataclasses.asdict(options),
         "target": model(target),
         "drafter": None if drafting is None else drafter(drafting),
-        "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
+        "sentences": decoded(target, batches),
     }
+
+
+def decoded(target: LanguageModel, batches) -> int:
+    """How many inputs the batches have; an empty one counts where the target is decoder-only, which goes on from it."""
+    rows = [row for batch in batches for row in zip(batch.inputs, batch.ids, strict=True)]
+    return sum(len(ids) > 0 or (decoder_only(target) and given is not None) for given, ids in rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Plan:
       network, drafter, eos_ids, stop, deadline: as in `Request`.
       program: what is compiled.
       samples: rows for each input.
-      slots: S of every state that is started.
+      slots: S of a state with all inputs; prompts that are padded to less than the longest take fewer.
       prompted: the target is decoder-only: its inputs are in `prefix`, and L = 0.
       tokens: `[N, L]` ids of the inputs, padded.
       lengths: `[N]` how many of them count.
@@ -116,6 +116,11 @@ class Plan:
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
 
+    @property
+    def input_lengths(self) -> np.ndarray:
+        """`[N]`: ids of each input, a decoder-only target's too."""
+        return self.prefix_lengths if self.prompted else self.lengths
+
     def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
         """Prefills the inputs at `places [I]` (None: all, in their order).
 
@@ -127,24 +132,30 @@ class Plan:
 
     def arguments(self, places=None, width: int | None = None) -> tuple:
         """Those of `prefill`."""
-        lengths, empty, keys = self.lengths, self.empty, self.keys
+        lengths, prefix_lengths, empty, keys = self.lengths, self.prefix_lengths, self.empty, self.keys
         take = lambda values: values
         if places is not None:
             places = np.asarray(places)
             take, filler = lambda values: values[places], places < 0
             lengths, empty = np.where(filler, 0, lengths[places]), empty[places] | filler
+            prefix_lengths = np.where(filler, 1, prefix_lengths[places])
             keys = _take(keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1))
         repeat = lambda values: np.repeat(take(values), self.samples, axis=0)
         per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
-        inputs = take(self.tokens)
-        if not self.prompted:
-            inputs = _pad(inputs, bucket(int(max(lengths))) if width is None else width)
-        ends = repeat(self.prefix_lengths + self.limits)
+        inputs, prefix, room = take(self.tokens), take(self.prefix), self.slots
+        if width is None:
+            width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
+        if self.prompted:
+            prefix = _pad(prefix, width)
+            room = slots(width + int(max(self.limits)), self.program.gamma)
+        else:
+            inputs = _pad(inputs, width)
+        copied = lambda values: np.repeat(values, self.samples, axis=0)
+        ends = copied(prefix_lengths + take(self.limits))
         return (
-            self.network, self.drafter, self.program, self.slots, inputs, lengths, repeat(self.prefix),
-            repeat(self.prefix_lengths), keys, dataclasses.replace(per_row(self.rows), **self.shared),
-            per_row(self.settings), ends, _stop_ids(self.eos_ids, len(ends)), repeat(self.gammas),
-            np.repeat(empty, self.samples), per_row(self.policy),
+            self.network, self.drafter, self.program, room, inputs, lengths, copied(prefix), copied(prefix_lengths), keys,
+            dataclasses.replace(per_row(self.rows), **self.shared), per_row(self.settings), ends,
+            _stop_ids(self.eos_ids, len(ends)), repeat(self.gammas), copied(empty), per_row(self.policy),
         )  # fmt: skip
 
     def request(self, places=None) -> Request:
@@ -213,8 +224,7 @@ def plan(
                 "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
             )
         prefix, prefix_lengths = _prompts(target, tokens, lengths)
-        for model in (target, *drafting_models(drafter if width else None)):
-            check_positions(model.config, int(max(prefix_lengths + limits)), "inputs" if model is target else "drafter")
+        check_prompts(target, drafter if width else None, prefix_lengths, limits)
         # Not by the longest prompt: then what compiles would depend on more than its padded length.
         longest, tokens, lengths = prefix.shape[1] + int(max(limits)), tokens[:, :0], np.zeros_like(lengths)
     else:
@@ -308,6 +318,17 @@ def drafting_models(drafter) -> list[LanguageModel]:
     """The models that `drafter` is made of."""
     own = [drafter.model] if getattr(drafter, "model", None) is not None else []
     return own + [model for part in getattr(drafter, "parts", ()) for model in drafting_models(part)]
+
+
+def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
+    """Refuses prompts of `lengths [B]` ids that with up to `limits` new ones need more positions than the target or a model
+    that drafts has; models with an encoder take any.
+
+    For callers that decode in parts, which would find the longest prompt late: `plan` looks at its own inputs.
+    """
+    longest = int(max(np.maximum(lengths, 1) + limits))
+    for model in (target, *drafting_models(drafter)):
+        check_positions(model.config, longest, "inputs" if model is target else "drafter")
 
 
 def check_pair(target: LanguageModel, drafter) -> None:

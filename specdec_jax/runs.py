@@ -1,6 +1,7 @@
-"""What a training run keeps and shows: checkpoints, a log, a bar or lines; and signals that wait for a good moment."""
+"""What a training run keeps and shows: settings, checkpoints, a log, a bar or lines; and signals that wait for a good moment."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -9,13 +10,14 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import orbax.checkpoint as ocp
 import rich.console
 import rich.progress
 
 from specdec_jax.losses import TrainState
+from specdec_jax.models.base import LanguageModel
 
 
 class Checkpoints:
@@ -64,6 +66,35 @@ class Checkpoints:
         # `force`: after a resumption the step may lie before the best of the time before it.
         self.best.save(step, args=ocp.args.StandardSave(params), metrics=metrics, force=True)
         return True
+
+
+def record_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
+    """Writes `config.json`; returns what differs from the run that is resumed. Raises ValueError if it cannot be.
+
+    `fixed` picks what must not differ out of the settings.
+    """
+    if step is not None and step > config.steps:
+        raise ValueError(f"steps: got {config.steps}, expected at least the {step} steps that are saved in it")
+    path, settings = output / "config.json", json.loads(json.dumps(dataclasses.asdict(config)))
+    lines = []
+    if step is not None and path.exists():
+        # What a setting did before it was one, its default says.
+        before = {field.name: field.default for field in dataclasses.fields(config)} | json.loads(path.read_text())
+        for name, value in fixed(settings).items():
+            if fixed(before)[name] != value:
+                expected = f"that of the run in {config.output_dir}: {before[name]}"
+                raise ValueError(f"{name}: got {settings[name]!r}, expected {expected}")
+        changed = [name for name in settings if name != "output_dir" and before[name] != settings[name]]
+        lines = [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
+    write_atomically(path, json.dumps(settings, indent=1).encode())
+    return lines
+
+
+def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: int | None) -> None:
+    """Writes the fingerprint of the model that a run, which is at `step`, depends on; refuses another than before."""
+    if step is not None and path.is_file() and path.read_text() != target.fingerprint:
+        raise ValueError(f"{name}: got {target.name}, expected the one on which the run in {path.parent} began")
+    write_atomically(path, target.fingerprint.encode())
 
 
 class Reporter:

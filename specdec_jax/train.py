@@ -1,21 +1,19 @@
-"""Training of encoder–decoder pairs: losses, distillation, optimiser, a loop that survives being killed, export."""
+"""Training: settings, optimiser, a loop that survives being killed, export."""
 
 import dataclasses
 import functools
 import json
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import rich.console
 
-from specdec_jax import checkpoints, data
+from specdec_jax import checkpoints, data, tasks
 from specdec_jax.losses import (
     DIVERGENCES,
     Likeness,
@@ -27,9 +25,11 @@ from specdec_jax.losses import (
     loss_fn,
     train_step,
 )
-from specdec_jax.models.base import LanguageModel, t5_only
-from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, write_atomically
+from specdec_jax.models.base import LanguageModel, ModelConfig, initial_params, module_of
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.optimizer import make_optimizer
+from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, record_settings, record_target
 
 _ENCODER = "encoder_fingerprint"  # file in the folder of a run: of the model whose encoder output is read
 
@@ -41,7 +41,8 @@ class TrainConfig:
     Attributes:
       model: shape of the network; `matmul_dtype` and `dropout_rate` count in training only, `dtype` is set below.
       train_files, validation_files: TSV files (source, tab, target; or, with a tab and the target's ids after that, as
-        `specdec distill` writes them), gzip or not; any number of each.
+        `specdec distill` writes them) or, for a decoder-only model, UTF-8 text, a document a line; gzip or not; any number of
+        each.
       output_dir: checkpoints, the log and the final model go here; an existing run in it is resumed.
       data_dir: folder to which the names of those files are relative.
       initialise_from: path of a model of the same shape and vocabulary, or a bundled name, whose parameters a new run starts
@@ -53,10 +54,12 @@ class TrainConfig:
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
       batch_tokens: padded pieces of the longer side of a batch.
+      sequence_length: of a decoder-only model, and of no other: pieces of the blocks into which its text is cut, at most the
+        model's positions; the settings of the next two do not count then.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
       target_buckets: padded lengths of the targets, where those are not as long as the inputs; none: `buckets` for both.
       label_smoothing: mass spread over the vocabulary.
-      teacher: path of a model to distil from, or None.
+      teacher: path of a model of the same kind to distil from, or None.
       distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece; above 0 iff there is a
         teacher.
       divergence: D: "forward_kl", "reverse_kl", "jensen_shannon" or "total_variation", which is 1 − α (`losses.py`).
@@ -69,7 +72,7 @@ class TrainConfig:
       dtype: of the computation; None: float32 on a CPU, bfloat16 on an accelerator. Parameters stay float32.
     """
 
-    model: T5Config
+    model: ModelConfig
     train_files: tuple[str, ...]
     validation_files: tuple[str, ...]
     output_dir: str
@@ -82,6 +85,7 @@ class TrainConfig:
     decay_steps: int = 500
     learning_rate: float = 0.01
     batch_tokens: int = 4096
+    sequence_length: int | None = None
     buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
     target_buckets: tuple[int, ...] = ()
     label_smoothing: float = 0.1
@@ -103,12 +107,13 @@ class TrainConfig:
             _expect(len(getattr(self, name)) > 0, name, files, "at least one file")
         object.__setattr__(self, "buckets", tuple(self.buckets))
         object.__setattr__(self, "target_buckets", tuple(self.target_buckets))
-        _expect(isinstance(self.model, T5Config), "model", self.model, "a T5Config")
+        _expect(isinstance(self.model, ModelConfig), "model", self.model, "a T5Config or a GPTConfig")
         _expect(self.model.dtype == "float32", "model.dtype", self.model.dtype, "float32: TrainConfig.dtype sets it")
         for name in ("steps", "log_every", "save_every", "evaluate_every", "vocabulary_size"):
             _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("warmup_steps", "decay_steps", "seed"):
             _expect(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        self._check_lengths()
         parts = self.warmup_steps + self.decay_steps
         _expect(parts <= self.steps, "steps", self.steps, f"at least warmup_steps + decay_steps = {parts}")
         _expect(0 < self.learning_rate < np.inf, "learning_rate", self.learning_rate, "a positive number")
@@ -132,6 +137,26 @@ class TrainConfig:
         _expect(self.vocabulary_size <= self.model.vocab_size, "vocabulary_size", self.vocabulary_size, pieces)
         _expect(self.dtype in (None, "float32", "bfloat16"), "dtype", self.dtype, "None, float32 or bfloat16")
 
+    def _check_lengths(self) -> None:
+        if not isinstance(self.model, GPTConfig):
+            _expect(self.sequence_length is None, "sequence_length", self.sequence_length, "None: the model is a T5")
+            return
+        most = min(self.model.num_positions, self.batch_tokens)
+        limits = f"model.num_positions = {self.model.num_positions} and batch_tokens = {self.batch_tokens}"
+        fits = self.sequence_length is not None and 1 <= self.sequence_length <= most
+        _expect(fits, "sequence_length", self.sequence_length, f"a number from 1 to the smaller of {limits}")
+        for name in ("buckets", "target_buckets"):
+            default = self.__dataclass_fields__[name].default
+            _expect(getattr(self, name) == default, name, getattr(self, name), "none: sequence_length says it here")
+
+    @property
+    def task(self) -> tasks.Task:
+        """What the model is trained on."""
+        if isinstance(self.model, GPTConfig):
+            assert self.sequence_length is not None
+            return tasks.Text(self.sequence_length)
+        return tasks.Pairs(self.buckets, self.target_buckets)
+
     def paths(self, name: str) -> list[pathlib.Path]:
         """`train_files` or `validation_files` with their folder."""
         return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
@@ -140,46 +165,6 @@ class TrainConfig:
 def _expect(condition: bool, name: str, got, expected: str) -> None:
     if not condition:
         raise ValueError(f"{name}: got {got!r}, expected {expected}")
-
-
-# The optimiser.
-
-
-def learning_rate(config: TrainConfig, step):
-    """Learning rate of the update after `step` updates: linear warm-up, constant, linear decay."""
-    warmup = step / config.warmup_steps if config.warmup_steps else 1.0
-    decay = (config.steps - step) / config.decay_steps if config.decay_steps else 1.0
-    return config.learning_rate * jnp.clip(jnp.minimum(warmup, decay), 0.0, 1.0)
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Muon on the matrices inside the layers, Adam on embeddings, head, norms and position biases, both times the
-    root mean square of the array they change.
-
-    The scaling by the array, as in Adafactor, is what makes this work for T5: its queries start 1/√K smaller than the
-    other kernels, and steps of one size would soon saturate the attention, whose scores T5 does not scale down.
-    """
-    matrices = lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, leaf: optax.contrib.MuonDimensionNumbers() if _is_matrix(path) else None, params
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(
-            1.0,
-            ns_steps=3,
-            preconditioning="aol",
-            consistent_rms=1.0,
-            adam_b2=0.98,
-            muon_weight_dimension_numbers=matrices,
-        ),
-        optax.scale_by_param_block_rms(),
-        optax.scale_by_schedule(functools.partial(learning_rate, config)),
-    )
-
-
-def _is_matrix(path) -> bool:
-    names = [key.key for key in path]
-    return names[-1] == "kernel" and "logits_dense" not in names
 
 
 # The run.
@@ -214,8 +199,8 @@ def go_on(run: "Run", console: rich.console.Console) -> TrainState:
     start = int(state.step)
     console.print(
         f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
-        f"epoch, {run.batches.dropped} of {run.batches.pairs} pairs left out as longer than {run.batches.longest} pieces; "
-        f"{parameter_count(state.params):,} parameters, {run.objective.model.config.dtype}",
+        f"epoch, {config.task.summary(run.batches)}; {parameter_count(state.params):,} parameters, "
+        f"{run.objective.model.config.dtype}",
         markup=False,
     )
     if start < config.steps:
@@ -238,7 +223,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     if not (output / "config.json").is_file():
         raise ValueError(f"{output_dir}: got a folder without config.json, expected one of a training run")
     stored = json.loads((output / "config.json").read_text())
-    config = TrainConfig(**{**stored, "model": T5Config(**stored["model"]), "output_dir": str(output)})
+    config = TrainConfig(**{**stored, "model": _recorded_shape(stored), "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
     state = _abstract_state(config)
     if which == "best" and saved.best.latest_step() is not None:
@@ -248,9 +233,10 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     else:
         raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
     network = dataclasses.replace(config.model, matmul_dtype=None, dropout_rate=0.0)
-    vocabulary, fingerprint = _recorded_vocabulary(config), output / _ENCODER
+    vocabulary = tasks.recorded_vocabulary(_vocabulary_path(config), config.vocabulary_size)
+    fingerprint = output / _ENCODER
     model = LanguageModel(
-        network, params, vocabulary, eos_ids=vocabulary.eos_ids, name=path.name,
+        network, params, vocabulary, start_token=config.task.start_token(vocabulary), eos_ids=vocabulary.eos_ids, name=path.name,
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
     )  # fmt: skip
     checkpoints.save(model, path, dtype=dtype)
@@ -272,14 +258,14 @@ class Run:
         vocabulary = _vocabulary(config, teacher)
         self._initial = _initial_params(config) if saved.newest.latest_step() is None else None
         network = computing(config, config.model)
-        self.objective = Objective(T5(network), config.label_smoothing)
+        self.objective = Objective(module_of(network), config.label_smoothing)
         self.teacher_params = None
         if teacher is not None and config.model.encoder_dim is not None:
             record_target(pathlib.Path(config.output_dir, _ENCODER), "teacher", teacher, saved.newest.latest_step())
         if teacher is not None:
-            shape = dataclasses.replace(t5_only("teacher", teacher.config), matmul_dtype=config.model.matmul_dtype)
+            shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
-                self.objective, teacher=T5(computing(config, shape)), distill_weight=config.distill_weight,
+                self.objective, teacher=module_of(computing(config, shape)), distill_weight=config.distill_weight,
                 divergence=config.divergence, distill_temperature=config.distill_temperature,
             )  # fmt: skip
             self.teacher_params = teacher.params
@@ -378,10 +364,7 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
 
 
 def _init(config: TrainConfig, key) -> TrainState:
-    dummy = jnp.ones((1, 2), jnp.int32)
-    network = T5(computing(config, config.model))
-    variables = network.init(key, dummy, dummy > 0, dummy, encoded=network.dummy_encoded())
-    return _state_of(config, variables["params"])
+    return _state_of(config, initial_params(module_of(computing(config, config.model)), key))
 
 
 def _state_of(config: TrainConfig, params: dict) -> TrainState:
@@ -400,7 +383,7 @@ def abstract_state(init) -> TrainState:
     return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
 
 
-def computing(config: TrainConfig, shape: T5Config) -> T5Config:
+def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
     """`shape` with the dtype of the computation; rounding operands to that same dtype would be no rounding."""
     dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rounded = None if shape.matmul_dtype == dtype else shape.matmul_dtype
@@ -413,59 +396,41 @@ def computing(config: TrainConfig, shape: T5Config) -> T5Config:
 def check_files(config: TrainConfig) -> None:
     for name in ("train_files", "validation_files"):
         for path in config.paths(name):
-            _expect(path.is_file(), name, str(path), "a TSV file")
+            _expect(path.is_file(), name, str(path), config.task.files)
     output = pathlib.Path(config.output_dir)
     _expect(output.is_dir() or not output.exists(), "output_dir", config.output_dir, "a folder, or none yet")
 
 
 def _fixed(settings: dict) -> dict:
-    return {"model": _shape(T5Config(**settings["model"])), "initialise_from": settings["initialise_from"]}
+    return {"model": _shape(_recorded_shape(settings)), "initialise_from": settings["initialise_from"]}
 
 
-def record_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
-    """Writes `config.json`; returns what differs from the run that is resumed. Raises ValueError if it cannot be.
-
-    `fixed` picks what must not differ out of the settings.
-    """
-    _expect(
-        step is None or step <= config.steps, "steps", config.steps, f"at least the {step} steps that are saved in it"
-    )
-    path, settings = output / "config.json", json.loads(json.dumps(dataclasses.asdict(config)))
-    lines = []
-    if step is not None and path.exists():
-        # What a setting did before it was one, its default says.
-        before = {field.name: field.default for field in dataclasses.fields(config)} | json.loads(path.read_text())
-        for name, value in fixed(settings).items():
-            expected = f"that of the run in {config.output_dir}: {before[name]}"
-            _expect(fixed(before)[name] == value, name, settings[name], expected)
-        changed = [name for name in settings if name != "output_dir" and before[name] != settings[name]]
-        lines = [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
-    write_atomically(path, json.dumps(settings, indent=1).encode())
-    return lines
+def _recorded_shape(settings: dict) -> ModelConfig:
+    """The network of a run, out of its `config.json`."""
+    shape = settings["model"]
+    return GPTConfig(**shape) if "num_positions" in shape else T5Config(**shape)  # which no T5 has
 
 
-def _shape(model: T5Config) -> T5Config:
+def _shape(model: ModelConfig) -> ModelConfig:
     """What decides a network's parameters and what it computes with them."""
     return dataclasses.replace(model, dropout_rate=0.0, dtype="float32", matmul_dtype=None)
-
-
-def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: int | None) -> None:
-    """Writes the fingerprint of the model that a run, which is at `step`, depends on; refuses another than before."""
-    if step is not None and path.is_file() and path.read_text() != target.fingerprint:
-        raise ValueError(f"{name}: got {target.name}, expected the one on which the run in {path.parent} began")
-    write_atomically(path, target.fingerprint.encode())
 
 
 def _teacher(config: TrainConfig) -> LanguageModel | None:
     if config.teacher is None:
         return None
     teacher = checkpoints.load(config.teacher, computing(config, config.model).dtype)
+    kinds = [type(shape).__name__ for shape in (teacher.config, config.model)]
+    _expect(kinds[0] == kinds[1], "teacher", kinds[0], f"{kinds[1]}, like the model")
+    if isinstance(teacher.config, GPTConfig):
+        positions, expected = teacher.config.num_positions, config.sequence_length
+        _expect(positions >= expected, "teacher", f"{positions} positions", f"at least sequence_length = {expected}")
     width, expected = teacher.config.vocab_size, config.model.vocab_size
     _expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
     _expect(teacher.config.encoder_dim is None, "teacher", config.teacher, "a model with an encoder of its own")
     width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
     _expect(width == expected, "teacher", f"an encoder of width {width}", f"model.encoder_dim = {expected}")
-    check_special("teacher", teacher.vocabulary, teacher.start_token)
+    tasks.check_special("teacher", teacher.vocabulary, teacher.start_token, config.task)
     return teacher
 
 
@@ -473,16 +438,9 @@ def _initial_params(config: TrainConfig) -> dict | None:
     if config.initialise_from is None:
         return None
     model = checkpoints.load(config.initialise_from, "float32")
-    given = t5_only("initialise_from", model.config)
-    _expect(_shape(given) == _shape(config.model), "initialise_from", given, f"the shape {config.model}")
+    fits = _shape(model.config) == _shape(config.model)
+    _expect(fits, "initialise_from", model.config, f"the shape {config.model}")
     return model.params
-
-
-def check_special(name: str, vocabulary, start_token: int) -> None:
-    """Refuses a model whose vocabulary or start token training does not know."""
-    _expect(start_token == 0, name, f"start token {start_token}", "0, that of training")
-    given = type(vocabulary).__name__
-    _expect(isinstance(vocabulary, data.SentencePieceVocabulary), name, given, "a SentencePiece vocabulary")
 
 
 def _vocabulary_path(config: TrainConfig) -> pathlib.Path:
@@ -490,58 +448,16 @@ def _vocabulary_path(config: TrainConfig) -> pathlib.Path:
 
 
 def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> data.SentencePieceVocabulary:
-    path, given = _vocabulary_path(config), {}
+    given = {}
     if teacher is not None:
         given["the teacher"] = teacher.vocabulary
     if config.initialise_from is not None:
         pieces, start_token = checkpoints.load_vocabulary(config.initialise_from)
-        check_special("initialise_from", pieces, start_token)
+        tasks.check_special("initialise_from", pieces, start_token, config.task)
         given[config.initialise_from] = pieces
-    owner = next(iter(given), None)
-    if not path.exists():
-        write_atomically(path, given[owner].model if owner else _train_vocabulary(config))
-    vocabulary = data.SentencePieceVocabulary.load(path, given[owner].extra_ids if owner else 0)
-    for name, pieces in given.items():
-        if pieces.fingerprint() != vocabulary.fingerprint():
-            raise ValueError(f"vocabulary: got {path}, expected {name}'s pieces")
-    got = f"{vocabulary.size - vocabulary.extra_ids} pieces in {path}"
-    got += f" and {vocabulary.extra_ids} sentinels of {owner}" if vocabulary.extra_ids else ""
-    _expect(vocabulary.size == config.vocabulary_size, "vocabulary", got, f"vocabulary_size = {config.vocabulary_size}")
-    return vocabulary
-
-
-def _recorded_vocabulary(config: TrainConfig) -> data.SentencePieceVocabulary:
-    """The vocabulary of a run that began: what `vocabulary_size` counts beside the file's pieces are sentinels."""
-    pieces = data.SentencePieceVocabulary.load(_vocabulary_path(config))
-    sentinels = config.vocabulary_size - pieces.size
-    expected = f"at most vocabulary_size = {config.vocabulary_size}"
-    _expect(sentinels >= 0, "vocabulary", f"{pieces.size} pieces in {_vocabulary_path(config)}", expected)
-    return data.SentencePieceVocabulary(pieces.model, sentinels) if sentinels else pieces
-
-
-def _train_vocabulary(config: TrainConfig) -> bytes:
-    texts = (text for pair in data.read_pairs(config.paths("train_files")) for text in pair)
-    try:
-        return data.SentencePieceVocabulary.train(texts, config.vocabulary_size).model
-    except RuntimeError as error:  # too many pieces for the text, too few for its characters
-        reason = str(error).rpartition("] ")[2]
-        raise ValueError(
-            f"vocabulary_size: got {config.vocabulary_size}, expected a number that fits: {reason}"
-        ) from None
+    make = lambda: tasks.trained_vocabulary(config.task, config.paths("train_files"), config.vocabulary_size)
+    return tasks.vocabulary_at(_vocabulary_path(config), config.vocabulary_size, given, make)
 
 
 def _batches(config: TrainConfig, vocabulary, paths) -> data.BucketedBatches:
-    end = list(vocabulary.eos_ids)
-    pairs = [
-        (vocabulary.encode(source) + end, vocabulary.encode(target) + end if ids is None else ids)
-        for source, target, ids in data.read_examples(paths)
-    ]
-    name, largest = ", ".join(map(str, paths)), max((max(ids) for pair in pairs for ids in pair), default=0)
-    if largest >= config.model.vocab_size:  # only ids that a file gives can be so
-        raise ValueError(f"{name}: got the id {largest}, expected at most {config.model.vocab_size - 1}")
-    if any(0 in ids for pair in pairs for ids in pair):  # ids that a file gives, or other special ids than T5's
-        raise ValueError(f"{name}: got the piece {vocabulary.piece(0)!r} with id 0, expected none: 0 is padding")
-    try:
-        return data.BucketedBatches(pairs, config.buckets, config.batch_tokens, config.seed, config.target_buckets)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    return config.task.batches(vocabulary, paths, config.model.vocab_size, config.batch_tokens, config.seed)

@@ -18,10 +18,11 @@ import rich.console
 from specdec_jax import checkpoints, train
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.losses import Metrics, TrainState
-from specdec_jax.models.base import LanguageModel, Network, t5_only
+from specdec_jax.models.base import LanguageModel, ModelConfig, Network, t5_only
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.runs import Checkpoints
+from specdec_jax.optimizer import learning_rate
+from specdec_jax.runs import Checkpoints, record_settings, record_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class HeadsTrainConfig:
         model = dataclasses.replace(shape, dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0)
         return train.TrainConfig(model=model, vocabulary_size=1, **{**shared, **settings})
 
-    def heads(self, shape: T5Config) -> HeadsConfig:
+    def heads(self, shape: ModelConfig) -> HeadsConfig:
         """The heads on a target of this shape."""
         return HeadsConfig(
             self.num_heads, shape.emb_dim, shape.vocab_size, self.num_blocks, self.share_head,
@@ -180,7 +181,7 @@ def assess_heads(params, batch, objective: HeadsObjective, target_params=None) -
 
 def make_optimizer(config: train.TrainConfig) -> optax.GradientTransformation:
     """Adam, as Medusa's heads were trained with: steps relative to an array's size would never leave kernels of 0."""
-    rate = functools.partial(train.learning_rate, config)
+    rate = functools.partial(learning_rate, config)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
 
 
@@ -262,8 +263,8 @@ def fit(settings: HeadsTrainConfig) -> dict:
         raise ValueError(f"target: got {settings.target} without a vocabulary, expected one")
     saved = Checkpoints(output, resume=True)
     step = saved.newest.latest_step()
-    train.record_target(output / "target_fingerprint", "target", target, step)
-    for line in train.record_settings(settings, output, step, _fixed):
+    record_target(output / "target_fingerprint", "target", target, step)
+    for line in record_settings(settings, output, step, _fixed):
         console.print(line, markup=False)
     run = HeadsRun(settings, target, saved)
     state = train.go_on(run, console)

@@ -19,6 +19,7 @@ from specdec_jax.generate import generate
 from specdec_jax.inference import DecodingOptions, at_least, check_gamma, check_output, option, track
 from specdec_jax.measure import Spread
 from specdec_jax.measuring import check_measured, verifiers_of, with_error
+from specdec_jax.models.base import decoder_only
 from specdec_jax.passes import Arm, Batch
 from specdec_jax.verification import LOSSY
 
@@ -136,9 +137,9 @@ def run(options: TuneOptions) -> None:
         raise ValueError(
             f"sweep: got {options.sweep}, expected at most the {len(rest)} lines after the first {len(sample)}"
         )
-    if not any(text.strip() for text in sample):
-        raise ValueError("input_file: got no sentence with any text to tune on, expected at least one")
     target, drafter = options.load()
+    if not decoder_only(target) and not any(text.strip() for text in sample):
+        raise ValueError("input_file: got no sentence with any text to tune on, expected at least one")
     batches, others = (passes.batches_of(target, lines, options) if lines else [] for lines in (sample, rest))
     record = tuned(target, drafter, batches, others, options)
     text = json.dumps(record, indent=1)
@@ -152,6 +153,7 @@ def run(options: TuneOptions) -> None:
 
 def tuned(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneOptions) -> dict[str, Any]:
     """The record; `others` are the batches of the sweep, none for no sweep."""
+    passes.check_prompts(target, drafter, [*batches, *others], options)
     gammas = sorted(set(options.gamma))
     accepted = acceptance.of(target, drafter, batches, options.verifiers, gammas[-1], options)
     choices = [Choice(0, options.verifiers[0])] + [Choice(g, name) for name in options.verifiers for g in gammas]
@@ -248,7 +250,7 @@ def sweep(target, drafter, choices, chosen: Choice, batches, options) -> dict[st
     seconds = time_choices(target, drafter, choices, batches, options, "sweep")
     best = fastest(seconds)
     return {
-        "sentences": sum(len(ids) > 0 for batch in batches for ids in batch.ids),
+        "sentences": records.decoded(target, batches),
         "seconds_per_token": {str(choice): Spread.of(times)._asdict() for choice, times in seconds.items()},
         "improvement": {str(choice): _ratio(seconds, choices[0], choice) for choice in choices},
         "best": best._asdict(),

@@ -21,7 +21,7 @@ from specdec_jax.cache import KVCache
 from specdec_jax.formats import huggingface, leaves
 from specdec_jax.models import base, heads
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
-from specdec_jax.request import prepare
+from specdec_jax.request import Plan, prepare, slots
 from specdec_jax.sampling import SamplingConfig
 
 FOLDER = GOLDEN / "hf_gpt2"
@@ -230,6 +230,26 @@ def test_after_warm_up_nothing_compiles():
     assert compilations(prompts_of_every_length) == 0
 
 
+@pytest.mark.parametrize("refill", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill):
+    """Every prompt gives what it gives in one batch of all; states of short ones have fewer slots."""
+    rng, widths = np.random.default_rng(2), []
+    prompts = [
+        rng.integers(0, 24, length).tolist() for length in [12, 3, 0, 9, 5, 11, 1, 10, 8, 12, 2, 11, 10, 4, 9, 6, 8]
+    ]
+    options = dict(max_new_tokens=6, eos_ids=(23,))
+    expected = sd.generate(tiny(), prompts, **options)
+    arguments = Plan.arguments
+    monkeypatch.setattr(
+        Plan, "arguments",
+        lambda plan, *given: (found := arguments(plan, *given), widths.append((found[6].shape[1], found[3])))[0],
+    )  # fmt: skip
+    found = dict(sd.decode_stream(tiny(), prompts, batch_size=2, refill=refill, **options))
+    for row, length in enumerate(expected.lengths):
+        assert found[row][0].tokens == expected.tokens[row, :length].tolist()
+    assert set(widths) == {(8, slots(8 + 6, 0)), (12, slots(12 + 6, 0))}
+
+
 def test_streamed_text_is_the_text():
     drafter, prompts = DRAFTERS["model"](golden()), [golden().vocabulary.encode("The ferry"), None, None, PROMPTS[0]]
     expected = decode(golden(), prompts, drafter, max_new_tokens=16)
@@ -273,14 +293,14 @@ def test_other_kinds_of_model():
     refused(lambda: gpt.logits(np.array([[24]]), np.array([[3]])), "inputs: got id 24, expected 0 to 23")
 
 
-def test_only_t5s_are_trained(tmp_path):
+def test_only_t5s_are_distilled_by_command(tmp_path):
     (tmp_path / "text.tsv").write_text("a\tb\n")
     config = distill.DistillConfig(
         target=str(FOLDER), data_dir=str(tmp_path), source_files=("text.tsv",), validation_files=("text.tsv",),
         output_dir=str(tmp_path / "run"), drafter=str(FOLDER),
     )  # fmt: skip
     refused(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
-    refused(lambda: base.t5_only("teacher", TINY), "teacher: got a decoder-only model, expected a T5")
+    refused(lambda: base.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
 
 
 @pytest.mark.parametrize(

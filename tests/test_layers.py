@@ -35,7 +35,7 @@ LAYERS = [
         *("drafters.exit", "drafters.cascade", "drafters.heads"),
     },
     {"request", "generate", "jobs"},
-    {"checkpoints", "data", "journal", "losses", "progress", "runs", "train", "train_heads"},
+    {"checkpoints", "data", "journal", "losses", "optimizer", "progress", "runs", "tasks", "train", "train_heads"},
     {"interop", "interop.decoding", "interop.t5x"},
     {
         *(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
 
-from specdec_jax import losses, train
+from specdec_jax import losses, optimizer, train
 from specdec_jax.models.t5 import PRESETS, T5, T5Config
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -74,10 +74,10 @@ def test_gradients_flow_to_the_student_only():
 
 def test_learning_rate_rises_stays_and_falls():
     config = train.TrainConfig(TINY, ("a",), ("b",), "c", vocabulary_size=64, steps=10, warmup_steps=2, decay_steps=4)
-    got = [float(train.learning_rate(config, step)) / config.learning_rate for step in range(11)]
+    got = [float(optimizer.learning_rate(config, step)) / config.learning_rate for step in range(11)]
     np.testing.assert_allclose(got, [0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0], rtol=1e-6)
     constant = dataclasses.replace(config, warmup_steps=0, decay_steps=0)
-    assert [float(train.learning_rate(constant, step)) for step in (0, 9)] == pytest.approx([0.01, 0.01])
+    assert [float(optimizer.learning_rate(constant, step)) for step in (0, 9)] == pytest.approx([0.01, 0.01])
 
 
 optimizer_of = functools.cache(train.make_optimizer)  # one object per configuration, so that nothing compiles twice

@@ -1,4 +1,4 @@
-"""A tiny language and settings for tests of training."""
+"""A tiny language, a tiny text, and settings for tests of training."""
 
 import dataclasses
 import pathlib
@@ -7,10 +7,13 @@ import numpy as np
 
 from specdec_jax import train
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs" / "train"
 TINY = T5Config(64, 16, 2, 8, 1, 1, 32)
+TINY_GPT = GPTConfig(40, 32, 2, 1, 64, num_positions=40, logits_via_embedding=False)
+ORDER = "ba ce di fo gu hal jem kin".split()
 
 
 def write_tsv(path, count, seed):
@@ -27,6 +30,23 @@ def write_language(folder):
     write_tsv(folder / "validation.tsv", 50, 1)
     write_tsv(folder / "more.tsv", 20, 2)
     return folder
+
+
+def write_text(folder):
+    """Files of documents that begin with one of eight words and count on to the last of them; `folder` is returned."""
+    for name, count, seed in (("train.txt", 300, 0), ("validation.txt", 40, 1)):
+        starts = np.random.default_rng(seed).integers(len(ORDER) - 1, size=count)
+        (folder / name).write_text("".join(f"{' '.join(ORDER[start:])}\n" for start in starts))
+    return folder
+
+
+def text_config(folder, output, **settings):
+    defaults = dict(
+        model=TINY_GPT, train_files="train.txt", validation_files="validation.txt", output_dir=str(output),
+        data_dir=str(folder), vocabulary_size=20, steps=120, warmup_steps=5, decay_steps=60, learning_rate=3e-2,
+        label_smoothing=0.0, batch_tokens=256, sequence_length=32, log_every=20, save_every=50, evaluate_every=60,
+    )  # fmt: skip
+    return train.TrainConfig(**{**defaults, **settings})
 
 
 def config_of(folder, output, **settings):

@@ -82,7 +82,7 @@ class Network:
         config = self.module.config
         panel = packing.layout_for(jax.default_backend(), config.dtype).panel
         params = packing.with_head(self.params, np.asarray(ids), config.logits_via_embedding, panel)
-        return Network(params, _module(config.with_own_head(), fused=True))
+        return Network(params, module_of(config.with_own_head(), fused=True))
 
     def in_int8(self) -> "Network":
         """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
@@ -127,13 +127,13 @@ class LanguageModel:
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
         panel = packing.layout_for(jax.default_backend(), config.dtype).panel
-        self.network = Network(packing.pack(params, panel), _module(config, fused=True))
+        self.network = Network(packing.pack(params, panel), module_of(config, fused=True))
         self._for_several: Network | None = None
 
     @classmethod
     def random(cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
         """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
-        params = _random_params(jax.random.key(seed), module=_module(config), dtype=config.dtype)
+        params = _random_params(jax.random.key(seed), module=module_of(config), dtype=config.dtype)
         return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True)
 
     def network_for(self, rows: int) -> Network:
@@ -208,7 +208,8 @@ class LanguageModel:
             raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
 
 
-def _module(config: ModelConfig, fused: bool = False) -> T5 | GPT:
+def module_of(config: ModelConfig, fused: bool = False) -> T5 | GPT:
+    """The network of this shape; `fused`: for parameters in the loop's layout."""
     return GPT(config) if isinstance(config, GPTConfig) else T5(config, fused)
 
 
@@ -288,9 +289,13 @@ def _continued(network: Network, sequences, places):
     return network.module.apply({"params": network.params}, sequences, places)
 
 
-@functools.partial(jax.jit, static_argnames=("module", "dtype"))
-def _random_params(key, *, module, dtype):
+def initial_params(module: T5 | GPT, key) -> dict:
+    """Random parameters, float32."""
     tokens = jnp.ones((1, 2), jnp.int32)
     inputs = (tokens,) if isinstance(module, GPT) else (tokens, tokens > 0, tokens, True, module.dummy_encoded())
-    params = module.init(key, *inputs)["params"]
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return module.init(key, *inputs)["params"]
+
+
+@functools.partial(jax.jit, static_argnames=("module", "dtype"))
+def _random_params(key, *, module, dtype):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(module, key))

@@ -25,6 +25,7 @@ class GPTConfig:
       num_positions: positions with an embedding: the longest sequence, prompt and new tokens together.
       mlp_activation: of the feed-forward block; "gelu" is the tanh approximation ("gelu_new").
       logits_via_embedding: the head is the transposed embedding.
+      dropout_rate: in training: of the embeddings and of what every block adds, as in GPT-2.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
       matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype`.
     """
@@ -37,6 +38,7 @@ class GPTConfig:
     num_positions: int = 1024
     mlp_activation: str = "gelu"
     logits_via_embedding: bool = True
+    dropout_rate: float = 0.0
     dtype: str = "float32"
     matmul_dtype: str | None = None
     encoder_dim: ClassVar[None] = None  # of a `T5Config`; there is nothing to attend to
@@ -50,6 +52,8 @@ class GPTConfig:
             raise ValueError(f"GPTConfig.emb_dim: got {self.emb_dim}, expected {expected}")
         if self.mlp_activation not in ACTIVATIONS:
             raise ValueError(f"GPTConfig.mlp_activation: got {self.mlp_activation!r}, expected one of {ACTIVATIONS}")
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f"GPTConfig.dropout_rate: got {self.dropout_rate}, expected a number in [0, 1)")
 
     @property
     def head_dim(self) -> int:
@@ -120,14 +124,15 @@ class GPTLayer(nn.Module):
         self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **common)
         self.pre_mlp_layer_norm = LayerNorm(dtype)
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **common)
+        self.dropout = nn.Dropout(config.dropout_rate)
 
-    def __call__(self, x, cache, positions, mask):
+    def __call__(self, x, cache, positions, mask, deterministic=True):
         """One layer over T queries; with `cache` None over a whole sequence."""
         query, key, value = self.causal_attention.project(self.pre_self_attention_layer_norm(x))
         query = query / jnp.sqrt(self.config.head_dim).astype(query.dtype)
         cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
-        x = x + self.causal_attention.attend(query, cache, mask)
-        return x + self.mlp(self.pre_mlp_layer_norm(x)), cache
+        x = x + self.dropout(self.causal_attention.attend(query, cache, mask), deterministic)
+        return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x)), deterministic), cache
 
 
 class GPTDecoder(nn.Module):
@@ -138,6 +143,7 @@ class GPTDecoder(nn.Module):
         self.position_embedder = Embedder(config.num_positions, config)
         self.layers = [GPTLayer(config) for _ in range(config.num_decoder_layers)]
         self.decoder_norm = LayerNorm(jnp.dtype(config.dtype))
+        self.dropout = nn.Dropout(config.dropout_rate)
         if not config.logits_via_embedding:
             self.logits_dense = Dense(
                 config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
@@ -153,13 +159,13 @@ class GPTDecoder(nn.Module):
             x, written[i] = layer(x, cache.layers[i], positions, mask)
         return self.decoder_norm(x), GPTCache(tuple(written))
 
-    def __call__(self, x):
+    def __call__(self, x, deterministic=True):
         """Teacher-forced normalised states `[B, T, D]` of whole sequences `x [B, T, D]`."""
         length = x.shape[1]
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        x = x + self.position_embedder(jnp.arange(length))
+        x = self.dropout(x + self.position_embedder(jnp.arange(length)), deterministic)
         for layer in self.layers:
-            x, _ = layer(x, None, None, mask)
+            x, _ = layer(x, None, None, mask, deterministic)
         return self.decoder_norm(x)
 
     def logits(self, x, embedding):
@@ -198,7 +204,7 @@ class GPT(nn.Module):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
         return self.decoder.logits(states, self.token_embedder.embedding)
 
-    def __call__(self, tokens, places=None):
+    def __call__(self, tokens, places=None, deterministic: bool = True):
         """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at `places [B, N]` of them only."""
-        states = self.decoder(self.token_embedder(tokens))
+        states = self.decoder(self.token_embedder(tokens), deterministic)
         return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))
