@@ -80,7 +80,8 @@ def _check(task: seqio.Task, split: str) -> None:
     for name in FEATURES:
         feature = task.output_features.get(name)
         if feature is None or feature.rank != 1 or not tf.as_dtype(feature.dtype).is_integer:
-            got = ", ".join(task.output_features) if feature is None else f"{name} of rank {feature.rank}"
+            kind = feature and f"{name} of rank {feature.rank} and {tf.as_dtype(feature.dtype).name}"
+            got = kind or ", ".join(task.output_features)
             raise ValueError(f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and targets")
     try:
         splits = sorted(task.splits)
