@@ -571,8 +571,10 @@ def _deciding(
     options: GenerateOptions, target: LanguageModel, drafter: NamedDrafter | None, sentences: Sequence[str]
 ) -> dict[str, Any]:
     """What decides the lines of an output file: settings, models and sentences, by their contents."""
-    apart = ("target", "drafter", "shortlist", "vocabulary", "dtype", "input_file", "output_file", "stream")
-    apart += ("module_import", "tfds_data_dir")
+    apart = (
+        *("target", "drafter", "shortlist", "vocabulary", "dtype", "input_file", "output_file", "stream"),
+        *("module_import", "tfds_data_dir"),
+    )
     settings = {
         field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in apart
     }

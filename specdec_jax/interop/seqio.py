@@ -232,9 +232,7 @@ def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: i
     if not fields:
         notes.append(f"not computed: metrics of {task.name}, which has no examples")
         return {}
-    tokens = np.zeros((len(records), width), np.int32)
-    for row, record in enumerate(records):
-        tokens[row, : len(record["prediction_tokens"])] = record["prediction_tokens"]
+    tokens, _ = _array([record["prediction_tokens"] for record in records], width)
     outputs: dict[Any, Any] = {
         kinds.PREDICTION: tokens,
         kinds.PREDICTION_WITH_AUX: (tokens, {"scores": np.array([r["aux"]["scores"] for r in records], np.float32)}),
@@ -283,10 +281,9 @@ class _TargetScores:
     def __call__(self, number: int) -> float:
         if number not in self._found:
             widths, batch = self._batch_of[number]
-            rows = [self._examples[member] for member in batch]
-            inputs, targets = (_array([row[2 + i] for row in rows], width) for i, width in enumerate(widths))
-            fed = np.concatenate([np.full((len(rows), 1), self._target.start_token, np.int32), targets[:, :-1]], axis=1)
-            input_lengths, lengths = (np.array([len(row[2 + i]) for row in rows], np.int32) for i in range(2))
+            sides = zip(*[(self._examples[member].inputs, self._examples[member].targets) for member in batch])
+            (inputs, input_lengths), (targets, lengths) = map(_array, sides, widths)
+            fed = np.concatenate([np.full((len(batch), 1), self._target.start_token, np.int32), targets[:, :-1]], axis=1)
             logits = self._target.logits(inputs, fed, input_lengths)
             self._found |= dict(zip(batch, np.asarray(_log_likelihood(logits, targets, lengths)).tolist()))
         return self._found[number]
@@ -304,11 +301,12 @@ def _padded(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def _array(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+def _array(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[B, width]` ids, padded, and `[B]` lengths."""
     array = np.zeros((len(rows), width), np.int32)
     for row, ids in enumerate(rows):
         array[row, : len(ids)] = ids
-    return array
+    return array, np.array([len(ids) for ids in rows], np.int32)
 
 
 # What is written.
