@@ -51,7 +51,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("Shows and times speculative decoding.", "demo", "DemoOptions", arguments="[sentence ...]"),
     "generate": Command(
-        "Decodes sentences from arguments, a file or standard input.",
+        "Decodes sentences from arguments, a file or standard input, or the examples of a seqio task.",
         "inference",
         "GenerateOptions",
         arguments="[sentence ...]",

@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -326,6 +326,14 @@ class GenerateOptions(DecodingOptions):
         "where outputs go instead of standard output; results are kept beside it (.partial) as they are finished, so that "
         "the same command goes on after a kill",
     )
+    task: str | None = option(
+        None, "a seqio task or mixture instead of sentences: every example's line is a JSON object as T5X's infer writes it, "
+        "with the prediction's ids, and the task's metrics follow; its inputs are cut to --max_input_length"
+    )  # fmt: skip
+    split: str | None = option(None, "which examples of --task (none: test)")
+    module_import: tuple[str, ...] = option((), "a module that registers --task; repeatable")
+    score_targets: bool = option(False, "lines of --task have the log-likelihood of their targets too")
+    tfds_data_dir: str | None = option(None, "where TensorFlow Datasets keeps the data of --task (none: where it says)")
     json: bool = option(False, "one JSON object a line: text, tokens, log-probabilities, why it ended, statistics")
     stream: bool = option(False, "print each output while it is decoded; with --json, one object for each piece")
 
@@ -346,6 +354,20 @@ class GenerateOptions(DecodingOptions):
         if self.stream and self.rows * self.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
+        self._check_task()
+
+    def _check_task(self) -> None:
+        """Refuses what has no meaning for a task, or none without one."""
+        if not self.task:
+            for name in ("split", "module_import", "score_targets", "tfds_data_dir"):
+                if getattr(self, name):
+                    raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} without a task, expected --task")
+            return
+        for name, usual in dict(input_file=None, json=False, stream=False, num_samples=1).items():
+            if getattr(self, name) != usual:
+                raise UnsupportedCombination(
+                    f"{name}: got {getattr(self, name)!r} with task={self.task!r}, expected {usual or 'none'}"
+                )
 
     @property
     def drafts(self) -> bool:
@@ -433,28 +455,84 @@ def stats_record(stats: Stats) -> dict:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
+class _Sentences(NamedTuple):
+    """What is decoded: ids of every input, what tells each apart as text, and the lines of output for it.
+
+    A seqio task's job has the same interface.
+    """
+
+    inputs: list[list[int]]
+    contents: Sequence[str]
+    as_json: bool
+
+    def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
+        return [_line(output, self.as_json) for output in outputs]
+
+
 def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
     """`specdec generate`."""
     options.check()
+    if options.task:
+        _run_task(options, arguments)
+        return
     sentences = read_sentences(arguments, options.input_file)
     target, drafter = options.load()
-    inputs = encode(target, sentences, options.max_input_length)
-    check_prompts(target, drafter if options.drafts else None, list(map(len, inputs)), options.max_new_tokens)
-    decoding = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
-    decoding.update(stop=options.stop, deadline=options.deadline)
+    job = _Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
+    check_prompts(target, drafter if options.drafts else None, list(map(len, job.inputs)), options.max_new_tokens)
+    decoding = _decoding(options, drafter)
     if options.stream:
-        _print_pieces(target, inputs, options, decoding)
-        return
+        _print_pieces(target, job.inputs, options, decoding)
+    elif options.output_file:
+        _write_file(target, job, options, decoding)
+    else:
+        for line in _decoded(target, job, options, decoding):
+            print(line)
+
+
+def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
+    """The examples of a seqio task instead of sentences, then its metrics."""
+    if arguments:
+        raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
+    try:
+        from specdec_jax.interop import seqio
+    except ImportError as error:
+        raise ValueError(
+            f"task: got {options.task!r} without seqio ({error}), expected the extra: pip install '.[seqio]'"
+        ) from error
+    split = options.split or "test"
+    tasks = seqio.find(options.task, split, options.module_import, options.tfds_data_dir)
+    target, drafter = options.load()
+    job = seqio.Job(
+        tasks, split, target, input_length=options.max_input_length, output_length=options.max_new_tokens,
+        batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
+    )  # fmt: skip
+    decoding = _decoding(options, drafter)
     if options.output_file:
-        _write_file(target, inputs, options, decoding, sentences)
+        _write_file(target, job, options, decoding, job.finish)
         return
-    outputs = decode_all(
-        target, inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
+    lines = []
+    for line in _decoded(target, job, options, decoding):
+        print(line)
+        lines.append(line)
+    job.finish(lines, None)
+
+
+def _decoding(options: GenerateOptions, drafter: NamedDrafter | None) -> dict[str, Any]:
+    """Arguments of `generate`."""
+    return options.decoding() | dict(
+        drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline
     )
-    total, quiet = len(inputs) * options.num_samples, sys.stdout.isatty()
+
+
+def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any]) -> Iterator[str]:
+    """Lines of all outputs in the order of the inputs."""
+    outputs = decode_all(
+        target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
+    )
+    total, quiet = len(job.inputs) * options.num_samples, sys.stdout.isatty()
     with Progress("sentences", total, lines=False, quiet=quiet) as progress:
-        for output in outputs:
-            print(_line(output, options.json))
+        for number, output in enumerate(outputs):
+            yield from job.lines(number // options.num_samples, [output])
             progress.advance()
 
 
@@ -465,13 +543,18 @@ def _line(output: Output, as_json: bool) -> str:
 
 
 def _write_file(
-    target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any], sentences: Sequence[str]
-) -> None:
-    """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again."""
+    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any],
+    finish: Callable[[Iterable[str], str], None] | None = None,
+) -> None:  # fmt: skip
+    """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again.
+
+    `finish` is called with all lines before the file is there. Where it fails for what they say, the file is written.
+    """
+    inputs = job.inputs
     rows = min(options.rows, len(inputs))
     how = dict(key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding)
     plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
-    settings = _deciding(options, target, decoding["drafter"], sentences)
+    settings = _deciding(options, target, decoding["drafter"], job.contents)
     with Journal(options.output_file, settings, len(inputs)) as journal, Progress("sentences", len(inputs)) as progress:
         if journal.done:
             progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
@@ -479,8 +562,14 @@ def _write_file(
         refill = refills(rows, len(inputs), options.deadline)
         outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
         for number, found in outputs:
-            journal.add(number, [_line(output, options.json) for output in found])
+            journal.add(number, job.lines(number, found))
             progress.advance()
+        try:
+            if finish:
+                finish(journal.lines(), options.output_file)
+        except ValueError:
+            journal.finish()
+            raise
         journal.finish()
         progress.report()
 
@@ -489,11 +578,14 @@ def _deciding(
     options: GenerateOptions, target: LanguageModel, drafter: NamedDrafter | None, sentences: Sequence[str]
 ) -> dict[str, Any]:
     """What decides the lines of an output file: settings, models and sentences, by their contents."""
-    apart = ("target", "drafter", "shortlist", "vocabulary", "dtype", "input_file", "output_file", "stream")
+    apart = (
+        *("target", "drafter", "shortlist", "vocabulary", "dtype", "input_file", "output_file", "stream"),
+        *("module_import", "tfds_data_dir"),
+    )
     settings = {
         field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in apart
     }
-    vocabulary = target.vocabulary.fingerprint().encode()
+    vocabulary = target.vocabulary.fingerprint().encode() if target.vocabulary else b""
     return settings | {
         "dtype": target.config.dtype,
         "special ids": [target.start_token, *target.eos_ids],

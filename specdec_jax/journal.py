@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # Seconds between two calls that bring what was written to the disk; to the system it goes at once.
@@ -60,6 +60,12 @@ class Journal:
         """Keeps the lines of one input, none of which contains a line end."""
         self._places[number] = self._append([number, list(lines)])
 
+    def lines(self) -> Iterator[str]:
+        """The lines of all inputs, in order; each input must be there."""
+        for number in range(self._total):
+            self._file.seek(self._places[number])
+            yield from json.loads(self._file.readline())[1]
+
     def finish(self) -> None:
         """Writes the output file, all inputs in order, and removes the journal."""
         missing = self._total - len(self._places)
@@ -67,10 +73,8 @@ class Journal:
             raise ValueError(f"{self.path}: got {len(self._places)} results, expected {self._total}")
         part = self._output.with_name(self._output.name + ".part")
         with open(part, "wb") as file:
-            for number in range(self._total):
-                self._file.seek(self._places[number])
-                _, lines = json.loads(self._file.readline())
-                file.write("".join(line + "\n" for line in lines).encode())
+            for line in self.lines():
+                file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, self._output)

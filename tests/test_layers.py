@@ -36,7 +36,7 @@ LAYERS = [
     },
     {"request", "generate", "jobs"},
     {"checkpoints", "data", "journal", "losses", "optimizer", "progress", "runs", "tasks", "train", "train_heads"},
-    {"interop", "interop.decoding", "interop.t5x"},
+    {"interop", "interop.decoding", "interop.seqio", "interop.t5x", "interop.tasks", "interop.vocabularies"},
     {
         *(
             "measure",
@@ -57,7 +57,10 @@ LAYERS = [
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 FACADE = ""  # specdec_jax itself: public names, imported by the command line only
 HEAVY = {"torch", "transformers", "seqio", "tensorflow", "matplotlib", "t5x"}
-MAY_IMPORT = {"interop.t5x": {"t5x"}}  # a subclass has to
+MAY_IMPORT = {  # a subclass has to, and what works on TensorFlow's data
+    "interop.t5x": {"t5x"},
+    **dict.fromkeys(("interop.seqio", "interop.tasks"), {"seqio", "tensorflow"}),
+}
 
 
 def modules() -> dict[str, ast.Module]:

@@ -20,7 +20,7 @@ import pytest
 from golden_models import unpack_t5x
 
 import specdec_jax as sd
-from specdec_jax import benchmark, passes, records
+from specdec_jax import benchmark, cli, passes, records
 from specdec_jax.data import ByteVocabulary
 from specdec_jax.formats.leaves import flatten
 
@@ -307,7 +307,7 @@ def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
 
 
 @pytest.mark.slow
-def test_the_infer_command(golden, tmp_path):
+def test_the_infer_command(golden, tmp_path, monkeypatch):
     """One more gin file and a drafter: the same lines come out."""
     folder, io, target = golden
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]]
@@ -322,6 +322,14 @@ def test_the_infer_command(golden, tmp_path):
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
     )  # fmt: skip
     assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain
+    monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
+    flags = ["--task=specdec_ids", "--module_import=t5x_task", "--max_input_length=12", "--max_new_tokens=16"]
+    path = tmp_path / "lines"
+    assert cli.main(["generate", f"--target={folder}", *flags, "--dtype=float32", f"--output_file={path}"]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [{name: line[name] for name in ("inputs", "prediction")} for line in lines] == [
+        {name: line[name] for name in ("inputs", "prediction")} for line in plain
+    ]
     sd.convert(folder, tmp_path / "exported", "t5x")
     exported = f"--gin.CHECKPOINT_PATH='{tmp_path / 'exported' / 'checkpoint_7'}'"
     assert infer(tmp_path, tmp_path / "again", exported) == plain

@@ -18,10 +18,10 @@ from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, Prom
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.gamma import Policy
 from specdec_jax.interop.decoding import Decoder
+from specdec_jax.interop.vocabularies import difference
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sampling import SamplingConfig
-from specdec_jax.vocabularies import SentencePieceVocabulary
 
 # What proposes without the target's parameters, which exist only while T5X's program is traced.
 _DRAFTERS = (ModelDrafter, NGramDrafter, PromptLookupDrafter, AssistedNGramDrafter, RandomDrafter)
@@ -158,17 +158,7 @@ def _check_model(model: LanguageModel, vocabulary) -> None:
             f"({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
         )
     ours = model.vocabulary
-    if ours is None:
-        return
-    pieces = getattr(vocabulary, "tokenizer", None)
-    if isinstance(ours, SentencePieceVocabulary) and hasattr(pieces, "id_to_piece"):
-        theirs = [pieces.id_to_piece(i).replace("▁", " ") for i in range(pieces.get_piece_size())]
-        mine = [ours.piece(i) for i in range(ours.size)]
-        spaced = {f" <extra_id_{i}>" for i in range(len(theirs))}  # seqio's sentinels begin with a space
-        same = [piece.lstrip() if piece in spaced else piece for piece in theirs] == mine
-    else:
-        same = vocabulary.vocab_size == ours.size
-    if not same:
+    if ours is not None and difference(ours, vocabulary):
         raise ValueError(
             f"drafter: got a vocabulary of {ours.size} pieces that differs from T5X's ({vocabulary.vocab_size} pieces), "
             "expected the same pieces with the same ids"
