@@ -283,7 +283,9 @@ class _TargetScores:
             widths, batch = self._batch_of[number]
             sides = zip(*[(self._examples[member].inputs, self._examples[member].targets) for member in batch])
             (inputs, input_lengths), (targets, lengths) = map(_array, sides, widths)
-            fed = np.concatenate([np.full((len(batch), 1), self._target.start_token, np.int32), targets[:, :-1]], axis=1)
+            fed = np.concatenate(
+                [np.full((len(batch), 1), self._target.start_token, np.int32), targets[:, :-1]], axis=1
+            )
             logits = self._target.logits(inputs, fed, input_lengths)
             self._found |= dict(zip(batch, np.asarray(_log_likelihood(logits, targets, lengths)).tolist()))
         return self._found[number]
