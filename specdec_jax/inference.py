@@ -548,30 +548,31 @@ def _write_file(
 ) -> None:  # fmt: skip
     """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again.
 
-    `finish` is called with all lines before the file is there. Where it fails for what they say, the file is written.
+    `finish` is called with all lines before, so that a kill does not spare it; the file is written even if it fails.
     """
     inputs = job.inputs
     rows = min(options.rows, len(inputs))
     how = dict(key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding)
     plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)
-    with Journal(options.output_file, settings, len(inputs)) as journal, Progress("sentences", len(inputs)) as progress:
-        if journal.done:
-            progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
-            progress.skip(len(journal.done))
-        refill = refills(rows, len(inputs), options.deadline)
-        outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
-        for number, found in outputs:
-            journal.add(number, job.lines(number, found))
-            progress.advance()
+    with Journal(options.output_file, settings, len(inputs)) as journal:
+        with Progress("sentences", len(inputs)) as progress:
+            if journal.done:
+                progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
+                progress.skip(len(journal.done))
+            refill = refills(rows, len(inputs), options.deadline)
+            outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
+            for number, found in outputs:
+                journal.add(number, job.lines(number, found))
+                progress.advance()
+            progress.report()
         try:
             if finish:
                 finish(journal.lines(), options.output_file)
-        except ValueError:
+        except ValueError:  # of hours of decoding all is there
             journal.finish()
             raise
         journal.finish()
-        progress.report()
 
 
 def _deciding(

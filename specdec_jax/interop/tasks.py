@@ -142,9 +142,9 @@ def _vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
         place / name for place in (folder, folder.absolute().parent) for name in ("spiece.model", "sentencepiece.model")
     ]
     file = next((file for file in files if file.is_file()), None)
-    if file is None or not isinstance(ours, SentencePieceVocabulary):
+    if file is None or ours is None:
         raise ValueError(f"vocabulary: got {path!r} without a SentencePiece model, expected one")
-    return seqio.SentencePieceVocabulary(str(file), ours.extra_ids)
+    return seqio.SentencePieceVocabulary(str(file), max(0, ours.size - SentencePieceVocabulary.load(file).size))
 
 
 wmt_t2t_ende()
