@@ -146,9 +146,9 @@ def _checkpoints(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter
 
 
 def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
-    def model(preset: str) -> LanguageModel:
+    def model(preset: str, drafts: bool = False) -> LanguageModel:
         config = dataclasses.replace(PRESETS[preset], dtype=checkpoints.choose_dtype(options.dtype, preset))
-        random = LanguageModel.random(config, name=preset)
+        random = LanguageModel.random(config, name=preset, rules=options.placement(drafts))
         random.eos_ids = ()  # every output has full length
         return random
 
@@ -156,7 +156,7 @@ def _preset(options: BenchmarkOptions) -> tuple[LanguageModel, NamedDrafter | No
     target = model(options.preset)
     drafter: NamedDrafter | None = None
     if options.drafter_preset:
-        drafter = options.reduced(model(options.drafter_preset))
+        drafter = options.reduced(model(options.drafter_preset, drafts=True))
     else:
         options.refuse_reduction()
         drafter = WITHOUT_FILES[options.drafter](target) if options.drafter else None

@@ -192,8 +192,10 @@ def mark_stopped(target, state: DecodeState, starts, stop: Sequence[str]) -> Dec
         cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
         for row, start in enumerate(starts)
     ]
+    done, rules = done | met, target.network.rules
     # Unlike jnp.asarray, device_put compiles nothing.
-    return dataclasses.replace(state, done=jax.device_put(done | met, may_alias=False))
+    done = jax.device_put(done, may_alias=False) if rules is None else rules.put(done)
+    return dataclasses.replace(state, done=done)
 
 
 class Piece(NamedTuple):
