@@ -1,11 +1,12 @@
 """Decodes on meshes of fake CPU devices, for `test_mesh.py`: a process's number of devices is fixed when JAX starts.
 
-    python mesh_run.py FOLDER meshes                 # four devices: several meshes
+    python mesh_run.py FOLDER meshes|more            # four devices: several meshes
     python mesh_run.py FOLDER process NUMBER PORT    # one of two processes with a device each
 
 Prints one JSON object.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ from specdec_jax.inference import GenerateOptions
 from specdec_jax.sharding import ShardingRules
 
 INPUTS = np.random.default_rng(0).integers(2, 64, (4, 6)).tolist()
-TEMPERATURES, LIMITS, KEYS = [0.0, 0.0, 1.0, 1.0], [8, 5, 8, 6], range(4)
+MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)
 
 
 def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
@@ -36,20 +37,20 @@ def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
     return sd.load(folder / "target", "float32", mesh=mesh), sd.ModelDrafter(drafter)
 
 
-def options(rows) -> dict:
+def options(rows, temperatures=MIXED) -> dict:
     """Half of the rows argmax, half drawn; each has a limit and a key of its own."""
     return dict(
-        sampling=sd.SamplingConfig(temperature=[TEMPERATURES[row] for row in rows]), eos_ids=(), gamma=2,
-        max_new_tokens=[LIMITS[row] for row in rows], key=jax.vmap(jax.random.key)(np.array([KEYS[row] for row in rows])),
+        sampling=sd.SamplingConfig(temperature=[temperatures[row] for row in rows]), eos_ids=(), gamma=2,
+        max_new_tokens=[LIMITS[row] for row in rows], key=jax.vmap(jax.random.key)(np.array(rows)),
     )  # fmt: skip
 
 
-def decode(target, drafter) -> dict:
-    result = sd.generate(target, INPUTS, drafter=drafter, **options(range(4)))
+def decode(target, drafter, temperatures=MIXED) -> dict:
+    result = sd.generate(target, INPUTS, drafter=drafter, **options(range(4), temperatures))
     return {"tokens": result.tokens.tolist(), "accepted": result.stats.accepted, "drafted": result.stats.drafted}
 
 
-def streamed(target, drafter) -> list:
+def refilled(target, drafter) -> list:
     """Six inputs through four rows that are refilled."""
     rows = [0, 1, 2, 3, 1, 2]
     outputs = sd.decode_stream(target, [INPUTS[row] for row in rows], batch_size=4, drafter=drafter, **options(rows))
@@ -65,44 +66,66 @@ def refused(call) -> str:
     return "nothing"
 
 
+def described(target, drafter, stored: dict) -> dict:
+    """What a device has of the parameters of both, and whether they are those stored."""
+    restored = flatten(target.params)
+    part = lambda params: {name: array.addressable_shards[0].data.shape for name, array in params.items()}
+    return {
+        "same weights": all(np.array_equal(restored[name], stored[name]) for name in stored),
+        "parts": part(restored), "drafter parts": part(flatten(drafter.model.params)),
+    }  # fmt: skip
+
+
 def meshes(folder: pathlib.Path) -> dict:
-    found: dict = {}
-    alone = load(folder, None)
-    found["none"], found["none, plain"] = decode(*alone), decode(alone[0], None)
-    stored = flatten(alone[0].params)
-    for name, shape, shard in (("1x1", (1, 1), True), ("2x2", (2, 2), False), ("1x4", (1, 4), True)):
-        target, drafter = load(folder, sd.make_mesh(*shape), shard)
-        restored = flatten(target.params)
-        found[name] = decode(target, drafter)
-        found[name]["same weights"] = all(np.array_equal(restored[leaf], stored[leaf]) for leaf in stored)
-        found[name]["fingerprint"] = target.fingerprint == alone[0].fingerprint
-        found[name]["parts"] = {leaf: restored[leaf].addressable_shards[0].data.shape for leaf in stored}
-        found[name]["drafter parts"] = {
-            leaf: array.addressable_shards[0].data.shape for leaf, array in flatten(drafter.model.params).items()
-        }
-    # What is left is of the 2x2 mesh.
+    """Tokens on several meshes, and where what lies on one of two times two."""
+    alone, first, four = load(folder, None), load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
     target, drafter = load(folder, sd.make_mesh(2, 2))
-    found["2x2, plain"], found["2x2, streamed"] = decode(target, None), streamed(target, drafter)
+    found: dict = {"none": decode(*alone), "2x2": decode(target, drafter), "1x4, argmax": decode(*four, ARGMAX)}
+    found["1x1, plain, argmax"] = decode(first[0], None, ARGMAX)
     found["compiled again"] = compilations(lambda: decode(target, drafter))
+    stored = flatten(alone[0].params)
+    for name, models in (("1x1", first), ("2x2", (target, drafter)), ("1x4", four)):
+        found["of " + name] = described(*models, stored)
+    found["fingerprint"] = alone[0].fingerprint == four[0].fingerprint
     state, request = sd.prepare(target, INPUTS, drafter=drafter, **options(range(4)))
     state = advance(request.network, request.drafter, state, np.int32(2**31 - 1))
-    key = state.target_cache.layers[0].key
-    found["cache"] = [key.shape, key.addressable_shards[0].data.shape]
     found["on every device"] = all(
-        x.is_fully_replicated for x in (state.tokens, state.done, state.log_probs, state.counts.drafted)
+        array.is_fully_replicated for array in (state.tokens, state.done, state.log_probs, state.counts.drafted)
     )
-    draft_key = state.draft_state.cache.layers[0].key
-    found["drafter's cache"] = [draft_key.shape, draft_key.addressable_shards[0].data.shape]
+    for name, cache in (("cache", state.target_cache), ("drafter's cache", state.draft_state.cache)):
+        key = cache.layers[0].key
+        found[name] = [key.shape, key.addressable_shards[0].data.shape]
+    command = functools.partial(GenerateOptions, target=str(folder / "target"))
     found["refused"] = [
         refused(lambda: sd.make_mesh(2, 4)),
         refused(lambda: sd.load(folder / "target", "float32", mesh=sd.make_mesh(1, 3))),
         refused(lambda: sd.generate(target, INPUTS[:3])),
         refused(lambda: next(sd.decode_stream(target, INPUTS, batch_size=3))),
         refused(lambda: sd.generate(target, INPUTS, drafter=alone[1])),
-        refused(GenerateOptions(target=str(folder / "target"), mesh="2x2", batch_size=5).check),
-        refused(GenerateOptions(target=str(folder / "target"), mesh="1x3").load),
-        refused(GenerateOptions(target=str(folder / "target"), mesh="2x2", drafter="lookup", shard_drafter=True).load),
+        refused(command(mesh="2x2", batch_size=5).check),
+        refused(command(mesh="1x3").load),
+        refused(command(mesh="2x2", drafter="lookup", shard_drafter=True).load),
     ]
+    return found
+
+
+def more(folder: pathlib.Path) -> dict:
+    """The rest of the table, refilled rows, and a decoder-only model."""
+    alone = load(folder, None)
+    found = {"none": decode(*alone), "none, plain": decode(alone[0], None)}
+    for shape in ((1, 1), (2, 2), (1, 4)):
+        name, models = "x".join(map(str, shape)), load(folder, sd.make_mesh(*shape))
+        if shape != (2, 2):
+            found[name] = decode(*models)
+        else:
+            found[name + ", refilled"] = refilled(*models)
+        found[name + ", plain"] = decode(models[0], None)
+    config = sd.GPTConfig(65, 16, 4, 1, 32)  # 65: a vocabulary that no mesh divides
+    tokens = np.array(INPUTS)
+    gpts = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]
+    one, divided = (np.asarray(model.logits(None, tokens)) for model in gpts)
+    found["gpt"] = float(np.max(np.abs(one - divided)))
+    found["gpt tokens"] = [sd.generate(model, tokens, max_new_tokens=5, eos_ids=()).tokens.tolist() for model in gpts]
     return found
 
 
@@ -122,5 +145,5 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    where, what = pathlib.Path(sys.argv[1]), {"meshes": meshes, "process": process}[sys.argv[2]]
+    where, what = pathlib.Path(sys.argv[1]), {"meshes": meshes, "more": more, "process": process}[sys.argv[2]]
     print(json.dumps(what(where, *sys.argv[3:])))
