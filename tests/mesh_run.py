@@ -6,7 +6,9 @@
 Prints one JSON object.
 """
 
+import contextlib
 import functools
+import io
 import json
 import os
 import pathlib
@@ -22,6 +24,7 @@ import numpy as np
 from toy_models import compilations
 
 import specdec_jax as sd
+from specdec_jax import cli
 from specdec_jax.formats.leaves import flatten
 from specdec_jax.generate import advance
 from specdec_jax.inference import GenerateOptions
@@ -76,6 +79,17 @@ def described(target, drafter, stored: dict) -> dict:
     }  # fmt: skip
 
 
+def printed(command: str, *arguments: str) -> str:
+    """What the command line prints with the bundled pair."""
+    out, flags = (
+        io.StringIO(),
+        ["--target=ende/target", "--drafter=ende/drafter", "--dtype=float32", "--max_new_tokens=16"],
+    )
+    with contextlib.redirect_stdout(out):
+        assert cli.main([command, *flags, "--compilation_cache_dir=", *arguments]) == 0
+    return out.getvalue()
+
+
 def meshes(folder: pathlib.Path) -> dict:
     """Tokens on several meshes, and where what lies on one of two times two."""
     alone, first, four = load(folder, None), load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
@@ -120,6 +134,9 @@ def more(folder: pathlib.Path) -> dict:
         else:
             found[name + ", refilled"] = refilled(*models)
         found[name + ", plain"] = decode(models[0], None)
+    # The bundled drafter reads the target's encoder output; five sentences are no whole number of batches.
+    sentences = ["Tom is here.", "I am tired.", "Where is the key?", "We met her in the park.", "Thank you."]
+    found["command"] = [printed("generate", *flags, *sentences) for flags in ([], ["--mesh=2x2", "--batch_size=4"])]
     config = sd.GPTConfig(65, 16, 4, 1, 32)  # 65: a vocabulary that no mesh divides
     tokens = np.array(INPUTS)
     gpts = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]

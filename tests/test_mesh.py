@@ -43,9 +43,9 @@ def result(process: subprocess.Popen) -> dict:
 def folder(tmp_path_factory):
     """A target of four heads, and one like it that drafts."""
     place = tmp_path_factory.mktemp("mesh")
-    target = tiny_t5(0, V, 1, num_heads=H, head_dim=INNER // H)
+    target = noisy_copy(tiny_t5(0, V, 1, num_heads=H, head_dim=INNER // H), 2.0)  # else it repeats itself
     sd.save(target, place / "target")
-    sd.save(noisy_copy(target, 0.2), place / "drafter")
+    sd.save(noisy_copy(target, 0.1, 1), place / "drafter")
     return place
 
 
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_one_device(runs):
 
 @pytest.mark.slow
 def test_the_rest_of_the_table(folder):
-    """Drawn rows on every mesh, plain decoding, refilled rows, a decoder-only model."""
+    """Drawn rows on every mesh, plain decoding, refilled rows, a decoder-only model, the command line with the bundled pair."""
     found = result(start(folder, "more"))
     for mesh in ("1x1", "1x4"):
         assert found[mesh] == found["none"]
@@ -74,6 +74,7 @@ def test_the_rest_of_the_table(folder):
         assert found[mesh + ", plain"] == found["none, plain"]
     rows = [row[:limit] for row, limit in zip(found["none"]["tokens"], (8, 5, 8, 6), strict=True)]
     assert found["2x2, refilled"] == [rows[row] for row in (0, 1, 2, 3, 1, 2)]
+    assert found["command"][0] == found["command"][1] and len(found["command"][0].splitlines()) == 5
     assert found["gpt"] < 1e-5 and found["gpt tokens"][0] == found["gpt tokens"][1]
 
 
