@@ -3,12 +3,15 @@
     pip install 'specdec_jax[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # and what each step is estimated to take, for table 2 of the paper
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in its loop). What
 is printed is the compiler's memory analysis, the arrays of over a megabyte that its loop bodies copy, and with `--times` the
-compiler's own estimate of single calls; nothing here is a measurement. Exit code 1 if it does not fit.
+compiler's own estimate of single calls; nothing here is a measurement. On a mesh all sizes are those of one device, and the collectives
+of the loop are counted; the drafter is whole on every device. Exit code 1 if it does not fit.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -18,6 +21,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app, flags
 from jax.experimental import topologies
 
@@ -29,6 +33,7 @@ from specdec_jax.models.base import Network
 from specdec_jax.models.t5 import PRESETS, T5
 from specdec_jax.request import bucket, prefill, slots
 from specdec_jax.sampling import SamplingConfig
+from specdec_jax.sharding import AXES, Mesh, ShardingRules, parse_mesh
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
@@ -37,7 +42,8 @@ _BATCH = flags.DEFINE_integer("batch_size", 1, "Rows.", lower_bound=1)
 _INPUT = flags.DEFINE_integer("input_length", 128, "Encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "Limit for new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
-_TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "TPU topology to compile for; the first device is used.")
+_TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "TPU topology to compile for; the first devices are used.")
+_MESH = flags.DEFINE_string("mesh", None, "DATAxMODEL devices, as in specdec generate; none: one device.")
 _MEMORY = flags.DEFINE_float("memory_gb", 32.0, "Memory of one device, in GB (10^9 bytes).")
 _TIMES = flags.DEFINE_bool("times", False, "Estimate the time of single calls for the rows of table 2 as well.")
 _CLOCK = flags.DEFINE_float("clock_ghz", 1.05, "Cycles of the device in a nanosecond (TPU v4: 1.05).", lower_bound=0.01)
@@ -46,22 +52,31 @@ _TEXT = flags.DEFINE_string("hlo", None, "Write the compiled loop's HLO text her
 GB = 1e9
 
 
-def abstract_network(preset: str) -> Network:
+def abstract_network(preset: str, drafts: bool = False) -> Network:
     """The shapes of a bfloat16 network in the loop's layout for a TPU (no panels)."""
+    rules = placement(drafts)
+    fused = rules is None or rules.parts == 1
     module = T5(dataclasses.replace(PRESETS[preset], dtype="bfloat16"))
 
     def build():
         tokens = jnp.ones((1, 2), jnp.int32)
         params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return packing.pack(params, panel=None)
+        return packing.pack(params, panel=None, fused=fused)
 
-    return Network(jax.eval_shape(build), T5(module.config, fused=True))
+    def laid_out(path, leaf):
+        if rules is None:
+            return leaf
+        sharding = rules.of_parameter("/".join(key.key for key in path), leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
+    return Network(params, T5(module.config, fused=fused), rules)
 
 
 def abstract_drafter(preset: str) -> ModelDrafter:
     """A `ModelDrafter` of shapes only."""
-    return ModelDrafter.tree_unflatten(None, (abstract_network(preset), None))
+    return ModelDrafter.tree_unflatten(None, (abstract_network(preset, drafts=True), None))
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -97,23 +112,46 @@ def loop_copies(text: str, least: int = 2**20) -> list[str]:
     return sorted(found)
 
 
+def collectives(text: str) -> dict[str, int]:
+    """How many collectives of each kind a program has."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
+
+
 def size(tree) -> int:
-    """Bytes of all leaves of a tree of shapes."""
+    """Bytes of all leaves of a tree of placed shapes, on one device."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 @functools.cache
-def _sharding():
+def _devices() -> list:
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=_TOPOLOGY.value, chip_config_name="megacore" if "v4" in _TOPOLOGY.value else None
     )
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return topology.devices
 
 
-def place(tree):
-    """The shapes of `tree` on the TPU."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding()), tree)
+@functools.cache
+def placement(drafts: bool = False) -> ShardingRules | None:
+    """How the target, or a drafter, lies on the mesh; None without one."""
+    if not _MESH.value:
+        return None
+    data, model = parse_mesh(_MESH.value)
+    if data * model > len(_devices()):
+        raise app.UsageError(
+            f"mesh: got {_MESH.value}, expected at most the {len(_devices())} devices of {_TOPOLOGY.value}"
+        )
+    return ShardingRules(Mesh(np.array(_devices()[: data * model]).reshape(data, model), AXES), replicate=drafts)
+
+
+def place(tree, shardings=None):
+    """The shapes of `tree` on the TPU: by `shardings`, else where they are already, else whole on every device."""
+    whole = jax.sharding.SingleDeviceSharding(_devices()[0]) if placement() is None else placement().sharding()
+    put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if shardings is not None:
+        return jax.tree.map(put, tree, shardings)
+    return jax.tree.map(lambda leaf: put(leaf, getattr(leaf, "sharding", None) or whole), tree)
 
 
 @functools.partial(jax.jit, donate_argnums=3)
@@ -124,13 +162,21 @@ def call(network: Network, tokens, positions, cache):
 
 
 @functools.cache
-def call_seconds(preset: str, width: int) -> float:
-    """The compiler's estimate of a call over `width` positions."""
-    network, batch, room = abstract_network(preset), _BATCH.value, slots(_NEW.value + 1, 7)
+def abstract_cache(preset: str, drafts: bool):
+    """What the encoder leaves a decoder to begin with."""
+    network, batch, room = abstract_network(preset, drafts), _BATCH.value, slots(_NEW.value + 1, 7)
     inputs = jax.ShapeDtypeStruct((batch, bucket(_INPUT.value)), jnp.int32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    cache = jax.eval_shape(functools.partial(Network.prefill, slots=room), network, inputs, row)
-    tokens = jax.ShapeDtypeStruct((batch, width), jnp.int32)
+    start = jax.jit(functools.partial(Network.prefill, slots=room)).lower(*place((network, inputs, row)))
+    return place(start.out_info, None if placement() is None else start.compile().output_shardings)
+
+
+@functools.cache
+def call_seconds(preset: str, width: int, drafts: bool = False) -> float:
+    """The compiler's estimate of a call over `width` positions."""
+    network, cache = abstract_network(preset, drafts), abstract_cache(preset, drafts)
+    row = jax.ShapeDtypeStruct((_BATCH.value,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((_BATCH.value, width), jnp.int32)
     return estimated_seconds(call.lower(*place((network, tokens, row, cache))).compile().as_text())
 
 
@@ -149,7 +195,7 @@ def times() -> dict:
         }  # fmt: skip
         for name, width in (("as compiled", 1), ("as for two positions", 2)):
             step = call_seconds(target, width)
-            c, v = call_seconds(drafter, width) / step, call_seconds(target, row.gamma + 1) / step
+            c, v = call_seconds(drafter, width, drafts=True) / step, call_seconds(target, row.gamma + 1) / step
             gain = analysis.improvement(row.alpha, row.gamma, c, v)
             line[name] = {"c": round(c, 4), "v": round(v, 3), "improvement": round(gain, 2)}
         found.append(line)
@@ -176,8 +222,8 @@ def report() -> dict:
         )
     )  # fmt: skip
     lowered = prefill.lower(target, drafter, program, room, *arguments)
-    state = place(lowered.out_info)
-    encoders = lowered.compile().memory_analysis()
+    compiled = lowered.compile()
+    state, encoders = place(lowered.out_info, compiled.output_shardings), compiled.memory_analysis()
     loop = advance.lower(target, drafter, state, place(jax.ShapeDtypeStruct((), jnp.int32))).compile()
     text = loop.as_text()
     if _TEXT.value:
@@ -193,6 +239,7 @@ def report() -> dict:
         "gamma": gamma, "batch_size": batch, "dtype": "bfloat16", "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
         "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
+        "mesh": _MESH.value, "collectives": collectives(text),
         "memory_gb": _MEMORY.value, "fits": needed <= _MEMORY.value, "copied_in_loops": loop_copies(text),
         "jax": jax.__version__,
     }  # fmt: skip

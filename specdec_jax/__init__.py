@@ -15,6 +15,7 @@ from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.request import UnsupportedCombination, prepare
 from specdec_jax.sampling import SamplingConfig
+from specdec_jax.sharding import make_mesh
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ __all__ = [
     "finish",
     "generate",
     "load",
+    "make_mesh",
     "prepare",
     "save",
     "shortlist_from_counts",

@@ -158,15 +158,18 @@ def load(
 def _preset(
     options: BenchmarkOptions, target: LanguageModel | None
 ) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
-    def model(preset: str) -> LanguageModel:
+    def model(preset: str, drafts: bool = False) -> LanguageModel:
         config = dataclasses.replace(PRESETS[preset], dtype=checkpoints.choose_dtype(options.dtype, preset))
-        random = LanguageModel.random(config, name=preset)
+        random = LanguageModel.random(config, name=preset, rules=options.placement(drafts))
         random.eos_ids = ()  # every output has full length
         return random
 
     assert options.preset
     target = target or model(options.preset)
-    drafter = options.reduced(model(options.drafter_preset)) if options.drafter_preset else options.load(target)[1]
+    if options.drafter_preset:
+        drafter: NamedDrafter | None = options.reduced(model(options.drafter_preset, drafts=True))
+    else:
+        drafter = options.load(target)[1]
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
     return target, drafter, passes.cut(ids, ids, options.batch_size, options.seed)

@@ -4,13 +4,19 @@ Slot `s` of a row holds the key and value of the token at position `s`. A row is
 which the slots past it are stale: readers mask their scores, and each write clears their values (0 · NaN is NaN).
 """
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.sharding import ShardingRules
+
 # Above this many rows the unrolled writes cost more to compile than they save (an unrolled dynamic_update_slice per
 # row is the fastest form on TPU and CPU alike; a batched one becomes a scatter).
 MAX_UNROLLED_ROWS = 32
+
+_AXES = ("batch", "heads", "length", "kv")
 
 
 @flax.struct.dataclass
@@ -20,6 +26,7 @@ class KVCache:
     Attributes:
       key: `[B, H, S, K]`, S slots of K features for each of H heads; without the batch axis where B = 1.
       value: the same.
+      rules: how both lie on a mesh; None: on one device.
 
     The loop must update both in place. XLA on a CPU repeats a write inside whatever reshapes its result, and then has
     to copy the whole cache: hence no axis that a product would have to merge, and the clearing as part of the write
@@ -28,6 +35,7 @@ class KVCache:
 
     key: jax.Array
     value: jax.Array
+    rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
     def empty(cls, batch: int, heads: int, slots: int, features: int, dtype) -> "KVCache":
@@ -42,7 +50,7 @@ class KVCache:
     def repeated(self, copies: int) -> "KVCache":
         """`copies` rows side by side for each row."""
         repeat = lambda x: jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
-        return KVCache(key=repeat(self.key), value=repeat(self.value))
+        return self.replace(key=repeat(self.key), value=repeat(self.value))
 
     def append(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> "KVCache":
         """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and clears the values past them.
@@ -55,8 +63,24 @@ class KVCache:
         """
         live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
         live = live[:, None, :, None] if self.value.ndim == 4 else live[:, :, None]
-        value = jnp.where(live, _write_rows(self.value, value, positions), 0)
-        return KVCache(key=_write_rows(self.key, key, positions), value=value)
+        write = self._write
+        value = jnp.where(live, write(self.value, value, positions), 0)
+        return self.replace(key=write(self.key, key, positions), value=value)
+
+    @property
+    def _write(self) -> Callable:
+        if self.rules is None:
+            return _write_rows
+        # Every device writes its own rows and heads; the compiler would first bring all rows of a sharded axis together.
+        whole, rows = _AXES[-self.key.ndim :], ("batch",) if self.key.ndim == 4 else (None,)
+        return self.rules.locally(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
+
+    def pinned(self) -> "KVCache":
+        """Itself, its layout on the mesh fixed; under jit."""
+        if self.rules is None:
+            return self
+        pin = lambda x: self.rules.constrain(x, *_AXES[-x.ndim :])
+        return self.replace(key=pin(self.key), value=pin(self.value))
 
 
 def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:

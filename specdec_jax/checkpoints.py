@@ -1,6 +1,7 @@
 """Loading, saving and converting models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 import sys
@@ -26,6 +27,8 @@ from specdec_jax.formats.leaves import (
 from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.sharding import Mesh, ShardingRules
+from specdec_jax.sharding import read as read_shards
 from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
 CGROUPS, CGROUPS_OF_PROCESS = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/proc/self/cgroup")
@@ -51,6 +54,8 @@ def load(
     *,
     config: T5Config | None = None,
     vocabulary: Vocabulary | str | pathlib.Path | None = None,
+    mesh: Mesh | None = None,
+    replicate: bool = False,
     say: Callable[[str], None] = _say,
 ) -> LanguageModel:
     """A model of any format this package knows, recognised by the folder's contents.
@@ -66,23 +71,32 @@ def load(
       vocabulary: overrides the checkpoint's; a `Vocabulary`, or the path of a SentencePiece model (with T5's 100
         sentinels where the embedding has room for them) or of a tokenizer.json. A T5X checkpoint has none, unless a
         `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; without one a model takes ids only.
+      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model"; every process reads what its
+        own devices hold (all of a parameter where the format has no parts). None: the default device has all.
+      replicate: with a mesh, every device holds the whole model, and only rows are divided: for drafters.
       say: where the line about the chosen dtype goes; standard error.
 
     Raises:
       ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
-        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory.
+        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory; heads or a
+        feed-forward width that the mesh does not divide.
     """
+    if replicate and mesh is None:
+        raise ValueError("replicate: got it without a mesh, expected one")
+    rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = _resolve(path)
     checkpoint = _open(folder, config)
     checkpoint = _completed(checkpoint, vocabulary, folder)
     dtype = choose_dtype(dtype, path, say)
-    _check_memory(checkpoint.config, dtype, folder)
+    if rules is not None:
+        rules.check(checkpoint.config)
+    _check_memory(checkpoint.config, dtype, folder, rules)
     network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
     with returning_freed_memory():
-        params = read_params(checkpoint, dtype)
+        params = read_params(checkpoint, dtype, rules)
         return LanguageModel(
             network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
-            name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint,
+            name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint, rules=rules,
         )  # fmt: skip
 
 
@@ -248,20 +262,31 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
             raise ValueError(f"format: got {name}={value!r}, which {format} would give back as {theirs[name]!r}")
 
 
-def read_params(checkpoint: Checkpoint, dtype: str) -> dict:
-    """The parameters as a nested dict of arrays on the default device, read one at a time."""
+def read_params(checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None) -> dict:
+    """The parameters as a nested dict of arrays on the default device, or in parts on a mesh, read one at a time."""
     wanted = jnp.dtype(dtype)
     params = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result then adds to the little that is already there.
     for name in sorted(checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)):
-        params[name] = jax.device_put(checkpoint.leaves[name].load(wanted)).block_until_ready()
+        leaf = checkpoint.leaves[name]
+        if rules is None:
+            array = jax.device_put(leaf.load(wanted))
+        else:
+            sharding = rules.of_parameter(name, leaf.shape)
+            array = read_shards(sharding, leaf.shape, functools.partial(leaf.load_part, wanted))
+        params[name] = array.block_until_ready()
     return unflatten(params)
 
 
-def required_bytes(config: ModelConfig, dtype: str) -> int:
-    """Memory that loading takes: the parameters, and the largest twice more while the loop's layout is made of it."""
-    largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
-    return (parameter_count(config) + 2 * largest) * jnp.dtype(dtype).itemsize
+def required_bytes(config: ModelConfig, dtype: str, rules: ShardingRules | None = None) -> int:
+    """Memory of a device that loading takes: the parameters, or its part of them, and the largest twice more while the
+    loop's layout is made of it. The CPU's devices are one memory."""
+    shapes = parameter_shapes(config)
+    if rules is not None:
+        shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    together = len(rules.mesh.local_devices) if rules is not None and jax.default_backend() == "cpu" else 1
+    return (sum(sizes) * together + 2 * max(sizes)) * jnp.dtype(dtype).itemsize
 
 
 def available_bytes(device: jax.Device | None = None) -> int | None:
@@ -310,8 +335,9 @@ def _cgroup_bytes() -> list[int]:
     return left
 
 
-def _check_memory(config: ModelConfig, dtype: str, path) -> None:
-    required, available = required_bytes(config, dtype), available_bytes()
+def _check_memory(config: ModelConfig, dtype: str, path, rules: ShardingRules | None = None) -> None:
+    device = None if rules is None else rules.mesh.local_devices[0]
+    required, available = required_bytes(config, dtype, rules), available_bytes(device)
     if available is not None and required > available:
         raise ValueError(
             f"{path}: got {available / 1e9:.2f} GB of free memory, expected at least {required / 1e9:.2f} GB for "

@@ -15,6 +15,7 @@ from specdec_jax.gamma import Policy
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import Request, UnsupportedCombination, bucket, prepare
 from specdec_jax.sampling import SamplingConfig
+from specdec_jax.sharding import pinned
 from specdec_jax.speculative import DecodeState, Drafter
 from specdec_jax.stopping import cut, shown
 
@@ -44,7 +45,7 @@ def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) 
         iteration, state = carry
         return iteration + 1, speculative.iterate(target, drafter, state)
 
-    return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
+    return pinned(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
 
 
 class Stats(NamedTuple):
@@ -192,8 +193,10 @@ def mark_stopped(target, state: DecodeState, starts, stop: Sequence[str]) -> Dec
         cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
         for row, start in enumerate(starts)
     ]
+    done, rules = done | met, target.network.rules
     # Unlike jnp.asarray, device_put compiles nothing.
-    return dataclasses.replace(state, done=jax.device_put(done | met, may_alias=False))
+    done = jax.device_put(done, may_alias=False) if rules is None else rules.put(done)
+    return dataclasses.replace(state, done=done)
 
 
 class Piece(NamedTuple):

@@ -41,6 +41,7 @@ from specdec_jax.request import (
     verifier_settings,
 )
 from specdec_jax.sampling import SamplingConfig
+from specdec_jax.sharding import Mesh, ShardingRules, make_mesh, parse_mesh
 from specdec_jax.verification import FORCED, LOSSY, VERIFIERS
 
 # What `--drafter` can name.
@@ -89,6 +90,13 @@ class DecodingOptions:
         None, "SentencePiece model or tokenizer.json of both, for checkpoints that have none (T5X's)"
     )
     dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
+    mesh: str | None = option(
+        None,
+        "DATAxMODEL devices: rows are divided into DATA parts, the target's parameters and caches into MODEL; none: one device",
+    )
+    shard_drafter: bool = option(
+        False, "with --mesh, a drafting model is divided like the target, instead of being held whole by every device"
+    )
     temperature: float = option(0.0, "0 takes the most probable token; otherwise logits are divided by it")
     top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
     top_p: float = option(1.0, "sample among the most probable tokens whose mass reaches p")
@@ -195,16 +203,34 @@ class DecodingOptions:
         at_least(0, shortlist_size=self.shortlist_size)
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
+        if self.shard_drafter and not self.mesh:
+            raise UnsupportedCombination("shard_drafter: got it without a mesh, expected --mesh=DATAxMODEL too")
+        if self.mesh:
+            ShardingRules(self.devices()).check_rows("batch_size", self.rows)
 
     @property
     def drafts(self) -> bool:
         """Whether anything is to be drafted: a lossy verifier makes no sense otherwise."""
         return bool(self.drafter)
 
+    @property
+    def rows(self) -> int:
+        """Sentences that are decoded together."""
+        return getattr(self, "batch_size", 1)
+
+    def devices(self) -> Mesh | None:
+        """Those of `mesh`."""
+        return make_mesh(*parse_mesh(self.mesh)) if self.mesh else None
+
+    def placement(self, drafts: bool) -> ShardingRules | None:
+        """How the target, or what drafts, lies on the mesh."""
+        return ShardingRules(self.devices(), drafts and not self.shard_drafter) if self.mesh else None
+
     def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, NamedDrafter | None]:
         """The target, unless it is given, and, where one is named, the drafter; refuses a drafter of another vocabulary."""
-        load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary)
+        load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices())
         target = target or load(self.target)
+        load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
         drafter = _drafter(self.drafter, target, load, self.reduced) if self.drafter else None
         if not isinstance(drafter, ModelDrafter):
@@ -228,8 +254,8 @@ class DecodingOptions:
         return ModelDrafter(model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8)
 
     def refuse_reduction(self) -> None:
-        """Refuses what makes a drafting model cheaper, where no model drafts."""
-        for name in ("shortlist_size", "shortlist", "drafter_int8"):
+        """Refuses what is about a drafting model, where none drafts."""
+        for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
             if getattr(self, name):
                 raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model")
 

@@ -32,6 +32,7 @@ from specdec_jax.generate import (
 )
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import Plan, UnsupportedCombination, bucket, fold_keys, plan, prefill
+from specdec_jax.sharding import pinned
 from specdec_jax.speculative import DecodeState
 
 # Inputs are prefilled ahead, this part of a state's together: one alone would cost twice as much.
@@ -98,7 +99,9 @@ def decode_all(
       refill: as for `decode_stream`; batches where it would gain nothing, or with a deadline.
       options: as for `generate`.
     """
-    rows = min(batch_size, len(inputs))
+    rules = target.network.rules
+    parts = 1 if rules is None else rules.rows
+    rows = min(batch_size, -(-len(inputs) // parts) * parts)
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
         keys = fold_keys(jax.random.key(seed), np.arange(start, start + len(window)) + first)
@@ -163,7 +166,11 @@ def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int])
 
 def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, places: list[int]) -> Iterator:
     """All of `places`, whose inputs are padded to `width`, through a state of `size` inputs."""
-    samples, total, ahead = job.samples, size * job.samples, min(size, max(2, size // _AHEAD))
+    rules = job.network.rules
+    parts = (
+        1 if rules is None else rules.rows
+    )  # of the mesh, which all rows that are prefilled together are divided into
+    samples, total, ahead = job.samples, size * job.samples, min(size, -(-max(2, size // _AHEAD) // parts) * parts)
     shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
     queue, state, fresh = collections.deque(places), None, None
     ready: collections.deque[tuple[int, int]] = collections.deque()  # rows of `fresh`, and which of the job's they are
@@ -186,13 +193,12 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
                 fresh, _ = job.start(chosen, width)
                 rows = [place * samples + sample for place in chosen if place >= 0 for sample in range(samples)]
                 ready.extend(enumerate(rows))
-                state = _blank(fresh, total, shared) if state is None and total > 1 else state
+                state = _blank(fresh, total, shared, rules) if state is None and total > 1 else state
             free = np.flatnonzero(owners < 0)[: len(ready)]
             sources, rows = np.array([ready.popleft() for _ in free]).T
             owners[free], starts[free] = rows, whole.prefix_lengths[rows]
-            state = (
-                fresh if total == 1 else _place(state, fresh, *_padded(sources, free, ahead * samples, total), shared)
-            )
+            places = _padded(sources, free, ahead * samples, total)
+            state = fresh if total == 1 else _place(state, fresh, *places, shared, rules)
         # `generate` looks for stop strings after every so many iterations of a row. For the same statistics rows must
         # begin at such a moment.
         most = max(1, total // _PARTS) if (queue or ready) and not job.stop else total
@@ -216,25 +222,27 @@ def _padded(sources: np.ndarray, targets: np.ndarray, count: int, total: int) ->
 
 def _shared(job: Plan, width: int) -> tuple[bool, ...]:
     """Which leaves of the state its rows share: tables over positions or ids."""
-    two, three = (jax.tree.leaves(prefill.eval_shape(*job.arguments([-1] * count, width))) for count in (2, 3))
+    parts = 1 if job.network.rules is None else job.network.rules.rows
+    counts = 2 * parts, 3 * parts
+    two, three = (jax.tree.leaves(prefill.eval_shape(*job.arguments([-1] * count, width))) for count in counts)
     return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True))
 
 
-@functools.partial(jax.jit, static_argnames=("total", "shared"))
-def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...]) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
+def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...], rules) -> DecodeState:
     """A state of `total` rows that are done, in all else like those of `fresh`."""
     leaves, structure = jax.tree.flatten(fresh)
     copied = np.arange(total) % len(fresh.done)
     state = structure.unflatten(leaf if same else leaf[copied] for leaf, same in zip(leaves, shared))
-    return dataclasses.replace(state, done=jax.numpy.ones(total, bool))
+    return pinned(dataclasses.replace(state, done=jax.numpy.ones(total, bool)), rules)
 
 
-@functools.partial(jax.jit, static_argnames="shared", donate_argnames="state")
-def _place(state: DecodeState, fresh: DecodeState, sources, targets, shared: tuple[bool, ...]) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
+def _place(state: DecodeState, fresh: DecodeState, sources, targets, shared: tuple[bool, ...], rules) -> DecodeState:
     """`state` with the rows `sources` of `fresh` at `targets`, in place."""
     leaves, structure = jax.tree.flatten(state)
     put = lambda old, new, same: old if same else old.at[targets].set(new[sources], mode="drop")
-    return structure.unflatten(map(put, leaves, jax.tree.leaves(fresh), shared))
+    return pinned(structure.unflatten(map(put, leaves, jax.tree.leaves(fresh), shared)), rules)
 
 
 def _outputs(result: GenerationResult) -> list[Output]:

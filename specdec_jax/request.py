@@ -204,6 +204,11 @@ def plan(
     if drafter is not None:
         check_pair(target, drafter)
         check_policy(gamma, drafter)
+    rules = target.network.rules
+    if rules is not None:
+        rules.check_rows("inputs" if batch_size is None else "batch_size", batch if batch_size is None else batch_size)
+        if deadline is not None and jax.process_count() > 1:
+            raise UnsupportedCombination("deadline: got one for several processes, expected None: their clocks differ")
     vocab_size = target.config.vocab_size
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
@@ -235,6 +240,8 @@ def plan(
     widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
     program = Program(width, sampling.mode, vocab_size, verifier, widths)
     keys = _row_keys(key, batch, samples)
+    if rules is not None:  # once for the request, and not with every call
+        keys, drafter = rules.put(keys), rules.put(drafter)
     per_input = rows.replace(bias=None, forced=None)
     return Plan(
         network=target.network_for((batch if batch_size is None else batch_size) * samples * (width + 1)),
@@ -369,6 +376,10 @@ def check_pair(target: LanguageModel, drafter) -> None:
         )
     if model.start_token != target.start_token:
         raise ValueError(f"drafter: got start token {model.start_token}, expected the target's {target.start_token}")
+    here, there = (one.network.rules and one.network.rules.mesh for one in (target, model))
+    if here != there:
+        describe = lambda mesh: "none" if mesh is None else "x".join(str(size) for size in mesh.devices.shape)
+        raise ValueError(f"drafter: got a model on the mesh {describe(there)}, expected the target's, {describe(here)}")
     listed, width = getattr(drafter, "shortlist", None), target.config.vocab_size
     if listed is not None and int(listed.ids[0]) >= width:
         raise ValueError(f"drafter: got a shortlist without any id below {width}, the target's number of ids")

@@ -15,6 +15,7 @@ from specdec_jax.gamma import Outcome, Policy, Seen
 from specdec_jax.models.base import Network
 from specdec_jax.processors import Context
 from specdec_jax.sampling import Law, PointMass, SamplingMode, SamplingRows
+from specdec_jax.sharding import pinned
 from specdec_jax.verification import Draws, Settings, Verification
 
 
@@ -207,7 +208,7 @@ def prefill(
     cache = filled(target, inputs, input_lengths, tokens, slots, **shared)
     draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
     zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
-    return DecodeState(
+    state = DecodeState(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
         lengths=prefix_lengths, done=done, starts=prefix_lengths, log_probs=no_log_probs,
         adjusted_log_probs=None if program.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
@@ -216,6 +217,7 @@ def prefill(
         counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
         last_drafted=zeros, last_accepted=zeros, last_seen=empty_seen(policy, batch), program=program,
     )  # fmt: skip
+    return pinned(state, target.rules)
 
 
 def filled(network: Network, inputs, input_lengths, tokens: jax.Array, slots: int, **encoded):
@@ -259,9 +261,9 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     verified, adjusted = verify(state, draft, logits)
     after = _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)
     if not hasattr(drafter, "observe"):
-        return after
+        return pinned(after, target.rules)
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
-    return after.replace(draft_state=drafter.observe(draft_state, after, seen))
+    return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
 
 
 def _score(target: Network, state: DecodeState, tokens: jax.Array, num_drafted: jax.Array):

@@ -76,6 +76,7 @@ class Headless:
     """A toy `Network`, whose states are its logits."""
 
     encoder_dim = None
+    rules = None
 
     def head_alone(self):
         return self

@@ -62,7 +62,8 @@ class EarlyExitDrafter:
             raise ValueError(f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)")
         self.model, self.layers = model, int(layers)
         head = None if head is None else jnp.asarray(head, config.dtype)
-        self.network = ExitNetwork(model.network.params, model.network.module, self.layers, head)
+        network = model.network
+        self.network = ExitNetwork(network.params, network.module, network.rules, self.layers, head)
 
     def tree_flatten(self):
         return (self.network,), None

@@ -25,20 +25,29 @@ class Leaf:
       read: `(dtype, transpose)` -> what is stored, or its transpose, as an array of that dtype; reads nothing else.
       dtype: name of the stored dtype.
       turned: the parameter is the transpose of what is stored.
+      read_part: `(dtype, box)` -> that part of what is stored, a slice of every axis; None where only all can be read.
     """
 
     shape: tuple[int, ...]
     read: Callable[[np.dtype, bool], np.ndarray]
     dtype: str
     turned: bool = False
+    read_part: Callable[[np.dtype, tuple[slice, ...]], np.ndarray] | None = None
 
     def transposed(self) -> "Leaf":
         """The transpose of a matrix, made while it is read."""
-        return Leaf(self.shape[::-1], self.read, self.dtype, not self.turned)
+        return dataclasses.replace(self, shape=self.shape[::-1], turned=not self.turned)
 
     def load(self, dtype) -> np.ndarray:
         """The parameter, in this package's layout."""
         return self.read(np.dtype(dtype), self.turned)
+
+    def load_part(self, dtype, box: tuple[slice, ...]) -> np.ndarray:
+        """A part of the parameter, a slice of every axis; no more is read, where the format allows it."""
+        whole = all(axis.stop - axis.start == size for axis, size in zip(box, self.shape))
+        if whole or self.read_part is None:
+            return self.load(dtype)[box]
+        return self.read_part(np.dtype(dtype), box[::-1]).T if self.turned else self.read_part(np.dtype(dtype), box)
 
     @classmethod
     def of(cls, array) -> "Leaf":

@@ -1,5 +1,6 @@
 """Arrays that TensorStore opens and writes: zarr directories (legacy T5X) and OCDBT databases (Orbax)."""
 
+import contextlib
 import json
 import math
 import pathlib
@@ -34,19 +35,30 @@ def open_array(spec: dict, name: str, path) -> Leaf:
 
     def read(dtype, transpose: bool) -> np.ndarray:
         source = tensorstore.cast(store, dtype.name)  # so that no copy in the stored dtype is made
-        try:
+        with _told(name, path, stored, shape):
             # A chunk is decoded whole whatever part of it is asked for, so blocks are runs of whole chunks.
             rows = store.chunk_layout.read_chunk.shape[0] if shape else 1
             if rows >= (shape or (1,))[0] and not transpose:
                 return np.asarray(source.read().result())
             read_rows = lambda start, stop: np.asarray(source[start:stop].read().result())
             return fill_rows(shape, dtype, read_rows, transpose, multiple=rows)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}: parameter {name}: got {_reason(error)}, expected {stored} of shape {shape}"
-            ) from None
 
-    return Leaf(shape, read, stored)
+    def read_part(dtype, box: tuple[slice, ...]) -> np.ndarray:
+        with _told(name, path, stored, shape):
+            return np.asarray(tensorstore.cast(store, dtype.name)[box].read().result())
+
+    return Leaf(shape, read, stored, read_part=read_part)
+
+
+@contextlib.contextmanager
+def _told(name: str, path, stored: str, shape: tuple[int, ...]):
+    """Says of a chunk that is missing or damaged which parameter's it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: parameter {name}: got {_reason(error)}, expected {stored} of shape {shape}"
+        ) from None
 
 
 def _reason(error: ValueError) -> str:

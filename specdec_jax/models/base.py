@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.cache import KVCache
 from specdec_jax.models import packing
 from specdec_jax.models.gpt import GPT, GPT_PRESETS, GPTCache, GPTConfig
 from specdec_jax.models.t5 import PRESETS as T5_PRESETS
 from specdec_jax.models.t5 import T5, DecoderCache, T5Config
+from specdec_jax.sharding import ShardingRules, pinned, read
 
 ModelConfig = T5Config | GPTConfig
 PRESETS: dict[str, ModelConfig] = {**T5_PRESETS, **GPT_PRESETS}
@@ -24,10 +26,12 @@ class Network:
     Attributes:
       params: nested dict of arrays in the loop's layout (`packing.py`).
       module: the linen module, hashable.
+      rules: how parameters and caches lie on a mesh; None: on one device.
     """
 
     params: dict
     module: T5 | GPT = flax.struct.field(pytree_node=False)
+    rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def vocab_size(self) -> int:
@@ -41,8 +45,13 @@ class Network:
 
     def encode(self, inputs: jax.Array, input_lengths: jax.Array) -> jax.Array:
         """The encoder's output `[B, L, D]`; arguments as for `prefill`."""
+        inputs, input_lengths = self._by_rows(inputs), self._by_rows(input_lengths)
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self.module.apply({"params": self.params}, inputs, mask, method="encode")
+        return self._by_rows(self.module.apply({"params": self.params}, inputs, mask, method="encode"))
+
+    def _by_rows(self, x: jax.Array) -> jax.Array:
+        """`x [B, …]` with its rows divided over the mesh, all else whole."""
+        return x if self.rules is None else self.rules.constrain(x, "batch")
 
     def prefill(
         self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1, encoded: jax.Array | None = None
@@ -57,48 +66,64 @@ class Network:
           encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other model's; None runs the encoder.
         """
         if isinstance(self.module, GPT):
-            return self.module.empty_cache(len(inputs) * copies, slots)
+            return self._placed(self.module.empty_cache(len(inputs) * copies, slots))
+        encoded = self.encode(inputs, input_lengths) if encoded is None else encoded
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self.module.apply({"params": self.params}, inputs, mask, slots, copies, encoded, method="prefill")
+        apply = self.module.apply
+        return self._placed(
+            apply({"params": self.params}, inputs, mask, slots, copies, self._by_rows(encoded), method="prefill")
+        )
+
+    def _placed(self, cache):
+        """A new cache, which knows from now on how it lies on the mesh."""
+        is_layer = lambda node: isinstance(node, KVCache)
+        cache = jax.tree.map(
+            lambda layer: layer.replace(rules=self.rules) if is_layer(layer) else layer, cache, is_leaf=is_layer
+        )
+        return pinned(cache, self.rules)
 
     def decode(self, tokens: jax.Array, positions: jax.Array, cache):
         """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
 
         Returns: logits `[B, T, V]` float32 of the next token at each position, and the new cache.
         """
-        return self.module.apply({"params": self.params}, tokens, positions, cache, method="decode")
+        tokens, positions = self._by_rows(tokens), self._by_rows(positions)
+        logits, cache = self.module.apply({"params": self.params}, tokens, positions, cache, method="decode")
+        return self._by_rows(logits), pinned(cache, self.rules)
 
     def decode_states(self, tokens: jax.Array, positions: jax.Array, cache, layers: int | None = None):
         """As `decode`, without the head: states `[B, T, D]` after `layers` layers (None: all) and the last norm."""
-        apply = self.module.apply
-        return apply({"params": self.params}, tokens, positions, cache, layers, method="decode_states")
+        tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
+        states, cache = apply({"params": self.params}, tokens, positions, cache, layers, method="decode_states")
+        return self._by_rows(states), pinned(cache, self.rules)
 
     def head(self, states: jax.Array) -> jax.Array:
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
-        return self.module.apply({"params": self.params}, states, method="head")
+        return self._by_rows(self.module.apply({"params": self.params}, states, method="head"))
 
     def shortlisted(self, ids: np.ndarray) -> "Network":
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
         config = self.module.config
-        panel = packing.layout_for(jax.default_backend(), config.dtype).panel
+        panel = _layout(config, self.rules).panel
         params = packing.with_head(self.params, np.asarray(ids), config.logits_via_embedding, panel)
-        return Network(params, module_of(config.with_own_head(), fused=True))
+        return self.replace(params=params, module=module_of(config.with_own_head(), _fused(self.rules)))
 
     def in_int8(self) -> "Network":
         """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
         tied = self.module.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
-        return Network(packing.in_int8(network.params), network.module)
+        return network.replace(params=packing.in_int8(network.params))
 
     def head_alone(self) -> "Network":
         """As much of the network as `head` takes; the arrays are shared."""
         decoder = {name: node for name, node in self.params["decoder"].items() if name == "logits_dense"}
-        return Network({"token_embedder": self.params["token_embedder"], "decoder": decoder}, self.module)
+        return self.replace(params={"token_embedder": self.params["token_embedder"], "decoder": decoder})
 
     def teacher_forced(self, inputs, input_lengths, decoder_tokens: jax.Array, encoded=None) -> jax.Array:
         """Logits `[B, T, V]` float32 of whole sequences, without a cache; arguments as for `prefill`."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
+        logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
+        return pinned(logits, self.rules)
 
 
 class LanguageModel:
@@ -117,24 +142,34 @@ class LanguageModel:
 
     def __init__(
         self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False,
-        encoder_fingerprint: str | None = None,
+        encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
     ):  # fmt: skip
-        """Args as the attributes; with `donate_params` the nested dicts of `params` are emptied while the weights are
-        brought into the loop's layout, so that at most one kernel exists twice."""
+        """Args as the attributes; `rules`: how the parameters are laid out on a mesh, None: on one device. With `donate_params` the nested dicts
+        of `params` are emptied while the weights are brought into the loop's layout, so that at most one kernel exists twice."""
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.encoder_fingerprint = encoder_fingerprint
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
-        panel = packing.layout_for(jax.default_backend(), config.dtype).panel
-        self.network = Network(packing.pack(params, panel), module_of(config, fused=True))
+        if rules is not None:
+            rules.check(config)
+            _lay_out(params, rules)
+        fused = _fused(rules)
+        self.network = Network(
+            packing.pack(params, _layout(config, rules).panel, fused), module_of(config, fused), rules
+        )
         self._for_several: Network | None = None
 
     @classmethod
-    def random(cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random") -> "LanguageModel":
+    def random(
+        cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random", rules=None
+    ) -> "LanguageModel":
         """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
-        params = _random_params(jax.random.key(seed), module=module_of(config), dtype=config.dtype)
-        return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True)
+        if rules is not None:
+            rules.check(config)
+        key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
+        params = _random_params(key, module=module_of(config), dtype=config.dtype, rules=rules)
+        return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True, rules=rules)
 
     def network_for(self, rows: int) -> Network:
         """`network` in the fastest layout for calls over `rows` positions, those of all batch rows together.
@@ -142,7 +177,7 @@ class LanguageModel:
         Where that is not the layout for one row (float32 on some processors), the decoder's kernels are held twice from
         the first such call on.
         """
-        single, layout = (packing.layout_for(jax.default_backend(), self.config.dtype, count) for count in (1, rows))
+        single, layout = (_layout(self.config, self.network.rules, count) for count in (1, rows))
         if layout == single:
             return self.network
         if self._for_several is None:
@@ -160,7 +195,7 @@ class LanguageModel:
         params = self.network.params
         names = (f"layers_{self.config.num_decoder_layers - 1}", "decoder_norm", "logits_dense")
         decoder = {name: params["decoder"][name] for name in names if name in params["decoder"]}
-        corners = _corners({"token_embedder": params["token_embedder"], "decoder": decoder})
+        corners = _corners({"token_embedder": params["token_embedder"], "decoder": decoder}, self.network.rules)
         digest = hashlib.sha256()
         for path, leaf in jax.tree.leaves_with_path(corners):
             digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} ".encode() + np.asarray(leaf).tobytes())
@@ -211,6 +246,29 @@ class LanguageModel:
 def module_of(config: ModelConfig, fused: bool = False) -> T5 | GPT:
     """The network of this shape; `fused`: for parameters in the loop's layout."""
     return GPT(config) if isinstance(config, GPTConfig) else T5(config, fused)
+
+
+def _layout(config: ModelConfig, rules: ShardingRules | None, rows: int = 1) -> packing.Layout:
+    """That of one device is the fastest for its processor; on a mesh kernels stay two-dimensional."""
+    return packing.layout_for(jax.default_backend(), config.dtype, rows) if rules is None else packing.Layout()
+
+
+def _fused(rules: ShardingRules | None) -> bool:
+    """Whether kernels with the same input are joined: not where their outputs are divided."""
+    return rules is None or rules.parts == 1
+
+
+def _lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
+    """Moves the arrays of a nested dict to their places on the mesh, one after the other."""
+    for name, value in params.items():
+        if isinstance(value, dict):
+            _lay_out(value, rules, f"{prefix}{name}/")
+            continue
+        sharding = rules.of_parameter(prefix + name, value.shape)
+        if isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set:
+            params[name] = jax.device_put(value, sharding)
+        else:
+            params[name] = read(sharding, value.shape, lambda box: np.asarray(value)[box])
 
 
 def t5_only(name: str, config: ModelConfig) -> T5Config:
@@ -266,11 +324,11 @@ def padded_lengths(tokens: np.ndarray) -> np.ndarray:
     return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(np.int32)
 
 
-@jax.jit
-def _corners(packed):
+@functools.partial(jax.jit, static_argnames="rules")
+def _corners(packed, rules):
     """The first 8 of every axis of every array, in bfloat16."""
     corner = lambda leaf: leaf[tuple(slice(8) for _ in leaf.shape)].astype(jnp.bfloat16)
-    return jax.tree.map(corner, packing.unpack(packed))
+    return pinned(jax.tree.map(corner, packing.unpack(packed)), rules)
 
 
 def _expected_encoder(config: ModelConfig) -> str:
@@ -286,7 +344,7 @@ def _teacher_forced(network: Network, inputs, input_lengths, decoder_tokens, enc
 @jax.jit
 def _continued(network: Network, sequences, places):
     """Logits at `places [B, T]` of `sequences [B, L]`, for a decoder-only network."""
-    return network.module.apply({"params": network.params}, sequences, places)
+    return pinned(network.module.apply({"params": network.params}, sequences, places), network.rules)
 
 
 def initial_params(module: T5 | GPT, key) -> dict:
@@ -296,6 +354,10 @@ def initial_params(module: T5 | GPT, key) -> dict:
     return module.init(key, *inputs)["params"]
 
 
-@functools.partial(jax.jit, static_argnames=("module", "dtype"))
-def _random_params(key, *, module, dtype):
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(module, key))
+@functools.partial(jax.jit, static_argnames=("module", "dtype", "rules"))
+def _random_params(key, *, module, dtype, rules=None):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(module, key))
+    if rules is None:
+        return params
+    place = lambda name, leaf: jax.lax.with_sharding_constraint(leaf, rules.of_parameter(name, leaf.shape))
+    return jax.tree.map_with_path(lambda path, leaf: place("/".join(key.key for key in path), leaf), params)

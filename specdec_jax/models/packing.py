@@ -66,25 +66,26 @@ def layout_for(backend: str, dtype, rows: int = 1) -> Layout:
     return _LAYOUTS[processor()][rows > 1]
 
 
-def pack(params: dict, panel: int | None) -> dict:
+def pack(params: dict, panel: int | None, fused: bool = True) -> dict:
     """The loop's tree with panels of width `panel`, made from `params` (T5X's tree), whose nested dicts are emptied on the way.
 
-    Leaf by leaf, so that the two never exist side by side; jitted, so that a kernel is copied once.
+    Leaf by leaf, so that the two never exist side by side; jitted, so that a kernel is copied once. `fused` False joins no
+    kernels: one that is divided by its outputs among devices must not be a joint one of queries, keys and values.
     """
-    return {name: _pack(name, params.pop(name), panel if name == "decoder" else None) for name in list(params)}
+    return {name: _pack(name, params.pop(name), panel if name == "decoder" else None, fused) for name in list(params)}
 
 
-def _pack(name: str, node: dict, panel: int | None) -> dict:
-    fused, parts = _FUSED.get(name, _GATED)
-    if all(part in node for part in parts):
+def _pack(name: str, node: dict, panel: int | None, fused: bool) -> dict:
+    joint, parts = _FUSED.get(name, _GATED)
+    if fused and all(part in node for part in parts):
         kernels = [node.pop(part)["kernel"] for part in parts]
-        node[fused] = {"kernel": _join(kernels)}
+        node[joint] = {"kernel": _join(kernels)}
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
             value = _to_panels(value, panel) if panel and value.shape[1] % panel == 0 else value
         elif isinstance(value, dict):
-            value = _pack(child, value, None if _made_once(name, child) else panel)
+            value = _pack(child, value, None if _made_once(name, child) else panel, fused)
         node[child] = value if isinstance(value, dict) else jnp.asarray(value)  # NumPy's would be copied every call
     return node
 

@@ -127,6 +127,15 @@ class DecoderCache:
     cross_mask: jax.Array
     position_bias: jax.Array
 
+    def pinned(self) -> "DecoderCache":
+        """Itself, its layout on a mesh fixed; under jit."""
+        rules = self.layers[0].rules
+        if rules is None:
+            return self
+        layers, cross = (tuple(layer.pinned() for layer in layers) for layers in (self.layers, self.cross))
+        mask = rules.constrain(self.cross_mask, "batch", "length")
+        return DecoderCache(layers, cross, mask, rules.constrain(self.position_bias, "length", "heads", "length"))
+
 
 def _attention_shape(config: T5Config, fused: bool) -> dict:
     return dict(
