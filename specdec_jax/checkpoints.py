@@ -336,8 +336,8 @@ def _cgroup_bytes() -> list[int]:
 
 
 def _check_memory(config: ModelConfig, dtype: str, path, rules: ShardingRules | None = None) -> None:
-    device = None if rules is None else rules.mesh.local_devices[0]
-    required, available = required_bytes(config, dtype, rules), available_bytes(device)
+    available = available_bytes() if rules is None else available_bytes(rules.mesh.local_devices[0])
+    required = required_bytes(config, dtype, rules)
     if available is not None and required > available:
         raise ValueError(
             f"{path}: got {available / 1e9:.2f} GB of free memory, expected at least {required / 1e9:.2f} GB for "

@@ -24,7 +24,7 @@ from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.formats import own
 from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.generate import Stats, stream
-from specdec_jax.jobs import Output, decode_all, decode_stream, refills
+from specdec_jax.jobs import Output, decode_all, decode_stream, refills, rows_for
 from specdec_jax.journal import Journal, digest
 from specdec_jax.models.base import LanguageModel, decoder_only
 from specdec_jax.progress import Progress
@@ -577,7 +577,7 @@ def _write_file(
     `finish` is called with all lines before, so that a kill does not spare it; the file is written even if it fails.
     """
     inputs = job.inputs
-    rows = min(options.rows, len(inputs))
+    rows = rows_for(target, options.rows, len(inputs))
     how = dict(key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding)
     plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)

@@ -32,7 +32,7 @@ from specdec_jax.generate import (
 )
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import Plan, UnsupportedCombination, bucket, fold_keys, plan, prefill
-from specdec_jax.sharding import pinned
+from specdec_jax.sharding import pinned, row_parts
 from specdec_jax.speculative import DecodeState
 
 # Inputs are prefilled ahead, this part of a state's together: one alone would cost twice as much.
@@ -99,9 +99,7 @@ def decode_all(
       refill: as for `decode_stream`; batches where it would gain nothing, or with a deadline.
       options: as for `generate`.
     """
-    rules = target.network.rules
-    parts = 1 if rules is None else rules.rows
-    rows = min(batch_size, -(-len(inputs) // parts) * parts)
+    rows = rows_for(target, batch_size, len(inputs))
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
         keys = fold_keys(jax.random.key(seed), np.arange(start, start + len(window)) + first)
@@ -110,6 +108,12 @@ def decode_all(
             key=keys, num_samples=num_samples, **options,
         )  # fmt: skip
         yield from _in_order(outputs)
+
+
+def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:
+    """Rows for so many inputs: no more than are needed, and as many in every part of a mesh."""
+    parts = row_parts(target.network.rules)
+    return min(batch_size, -(-inputs // parts) * parts)
 
 
 def refills(batch_size: int, inputs: int, deadline: float | None) -> bool:
@@ -166,10 +170,7 @@ def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int])
 
 def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, places: list[int]) -> Iterator:
     """All of `places`, whose inputs are padded to `width`, through a state of `size` inputs."""
-    rules = job.network.rules
-    parts = (
-        1 if rules is None else rules.rows
-    )  # of the mesh, which all rows that are prefilled together are divided into
+    rules, parts = job.network.rules, row_parts(job.network.rules)
     samples, total, ahead = job.samples, size * job.samples, min(size, -(-max(2, size // _AHEAD) // parts) * parts)
     shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
     queue, state, fresh = collections.deque(places), None, None
@@ -222,8 +223,7 @@ def _padded(sources: np.ndarray, targets: np.ndarray, count: int, total: int) ->
 
 def _shared(job: Plan, width: int) -> tuple[bool, ...]:
     """Which leaves of the state its rows share: tables over positions or ids."""
-    parts = 1 if job.network.rules is None else job.network.rules.rows
-    counts = 2 * parts, 3 * parts
+    counts = [count * row_parts(job.network.rules) for count in (2, 3)]
     two, three = (jax.tree.leaves(prefill.eval_shape(*job.arguments([-1] * count, width))) for count in counts)
     return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True))
 

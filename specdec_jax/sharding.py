@@ -148,6 +148,11 @@ class ShardingRules:
             raise ValueError(f"{name}: got {rows} rows, expected a multiple of the mesh's data axis, {self.rows}")
 
 
+def row_parts(rules: ShardingRules | None) -> int:
+    """What rows that are decoded together must be a multiple of."""
+    return 1 if rules is None else rules.rows
+
+
 def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
     """An array on the mesh, of which a process reads what its own devices hold, and that once.
 
