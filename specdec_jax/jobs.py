@@ -177,14 +177,14 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
     ready: collections.deque[tuple[int, int]] = collections.deque()  # rows of `fresh`, and which of the job's they are
     owners, starts = np.full(total, -1), np.ones(total, np.int32)  # of the job's rows those in the state; -1: none
     finished: tuple[np.ndarray, Committed] | None = None
-    parts: dict[int, dict[int, Output]] = collections.defaultdict(dict)
+    gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
     def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
         for row, output in zip(rows.tolist(), _outputs(finish(target, committed, whole.of(rows))), strict=True):
             place, sample = divmod(row, samples)
-            parts[place][sample] = output
-            if len(parts[place]) == samples:
-                found = parts.pop(place)
+            gathered[place][sample] = output
+            if len(gathered[place]) == samples:
+                found = gathered.pop(place)
                 yield place, tuple(found[sample] for sample in range(samples))
 
     while queue or ready or np.any(owners >= 0):
@@ -198,8 +198,8 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
             free = np.flatnonzero(owners < 0)[: len(ready)]
             sources, rows = np.array([ready.popleft() for _ in free]).T
             owners[free], starts[free] = rows, whole.prefix_lengths[rows]
-            places = _padded(sources, free, ahead * samples, total)
-            state = fresh if total == 1 else _place(state, fresh, *places, shared, rules)
+            moved = _padded(sources, free, ahead * samples, total)
+            state = fresh if total == 1 else _place(state, fresh, *moved, shared, rules)
         # `generate` looks for stop strings after every so many iterations of a row. For the same statistics rows must
         # begin at such a moment.
         most = max(1, total // _PARTS) if (queue or ready) and not job.stop else total
