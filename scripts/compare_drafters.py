@@ -24,9 +24,10 @@ from absl import app, flags
 from specdec_jax import measure, passes, records
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.generate import generate
-from specdec_jax.inference import DecodingOptions, check_output, encode, read_sentences
 from specdec_jax.measure import Spread
+from specdec_jax.options import DecodingOptions, check_output
 from specdec_jax.request import check_pair
+from specdec_jax.sentences import encode, read_sentences
 
 CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")

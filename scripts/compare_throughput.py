@@ -19,10 +19,12 @@ import numpy as np
 from absl import app, flags
 
 from specdec_jax import measure, records
-from specdec_jax.inference import GenerateOptions, check_output, encode, read_sentences
+from specdec_jax.inference import GenerateOptions
 from specdec_jax.jobs import Output, decode_stream
 from specdec_jax.measure import Spread
+from specdec_jax.options import check_output
 from specdec_jax.progress import Progress
+from specdec_jax.sentences import encode, read_sentences
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "What drafts, as for `specdec generate`; empty: nothing.")

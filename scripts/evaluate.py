@@ -19,8 +19,10 @@ from absl import app, flags
 
 from specdec_jax import checkpoints, data, measure
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.inference import check_output, encode, track
 from specdec_jax.jobs import decode_all
+from specdec_jax.options import check_output
+from specdec_jax.progress import track
+from specdec_jax.sentences import encode
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")

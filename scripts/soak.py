@@ -21,7 +21,7 @@ from absl import app, flags
 from specdec_jax import checkpoints
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate, warm_up
-from specdec_jax.inference import track
+from specdec_jax.progress import track
 from specdec_jax.sampling import SamplingConfig
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")

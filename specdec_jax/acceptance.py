@@ -13,8 +13,8 @@ import numpy as np
 from specdec_jax import analysis, measure
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate
-from specdec_jax.inference import track
 from specdec_jax.passes import Batch
+from specdec_jax.progress import track
 from specdec_jax.records import Work
 from specdec_jax.sampling import SamplingConfig
 

@@ -14,7 +14,9 @@ import numpy as np
 
 from specdec_jax import against, checkpoints, measure, passes, records, traces
 from specdec_jax.generate import generate
-from specdec_jax.inference import (
+from specdec_jax.measure import Spread
+from specdec_jax.models.base import PRESETS, LanguageModel, check_positions, decoder_only
+from specdec_jax.options import (
     DecodingOptions,
     NamedDrafter,
     at_least,
@@ -23,8 +25,6 @@ from specdec_jax.inference import (
     option,
     without_model,
 )
-from specdec_jax.measure import Spread
-from specdec_jax.models.base import PRESETS, LanguageModel, check_positions, decoder_only
 from specdec_jax.passes import Arm, Batch
 from specdec_jax.request import UnsupportedCombination
 from specdec_jax.verification import FORCED, LOSSY

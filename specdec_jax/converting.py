@@ -6,9 +6,10 @@ import sys
 
 from specdec_jax import checkpoints
 from specdec_jax.formats import t5x
-from specdec_jax.inference import option, track
 from specdec_jax.models.layers import ACTIVATIONS
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.options import option
+from specdec_jax.progress import track
 
 
 @dataclasses.dataclass(frozen=True)

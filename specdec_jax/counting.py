@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from specdec_jax import checkpoints, data
 from specdec_jax.drafters.lookup import NGramDrafter
-from specdec_jax.inference import at_least, check_output, option, track
+from specdec_jax.options import at_least, check_output, option
+from specdec_jax.progress import track
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,17 +13,10 @@ from rich.text import Text
 
 from specdec_jax import measure, traces
 from specdec_jax.generate import GenerationResult, generate, trace
-from specdec_jax.inference import (
-    SENTENCES,
-    DecodingOptions,
-    at_least,
-    check_gamma,
-    check_text,
-    encode,
-    option,
-    track,
-)
+from specdec_jax.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.progress import track
 from specdec_jax.request import fold_keys
+from specdec_jax.sentences import SENTENCES, check_text, encode
 
 # Styles in a terminal, and marks where there are no colours (those of wdiff).
 _STYLES = {"committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold"}

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import rich.console
 
 from specdec_jax import checkpoints, data, tasks, train
-from specdec_jax.inference import at_least, option
 from specdec_jax.jobs import decode_all
 from specdec_jax.losses import DIVERGENCES
 from specdec_jax.models.base import LanguageModel, t5_only
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.options import at_least, option
 from specdec_jax.progress import Progress
 from specdec_jax.runs import deferred_signals, write_atomically
 from specdec_jax.sampling import SamplingConfig

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax import analysis, paper, plots, records
-from specdec_jax.inference import check_output, option
 from specdec_jax.measure import Spread
+from specdec_jax.options import check_output, option
 from specdec_jax.verification import FORCED
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from specdec_jax import acceptance, analysis, measure, passes, plots, records
 from specdec_jax.acceptance import Acceptance
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.inference import DecodingOptions, at_least, check_gamma, check_output, option
 from specdec_jax.measure import Spread
+from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_output, option
 from specdec_jax.request import UnsupportedCombination
 
 

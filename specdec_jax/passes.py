@@ -12,10 +12,11 @@ import numpy as np
 
 from specdec_jax import measure, request
 from specdec_jax.generate import GenerationResult
-from specdec_jax.inference import SENTENCES, encode, read_sentences, track
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.progress import track
 from specdec_jax.request import bucket, fold_keys
+from specdec_jax.sentences import SENTENCES, encode, read_sentences
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """How far a long job is: a bar with rate and time left on a terminal, a line now and then elsewhere."""
 
 import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import rich.console
 import rich.progress
@@ -78,3 +80,18 @@ class Progress:
             return "none yet"
         left = int((self._total - self._done) / speed)
         return f"{speed:,.1f} a second, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+
+def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> Iterator[Any]:
+    """`items` with a progress bar on standard error where that is a terminal; `quiet` where results are printed there too.
+
+    The bar moves between two items only: nothing runs beside what is timed.
+    """
+    console = rich.console.Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield from items
+        return
+    # rich would otherwise send what is printed meanwhile to standard error.
+    redirect: dict[str, Any] = dict(redirect_stdout=False, redirect_stderr=False)
+    with rich.progress.Progress(console=console, transient=True, auto_refresh=False, **redirect) as bar:
+        yield from bar.track(items, total=total, description=what)

@@ -8,9 +8,9 @@ from typing import Any
 
 from specdec_jax import benchmark, figures, paper, records
 from specdec_jax.benchmark import BenchmarkOptions, CheckFailed
-from specdec_jax.inference import check_output
 from specdec_jax.journal import Journal
 from specdec_jax.models.base import LanguageModel, decoder_only
+from specdec_jax.options import check_output
 from specdec_jax.progress import Progress
 
 SUITES = ("paper",)

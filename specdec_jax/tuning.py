@@ -16,11 +16,12 @@ from specdec_jax import acceptance, measure, passes, records
 from specdec_jax.acceptance import Acceptance
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate
-from specdec_jax.inference import DecodingOptions, at_least, check_gamma, check_output, option, track
 from specdec_jax.measure import Spread
 from specdec_jax.measuring import check_measured, verifiers_of, with_error
 from specdec_jax.models.base import decoder_only
+from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_output, option
 from specdec_jax.passes import Arm, Batch
+from specdec_jax.progress import track
 from specdec_jax.verification import LOSSY
 
 

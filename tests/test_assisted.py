@@ -11,8 +11,8 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import EchoModel, HashModel, Words, compilations
 
 import specdec_jax as sd
-from specdec_jax import inference
 from specdec_jax.drafters.lookup import Inputs, Knowledge
+from specdec_jax.options import named_drafter
 from specdec_jax.request import prepare
 from specdec_jax.speculative import Scored
 
@@ -195,5 +195,5 @@ def test_bad_numbers(name, value):
 
 
 def test_its_name_on_the_command_line():
-    drafter = inference._drafter("assisted", TARGET, None, None)
+    drafter = named_drafter("assisted", TARGET, None, None)
     assert drafter == sd.AssistedNGramDrafter() and drafter.name == "assisted 4-grams"

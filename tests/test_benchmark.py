@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import against, benchmark, figures, inference, measure, passes, records, speculative, traces
+from specdec_jax import against, benchmark, figures, measure, passes, progress, records, speculative, traces
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, TraceStep
 from specdec_jax.measure import Spread
@@ -326,7 +326,7 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     """On a terminal, also where standard output is one."""
     screen = io.StringIO()
     console = lambda **_: Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(inference, "Console", console)
+    monkeypatch.setattr(progress.rich.console, "Console", console)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
     bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
@@ -334,7 +334,7 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
         assert any(re.match(rf"{what} \W* 0%", bar) for bar in bars), what
         assert any(re.match(rf"{what} \W*100%", bar) for bar in bars), what
     before = screen.getvalue()
-    assert list(inference.track([1, 2], 2, "sentences", quiet=True)) == [1, 2] and screen.getvalue() == before
+    assert list(progress.track([1, 2], 2, "sentences", quiet=True)) == [1, 2] and screen.getvalue() == before
 
 
 def test_lossy_verifier_in_the_speculative_arm(batches, target):

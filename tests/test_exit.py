@@ -13,7 +13,7 @@ from test_engine_modes import loop_bodies
 from toy_models import HashModel, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, inference, passes, records
+from specdec_jax import benchmark, checkpoints, inference, passes, records
 from specdec_jax.generate import advance, finish
 from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
@@ -180,7 +180,7 @@ def test_what_else_is_refused():
 
 
 def test_command_line(monkeypatch):
-    monkeypatch.setattr(inference.checkpoints, "load", lambda *_, **__: target())
+    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: target())
     options = inference.GenerateOptions(target="target", drafter="exit:2")
     loaded, drafter = options.load()
     assert loaded is target() and isinstance(drafter, sd.EarlyExitDrafter) and drafter.layers == 2

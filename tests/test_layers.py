@@ -42,6 +42,8 @@ LAYERS = [
             "measure",
             "records",
             "inference",
+            "options",
+            "sentences",
             "against",
             "benchmark",
             "suite",

@@ -1,0 +1,321 @@
+"""What every decoding command takes: models, what drafts, how it is sampled; and the checks that need no model."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax import checkpoints
+from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
+from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
+from specdec_jax.drafters.ngrams import NGramTable
+from specdec_jax.formats import own
+from specdec_jax.gamma import POLICIES, Policy
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import (
+    MAX_GAMMA,
+    UnsupportedCombination,
+    check_limits,
+    check_pair,
+    check_policy,
+    verifier_settings,
+)
+from specdec_jax.sampling import SamplingConfig
+from specdec_jax.sharding import Mesh, ShardingRules, make_mesh, parse_mesh
+from specdec_jax.verification import FORCED, LOSSY, VERIFIERS
+
+# What `--drafter` can name.
+NamedDrafter = (
+    ModelDrafter | EarlyExitDrafter | HeadsDrafter | NGramDrafter | PromptLookupDrafter | AssistedNGramDrafter | RandomDrafter
+)  # fmt: skip
+
+
+def option(default, text: str):
+    """A field of an options dataclass; `text` is its help on the command line."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingOptions:
+    """What every decoding command takes; each field's help is in its metadata."""
+
+    target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(
+        None,
+        "what drafts: a smaller model, like --target; heads: a folder of `specdec train_heads`; exit:K: the first K decoder "
+        "layers of the target; lookup: copies from input and output; assisted: n-grams of input, output and what the "
+        "target thought probable; a table of `specdec count` (.npz); random: random tokens; none is plain decoding",
+    )
+    shortlist_size: int = option(
+        0,
+        "a drafting model proposes from this many ids only, the most frequent ones, which makes its head smaller; 0: all",
+    )
+    shortlist: str | None = option(
+        None, "a table of `specdec count` (.npz) that says which ids are frequent (none: the vocabulary's first are); "
+        "without --shortlist_size all that it counted"
+    )  # fmt: skip
+    drafter_int8: bool = option(False, "a drafting model multiplies with weights of 8 bits")
+    vocabulary: str | None = option(
+        None, "SentencePiece model or tokenizer.json of both, for checkpoints that have none (T5X's)"
+    )
+    dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
+    mesh: str | None = option(
+        None,
+        "DATAxMODEL devices: rows are divided into DATA parts, the target's parameters and caches into MODEL; none: one device",
+    )
+    shard_drafter: bool = option(
+        False, "with --mesh, a drafting model is divided like the target, instead of being held whole by every device"
+    )
+    temperature: float = option(0.0, "0 takes the most probable token; otherwise logits are divided by it")
+    top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
+    top_p: float = option(1.0, "sample among the most probable tokens whose mass reaches p")
+    min_p: float = option(0.0, "sample among the tokens with at least this share of the greatest probability")
+    repetition_penalty: float = option(1.0, "above 1, tokens that were there before become less probable")
+    no_repeat_ngram: int = option(0, "forbid tokens that would repeat an n-gram of this size; 0: none")
+    min_new_tokens: int = option(0, "shortest output, in tokens before its end")
+    forbidden_tokens: tuple[int, ...] = option((), "comma-separated ids that are never chosen")
+    logit_bias: tuple[str, ...] = option((), "id:number to add to its logit; repeatable")
+    forced_tokens: tuple[str, ...] = option((), "place:id, the id that must stand at a place, from 0; repeatable")
+    verifier: str = option("block", f"how drafts are verified: {', '.join(VERIFIERS)}")
+    lenience: float | None = option(None, "of --verifier=lenient: accept up to 1/lenience times too often; 1 is strict")
+    typical_epsilon: float | None = option(None, "of --verifier=typical: accept above this probability (none: 0.09)")
+    typical_delta: float | None = option(None, "of --verifier=typical: or above this times exp(-entropy) (none: 0.3)")
+    gamma_policy: str = option(
+        "fixed", f"how --gamma is adapted while decoding, which then is the most: fixed, {', '.join(POLICIES)}"
+    )
+    gamma_settings: tuple[str, ...] = option(
+        (), "name:number, of --gamma_policy: "
+        + "; ".join(f"{name}: {', '.join(cls.numbers())}" for name, cls in POLICIES.items()) + "; repeatable"
+    )  # fmt: skip
+    max_new_tokens: int = option(64, "longest output, in tokens")
+    max_input_length: int = option(512, "longest input, in tokens; a longer one is an error, never cut")
+    seed: int = option(0, "of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
+
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty, no_repeat_ngram=self.no_repeat_ngram,
+            min_new_tokens=self.min_new_tokens, forbidden_tokens=self.forbidden_tokens,
+            logit_bias=_pairs("logit_bias", self.logit_bias, float),
+            forced_tokens=_pairs("forced_tokens", self.forced_tokens, int),
+        )  # fmt: skip
+
+    def decoding(self, plain: bool = False) -> dict[str, Any]:
+        """Arguments of `generate` that every decoding command passes on, but for the drafter's.
+
+        With `plain`, those of decoding without one: a lossy verifier has nothing to judge there.
+        """
+        common = dict(
+            sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length
+        )
+        if plain and self.verifier in LOSSY:
+            return common
+        return common | dict(
+            verifier=self.verifier, lenience=self.lenience, typical_epsilon=self.typical_epsilon,
+            typical_delta=self.typical_delta,
+        )  # fmt: skip
+
+    def gamma_of(self, gamma: int) -> int | Policy:
+        """What `generate` takes as γ: `gamma` itself, or the policy with `gamma` as its maximum.
+
+        Raises:
+          ValueError: no such policy, or settings that are not its own.
+        """
+        settings = _settings("gamma_settings", self.gamma_settings)
+        if self.gamma_policy == "fixed":
+            if settings:
+                raise UnsupportedCombination(
+                    f"gamma_settings: got {', '.join(self.gamma_settings)!r} with gamma_policy='fixed', expected none"
+                )
+            return gamma
+        if self.gamma_policy not in POLICIES:
+            raise ValueError(f"gamma_policy: got {self.gamma_policy!r}, expected one of fixed, {', '.join(POLICIES)}")
+        policy = POLICIES[self.gamma_policy]
+        for name in settings:
+            if name not in policy.numbers():
+                expected = ", ".join(policy.numbers())
+                raise ValueError(
+                    f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r}, expected one of {expected}"
+                )
+        return policy(gamma, **settings) if gamma else 0
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before a model is loaded.
+
+        Raises:
+          ValueError: with what was got and what was expected.
+        """
+        if not self.target:
+            expected = " or ".join(["a checkpoint's folder", *checkpoints.bundled()])
+            raise ValueError(f"target: got nothing, expected {expected}")
+        self.check_decoding()
+
+    def check_decoding(self) -> None:
+        """As `check`, for commands that may do without a checkpoint."""
+        sampling = self.sampling()
+        at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
+        if self.verifier == FORCED:
+            expected = ", ".join(VERIFIERS)
+            raise ValueError(
+                f"verifier: got {FORCED!r}, expected one of {expected} (--forced_alpha of `specdec benchmark` times with it)"
+            )
+        verifier_settings(
+            self.verifier, sampling, int(self.drafts), 1, self.lenience, self.typical_epsilon, self.typical_delta
+        )
+        if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
+            raise UnsupportedCombination(
+                f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at least 1"
+            )
+        check_limits(sampling, np.array([self.max_new_tokens]), 1)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
+        at_least(0, shortlist_size=self.shortlist_size)
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
+        if self.shard_drafter and not self.mesh:
+            raise UnsupportedCombination("shard_drafter: got it without a mesh, expected --mesh=DATAxMODEL too")
+        if self.mesh:
+            ShardingRules(self.devices()).check_rows("batch_size", self.rows)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is to be drafted: a lossy verifier makes no sense otherwise."""
+        return bool(self.drafter)
+
+    @property
+    def rows(self) -> int:
+        """Sentences that are decoded together."""
+        return getattr(self, "batch_size", 1)
+
+    def devices(self) -> Mesh | None:
+        """Those of `mesh`."""
+        return make_mesh(*parse_mesh(self.mesh)) if self.mesh else None
+
+    def placement(self, drafts: bool) -> ShardingRules | None:
+        """How the target, or what drafts, lies on the mesh."""
+        return ShardingRules(self.devices(), drafts and not self.shard_drafter) if self.mesh else None
+
+    def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, NamedDrafter | None]:
+        """The target, unless it is given, and, where one is named, the drafter; refuses a drafter of another vocabulary."""
+        load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices())
+        target = target or load(self.target)
+        load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
+        self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
+        drafter = named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None
+        if not isinstance(drafter, ModelDrafter):
+            self.refuse_reduction()
+        if drafter is not None:
+            check_pair(target, drafter)
+            check_policy(self.gamma_of(1), drafter)
+        return target, drafter
+
+    def reduced(self, model: LanguageModel) -> ModelDrafter:
+        """The drafter with `model` that these options ask for."""
+        if not self.shortlist:
+            return ModelDrafter(model, self.shortlist_size or None, self.drafter_int8)
+        table, _ = NGramTable.load(self.shortlist)
+        if not table.matches(model.vocabulary):
+            raise ValueError(
+                f"shortlist: got a table of {table.vocab_size} ids of another vocabulary, expected the drafter's"
+            )
+        counts = np.asarray(table.unigram)
+        size = self.shortlist_size or len({*np.flatnonzero(counts), *model.eos_ids})
+        return ModelDrafter(model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8)
+
+    def refuse_reduction(self) -> None:
+        """Refuses what is about a drafting model, where none drafts."""
+        for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
+            if getattr(self, name):
+                raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model")
+
+
+# Drafters that need nothing but the target.
+WITHOUT_FILES: dict[str, Callable[[LanguageModel], NamedDrafter]] = {
+    "lookup": lambda target: PromptLookupDrafter(),
+    "assisted": lambda target: AssistedNGramDrafter(),
+    "random": lambda target: RandomDrafter(target.config.vocab_size),
+}
+
+
+def without_model(name: str) -> bool:
+    """Whether `--drafter=name` is a drafter that has no weights of its own."""
+    return name in WITHOUT_FILES or name.startswith("exit:") or name.endswith(".npz")
+
+
+def named_drafter(
+    name: str, target: LanguageModel, load: Callable[[str], LanguageModel], reduced: Callable[[LanguageModel], ModelDrafter]
+) -> NamedDrafter:  # fmt: skip
+    """What `--drafter` names, a model's as `reduced` makes it; a folder called lookup, assisted or random can be had as ./lookup."""
+    if name in WITHOUT_FILES:
+        return WITHOUT_FILES[name](target)
+    if name.startswith("exit:"):
+        return EarlyExitDrafter(target, _exit_layer(name))
+    if name.endswith(".npz"):
+        return NGramDrafter.load(name, target.vocabulary)
+    if own.is_folder(pathlib.Path(name), "heads"):
+        return HeadsDrafter.load(name, target)
+    try:
+        model = load(name)
+    except ValueError as error:
+        if pathlib.Path(name).is_dir() or name in checkpoints.bundled():
+            raise
+        raise ValueError(f"drafter: {error}, lookup, assisted, exit:K, random or a table (.npz)") from None
+    return reduced(model)
+
+
+def _exit_layer(name: str) -> int:
+    try:
+        return int(name.removeprefix("exit:"))
+    except ValueError:
+        raise ValueError(f"drafter: got {name!r}, expected exit:K with a number of decoder layers K") from None
+
+
+def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None:
+    """`{5: value}` of `("5:value",)`; None of nothing."""
+    try:
+        pairs = [(int(key), kind(value)) for key, value in (item.split(":") for item in items)]
+    except ValueError:
+        expected = "integer:integer" if kind is int else "integer:number"
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected {expected}") from None
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected every integer before a colon once")
+    return dict(pairs) or None
+
+
+def _settings(name: str, items: Sequence[str]) -> dict[str, Any]:
+    """`{"a": value}` of `("a:value",)`; whole numbers are integers."""
+    try:
+        pairs = [(key, float(value)) for key, value in (item.split(":") for item in items)]
+    except ValueError:
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected name:number") from None
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"{name}: got {', '.join(items)!r}, expected every name once")
+    return {key: int(value) if value.is_integer() else value for key, value in pairs}
+
+
+def check_gamma(gamma: int) -> None:
+    if not 0 <= gamma <= MAX_GAMMA:
+        raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {MAX_GAMMA}")
+
+
+def at_least(minimum: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < minimum:
+            raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+
+
+def same_file(path: str, other: str) -> bool:
+    """Whether both are there and the same file."""
+    return all(map(os.path.exists, (path, other))) and os.path.samefile(path, other)
+
+
+def check_output(path: str | None, name: str = "output") -> None:
+    """Refuses a file for a result that could not be written hours later."""
+    if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
+        raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")
