@@ -66,6 +66,14 @@ def quick(quick_options):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def quick_draws(quick, quick_options):
+    """As `quick`, for programs that run for seconds, which pays for one level of optimisation."""
+    quick_options["xla_backend_optimization_level"] = 1
+    yield
+    del quick_options["xla_backend_optimization_level"]
+
+
 @pytest.fixture
 def optimised():
     """As users' programs are compiled, in a file whose others are `quick`: for tests that read what was compiled."""
