@@ -1,5 +1,6 @@
 """Tests run on the CPU, in float32 unless a test asks for more, and with the same examples every time."""
 
+import contextlib
 import gc
 import os
 
@@ -23,14 +24,54 @@ def few_programs():
     gc.collect()
 
 
+# XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+
+
+@pytest.fixture(scope="session")
+def quick_options():
+    """Those of `QUICK` that this version of XLA has; they hold for every program that is compiled without optimisation."""
+    import jax
+    from jax._src import compiler  # no public setting holds for every compilation of some files only
+
+    options, whole = {}, compiler.get_compile_options
+    for name, value in QUICK.items():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+            options[name] = value
+
+    def less(*arguments, env_options_overrides=None, **more):
+        others = options if jax.config.read("jax_disable_most_optimizations") else {}
+        return whole(*arguments, env_options_overrides={**others, **(env_options_overrides or {})}, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", less)
+        yield options
+
+
+@pytest.fixture(scope="session")
+def quick_environment(quick_options):
+    """Environment of a process of its own that compiles as with `quick`."""
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in quick_options.items())
+    return {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
+
+
 @pytest.fixture(scope="module")
-def quick():
+def quick(quick_options):
     """Programs that run for milliseconds are compiled without optimisation."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def quick_draws(quick, quick_options):
+    """As `quick`, for programs that run for seconds, which pays for one level of optimisation."""
+    quick_options["xla_backend_optimization_level"] = 1
+    yield
+    del quick_options["xla_backend_optimization_level"]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from specdec_jax.formats import huggingface, leaves
 from specdec_jax.models import base
 from specdec_jax.models.t5 import PRESETS, T5
 
+pytestmark = pytest.mark.usefixtures("quick")
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
 
 

@@ -385,9 +385,9 @@ def process(*argv, environment, **options):
     )  # fmt: skip
 
 
-def test_process_reads_writes_and_keeps_what_it_compiled(pair, tmp_path):
+def test_process_reads_writes_and_keeps_what_it_compiled(pair, tmp_path, quick_environment):
     argv = ["generate", "--target", pair / "target", "--dtype=float32", "--max_new_tokens=6", "--batch_size=1"]
-    done = process(*argv, environment={"XDG_CACHE_HOME": str(tmp_path)}, input="Tom\n\n")
+    done = process(*argv, environment={**quick_environment, "XDG_CACHE_HOME": str(tmp_path)}, input="Tom\n\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "\n".join([*expected(pair, ["Tom"]), "", ""])
     assert any((tmp_path / "specdec_jax").iterdir())

@@ -23,6 +23,7 @@ from specdec_jax.checkpoints import FORMATS, convert
 from specdec_jax.data import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
 from specdec_jax.formats import safetensors_files, t5x
 
+pytestmark = pytest.mark.usefixtures("quick")
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
 
 

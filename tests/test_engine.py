@@ -28,6 +28,7 @@ INPUTS = [
 ]
 SAMPLED = SamplingConfig(temperature=1.0)
 KEY = jax.random.key(0)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @functools.cache
@@ -86,7 +87,7 @@ def test_plain_decoding_equals_the_slow_reference():
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("gamma", [1, 3, 5, 8])
+@pytest.mark.parametrize("gamma", [1, 3, pytest.param(5, marks=pytest.mark.slow), 8])
 def test_greedy_speculative_equals_greedy_plain(gamma, batch):
     """Also: a drafter equal to the target is always right, which a hole in its cache would end."""
     tokens, log_probs = plain(batch)

@@ -59,14 +59,13 @@ def test_at_temperature_0_what_follows_the_draft_is_the_argmax(pair):
 
 def test_decisions_by_hand():
     """Tokens stand while u < α; the next one is drawn from what p has more than q, from p after a whole draft."""
-    p = jnp.array([[[0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [0.0, 1.0, 0.0]]] * 3)
-    q = jnp.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]] * 3)
-    accept = jnp.array([[0.59, 0.59], [0.59, 0.6], [0.6, 0.0]])
-    settings = Settings(*jnp.ones((3, 3)), jnp.full(3, 0.6))
-    draws = Draws(accept, jnp.full((3, 3), 0.5))
-    verified = verify_forced(
-        Law.of(jnp.log(p)), Law.of(jnp.log(q)), jnp.array([[0, 1]] * 3), jnp.full(3, 2), draws, settings
-    )
+    p = np.array([[[0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [0.0, 1.0, 0.0]]] * 3, np.float32)
+    q = np.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]] * 3, np.float32)
+    accept = np.array([[0.59, 0.59], [0.59, 0.6], [0.6, 0.0]], np.float32)
+    settings = Settings(*np.ones((3, 3), np.float32), np.full(3, 0.6, np.float32))
+    draws = Draws(accept, np.full((3, 3), 0.5, np.float32))
+    verify = jax.jit(lambda p, q, *rest: verify_forced(Law.of(jnp.log(p)), Law.of(jnp.log(q)), *rest))
+    verified = verify(p, q, np.array([[0, 1]] * 3, np.int32), np.full(3, 2, np.int32), draws, settings)
     assert verified.num_accepted.tolist() == [2, 1, 0]
     assert verified.next_token.tolist() == [1, 2, 1]
 

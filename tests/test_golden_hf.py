@@ -6,6 +6,7 @@ from golden_models import DRAFTERS, engine_tokens, golden_hf_models, greedy_toke
 
 from specdec_jax.checkpoints import load
 
+pytestmark = pytest.mark.usefixtures("quick")
 MODELS = {name: (folder, io) for name, folder, io in golden_hf_models()}
 
 

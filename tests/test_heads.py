@@ -227,7 +227,8 @@ def test_parameters_have_the_shapes_that_are_written_out(share, blocks):
     config = HeadsConfig(2, 4, 6, blocks, share)
     params = heads_module.init_params(config, jax.random.key(0), None if share else np.ones((4, 6)))
     assert {name: leaf.shape for name, leaf in flatten(params).items()} == config.parameter_shapes
-    assert Heads(config).apply({"params": params}, np.ones((3, 4))).shape == (3, 2, 4 if share else 6)
+    said = jax.eval_shape(Heads(config).apply, {"params": params}, np.ones((3, 4)))
+    assert said.shape == (3, 2, 4 if share else 6)
     packed = heads_module.pack(params, "float32")
     assert jax.tree.all(jax.tree.map(np.array_equal, heads_module.unpack(packed), params))
 
@@ -319,14 +320,17 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
     )
     objective = train_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
     given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
-    loss, metrics = train_heads.heads_loss(given[0], (inputs, targets), objective, given[1])
+    loss, metrics = jax.jit(train_heads.heads_loss, static_argnums=2)(given[0], (inputs, targets), objective, given[1])
 
     shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=2)
-    states = T5(TINY).apply({"params": target}, inputs, inputs > 0, shifted, method="states")
-    log_p = np.asarray(jax.nn.log_softmax(T5(TINY).apply({"params": target}, inputs, inputs > 0, shifted)))
-    log_q = np.asarray(jax.nn.log_softmax(Heads(config).apply({"params": params}, states.reshape(-1, 16)))).reshape(
-        3, 5, 6, 64
-    )
+
+    @jax.jit
+    def laws(target, params):
+        apply = functools.partial(T5(TINY).apply, {"params": target}, inputs, inputs > 0, shifted)
+        ahead = Heads(config).apply({"params": params}, apply(method="states").reshape(-1, 16))
+        return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
+
+    log_p, log_q = jax.device_get(laws(target, params))
     expected, nll, pieces = 0.0, 0.0, 0
     smoothed = lambda law, piece: -(1 - smoothing) * law[piece] - smoothing * law.mean()
     for row, size in enumerate((5, 3, 1)):

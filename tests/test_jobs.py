@@ -239,7 +239,7 @@ cli.main(sys.argv[1:])
 """
 
 
-def test_a_job_that_is_killed_twice_gives_the_same_file(specdec, pair, tmp_path):
+def test_a_job_that_is_killed_twice_gives_the_same_file(specdec, pair, tmp_path, quick_environment):
     source, whole, path = (tmp_path / name for name in ("source", "whole", "out"))
     source.write_text("".join(text + "\n" for text in TEXTS))
     common = arguments(pair, "--json", "--temperature=1", "--drafter=", f"--input_file={source}")
@@ -248,8 +248,7 @@ def test_a_job_that_is_killed_twice_gives_the_same_file(specdec, pair, tmp_path)
     for finished, there in ((4, 3), (5, 8)):  # the first line holds the settings
         done = subprocess.run(
             [sys.executable, "-c", DYING, str(finished), *common, f"--output_file={path}"],
-            capture_output=True, text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # as `quick` does it
+            capture_output=True, text=True, env=os.environ | quick_environment,
         )  # fmt: skip
         assert done.returncode == -signal.SIGKILL, done.stderr
         *lines, torn = partial.read_bytes().split(b"\n")

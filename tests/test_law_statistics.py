@@ -21,6 +21,8 @@ from specdec_jax.models.base import LanguageModel, decoder_only
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.sampling import SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("quick_draws")
+
 V, POSITIONS, EOS, GAMMA = 16, 3, 5, 2
 DRAWS, ROWS = 200_000, 20_000
 FALSE_ALARM, POWER, DEVIATION = 1e-9, 0.999, 0.07
@@ -121,7 +123,9 @@ SPREAD = SamplingConfig(temperature=1.0)
 FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)
 
 
-@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
+@pytest.mark.parametrize(
+    "speculative_", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["speculative", "plain"]
+)
 def test_t5_law(speculative_):
     target, draft = t5_pair()
     config = SamplingConfig(temperature=1.0)

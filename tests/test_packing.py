@@ -15,6 +15,12 @@ INPUTS = np.random.default_rng(0).integers(2, 64, (5, 6))
 pytestmark = pytest.mark.usefixtures("quick")
 
 
+# The other two have both of avx512's layouts.
+ALONE = pytest.mark.parametrize(
+    "processor", ["sapphire_rapids", pytest.param("avx512", marks=pytest.mark.slow), "other"], indirect=True
+)
+
+
 @pytest.fixture(params=["sapphire_rapids", "avx512", "other"])
 def processor(request, monkeypatch):
     monkeypatch.setattr(packing, "processor", lambda: request.param)
@@ -82,6 +88,7 @@ def test_other_dtypes_and_backends_keep_their_kernels():
     assert packing.layout_for("tpu", "float32", 5) == packing.Layout()
 
 
+@ALONE
 def test_output_does_not_depend_on_the_layout(processor):
     """Speculative and plain decoding, one row and several; and the difference of the layouts' logits is rounding."""
     target = model()

@@ -5,7 +5,6 @@ import itertools
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -13,6 +12,8 @@ from toy import Rule
 
 from specdec_jax.sampling import Law
 from specdec_jax.verification import Draws, verify_greedy, verify_tokens
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 # V, γ, length limit. Two iterations: the second starts from every prefix that the first can commit.
 SIZES = [(2, 1, 4), (2, 2, 5), (2, 3, 7), (3, 1, 4), (3, 2, 5), (3, 3, 6), (4, 1, 4), (4, 2, 5), (4, 3, 5)]
@@ -136,9 +137,12 @@ DRAFTS = {
 GRID = np.arange(13) / 13
 
 
+law_of = jax.jit(Law.of)
+
+
 def as_law(probs, dtype):
     with np.errstate(divide="ignore"):
-        return Law.of(jnp.asarray(np.log(probs), dtype))
+        return law_of(np.log(probs).astype(dtype))
 
 
 @jax.jit
@@ -226,7 +230,7 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
     q = np.log(np.full((2, 2, 4), 0.25))
     q[:, 1] = -np.inf
     found = verified(
-        Law.of(jnp.asarray(p, jnp.float32)), Law.of(jnp.asarray(q, jnp.float32)), np.zeros((2, 2), np.int32),
+        law_of(np.float32(p)), law_of(np.float32(q)), np.zeros((2, 2), np.int32),
         np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), np.array([[9, 0.3, 9], [0.6, 9, 9]], np.float32),
     )  # fmt: skip
     np.testing.assert_array_equal(found.num_accepted, [1, 0])
@@ -236,9 +240,10 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
 def test_verify_greedy():
     target = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3], [9, 2, 3]], np.int32)
     draft = np.array([[1, 2], [1, 0], [1, 2], [1, 2]], np.int32)
-    found = verify_greedy(target, draft, np.array([2, 2, 1, 2], np.int32))
+    verify = jax.jit(verify_greedy)
+    found = verify(target, draft, np.array([2, 2, 1, 2], np.int32))
     np.testing.assert_array_equal(found.num_accepted, [2, 1, 1, 0])
     np.testing.assert_array_equal(found.next_token, [3, 2, 2, 9])
-    nothing = verify_greedy(target[:, :1], draft[:, :0], np.zeros(4, np.int32))
+    nothing = verify(target[:, :1], draft[:, :0], np.zeros(4, np.int32))
     np.testing.assert_array_equal(nothing.num_accepted, 0)
     np.testing.assert_array_equal(nothing.next_token, target[:, 0])

@@ -16,6 +16,7 @@ from toy import BLOCK, REJECTION, TOKEN, Rule
 from specdec_jax.sampling import PointMass
 from specdec_jax.verification import LOSSY, VERIFIERS, Draws, Settings, verify_greedy_leniently
 
+pytestmark = pytest.mark.usefixtures("quick")
 LENIENCE, EPSILON, DELTA = 0.6, 0.3, 0.4
 # By the names of the package; "gumbel" decides by noise and has its own tests.
 ENUMERATED = {
