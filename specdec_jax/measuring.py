@@ -59,6 +59,8 @@ def check_measured(options) -> None:
         raise UnsupportedCombination(
             f"gamma_policy: got {options.gamma_policy!r}, expected fixed: gamma is what is chosen"
         )
+    if options.mesh:
+        raise UnsupportedCombination(f"mesh: got {options.mesh!r}, expected none: what is measured here is one device")
     at_least(1, batch_size=options.batch_size, repeats=options.repeats)
     at_least(0, limit=options.limit)
 

@@ -262,15 +262,7 @@ def sweep(target, drafter, choices, chosen: Choice, batches, options) -> dict[st
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     """Settings of `generate` and `benchmark`: all that tuning was asked for, with the choice."""
     chosen, gain, host = Choice(**record["chosen"]), record["improvement"], record["machine"]
-    of_drafts = {
-        "lenience",
-        "typical_epsilon",
-        "typical_delta",
-        "shortlist",
-        "shortlist_size",
-        "drafter_int8",
-        "shard_drafter",
-    }
+    of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
     skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())
     settings = {
         field.name: getattr(options, field.name)

@@ -137,6 +137,8 @@ def more(folder: pathlib.Path) -> dict:
     # The bundled drafter reads the target's encoder output; five sentences are no whole number of batches.
     sentences = ["Tom is here.", "I am tired.", "Where is the key?", "We met her in the park.", "Thank you."]
     found["command"] = [printed("generate", *flags, *sentences) for flags in ([], ["--mesh=2x2", "--batch_size=4"])]
+    timing = ["--gamma=2", "--limit=2", "--repeats=1", "--json", "--mesh=1x2"]
+    found["benchmark"] = json.loads(printed("benchmark", *timing))
     config = sd.GPTConfig(65, 16, 4, 1, 32)  # 65: a vocabulary that no mesh divides
     tokens = np.array(INPUTS)
     gpts = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]

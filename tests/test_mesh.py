@@ -75,6 +75,7 @@ def test_the_rest_of_the_table(folder):
     rows = [row[:limit] for row, limit in zip(found["none"]["tokens"], (8, 5, 8, 6), strict=True)]
     assert found["2x2, refilled"] == [rows[row] for row in (0, 1, 2, 3, 1, 2)]
     assert found["command"][0] == found["command"][1] and len(found["command"][0].splitlines()) == 5
+    assert found["benchmark"]["options"]["mesh"] == "1x2" and found["benchmark"]["speculative"][0]["tokens"] > 4
     assert found["gpt"] < 1e-5 and found["gpt tokens"][0] == found["gpt tokens"][1]
 
 
@@ -215,3 +216,9 @@ def test_the_command_line_refuses(command, flags, message, capsys):
     assert cli.main([command, "--target=ende/target", *flags]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["measure", "tune"])
+def test_what_measures_one_device_takes_no_mesh(command, capsys):
+    assert cli.main([command, "--target=ende/target", "--drafter=ende/drafter", "--mesh=1x1"]) == 2
+    assert "mesh: got '1x1', expected none: what is measured here is one device" in capsys.readouterr().err
