@@ -227,7 +227,7 @@ def test_preset_times_shapes_with_random_weights(monkeypatch):
         preset="tiny", drafter_preset="tiny", gamma=(3,), max_new_tokens=12, repeats=1, input_length=5, batch_size=2
     )
     options.check()
-    record, problems = benchmark.benchmark(*benchmark._preset(options), options)
+    record, problems = benchmark.benchmark(*benchmark.load(options), options)
     assert problems == [] and record["speculative"] == []  # α of random weights would mean nothing
     assert record["plain"]["tokens"] == 24  # no EOS: full length
     assert (
@@ -241,7 +241,7 @@ def test_preset_without_a_drafter_measures_calls_and_the_cost_of_sampling(monkey
         preset="tiny", gamma=(3,), max_new_tokens=6, repeats=2, input_length=5, temperature=0.7
     )
     options.check()
-    record, problems = benchmark.benchmark(*benchmark._preset(options), options)
+    record, problems = benchmark.benchmark(*benchmark.load(options), options)
     assert problems == [] and record["drafter"] is None and set(record["verify_cost"]) == {"3"}
     assert set(record["sampling_cost"]) == {"3"}
     for added in record["sampling_cost"].values():
@@ -318,7 +318,7 @@ def test_a_call_alone_computes_all_logits(target):
 def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
     monkeypatch.setitem(benchmark.PRESETS, "tiny", CONFIG)
     monkeypatch.setattr(benchmark.checkpoints.jax, "default_backend", lambda: platform)
-    target, _, _ = benchmark._preset(benchmark.BenchmarkOptions(preset="tiny"))
+    target, _, _ = benchmark.load(benchmark.BenchmarkOptions(preset="tiny"))
     assert target.config.dtype == dtype and dtype in capsys.readouterr().err
 
 
@@ -366,7 +366,7 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
 def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     output = tmp_path / "record.json"
     monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(benchmark, "_checkpoints", lambda _: (None, None, []))
+    monkeypatch.setattr(benchmark, "load", lambda _: (None, None, []))
     options = benchmark.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
     if fails == "write":
         monkeypatch.setattr(benchmark.pathlib.Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError))

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import types
 
 import jax
 import pytest
@@ -311,8 +312,11 @@ def test_ids_outside_the_vocabulary(specdec, compilations, flag):
 # Many sentences.
 
 
+ANYTHING = types.SimpleNamespace(network=types.SimpleNamespace(rules=None))  # a target that nothing is decoded with
+
+
 def test_no_inputs_give_no_outputs():
-    assert list(jobs.decode_all(None, [], batch_size=8, seed=0)) == []
+    assert list(jobs.decode_all(ANYTHING, [], batch_size=8, seed=0)) == []
 
 
 def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
@@ -326,7 +330,7 @@ def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
 
     monkeypatch.setattr(jobs, "decode_stream", decode_stream)
     # (the output, finished inputs when it came)
-    outputs = [(output, len(finished)) for output in jobs.decode_all(None, list("abcde"), batch_size=2, seed=0)]
+    outputs = [(output, len(finished)) for output in jobs.decode_all(ANYTHING, list("abcde"), batch_size=2, seed=0)]
     assert outputs == [("a", 3), ("b", 3), ("c", 4), ("d", 4), ("e", 5)]
 
 
