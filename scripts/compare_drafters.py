@@ -40,6 +40,7 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable
 _VERIFIER = flags.DEFINE_string("verifier", "token", "token tells α at every temperature.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "Limit for new tokens.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences.")
+_STEPS = flags.DEFINE_bool("steps", True, "Time c and v too, which compiles two more programs for every arm.")
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 
@@ -107,9 +108,9 @@ def main(argv) -> None:
         arms[name] = decoder(options, gamma, *models[name])
     longest = max(batch.padded for batch in batches)
     state = measure.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
-    steps = {"plain": measure.iteration_arm(*state)}
+    steps = {"plain": measure.iteration_arm(*state)} if _STEPS.value else {}
     for name, (options, gamma) in asked.items():
-        if options.gamma_policy == "fixed" and "|" not in name:
+        if _STEPS.value and options.gamma_policy == "fixed" and "|" not in name:
             state = measure.iteration_state(*models[name], 1, longest, gamma, **options.decoding())
             steps |= {f"call, {name}": measure.call_arm(*state), f"iteration, {name}": measure.iteration_arm(*state)}
     passes.warm_up(arms, steps, batches)
