@@ -170,8 +170,12 @@ def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int])
 
 def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, places: list[int]) -> Iterator:
     """All of `places`, whose inputs are padded to `width`, through a state of `size` inputs."""
-    rules, parts = job.network.rules, row_parts(job.network.rules)
-    samples, total, ahead = job.samples, size * job.samples, min(size, -(-max(2, size // _AHEAD) // parts) * parts)
+    rules, multiple = job.network.rules, row_parts(job.network.rules)
+    samples, total, ahead = (
+        job.samples,
+        size * job.samples,
+        min(size, -(-max(2, size // _AHEAD) // multiple) * multiple),
+    )
     shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
     queue, state, fresh = collections.deque(places), None, None
     ready: collections.deque[tuple[int, int]] = collections.deque()  # rows of `fresh`, and which of the job's they are
@@ -198,8 +202,8 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
             free = np.flatnonzero(owners < 0)[: len(ready)]
             sources, rows = np.array([ready.popleft() for _ in free]).T
             owners[free], starts[free] = rows, whole.prefix_lengths[rows]
-            places = _padded(sources, free, ahead * samples, total)
-            state = fresh if total == 1 else _place(state, fresh, *places, shared, rules)
+            moved = _padded(sources, free, ahead * samples, total)
+            state = fresh if total == 1 else _place(state, fresh, *moved, shared, rules)
         # `generate` looks for stop strings after every so many iterations of a row. For the same statistics rows must
         # begin at such a moment.
         most = max(1, total // _PARTS) if (queue or ready) and not job.stop else total
