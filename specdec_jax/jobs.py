@@ -170,8 +170,12 @@ def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int])
 
 def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, places: list[int]) -> Iterator:
     """All of `places`, whose inputs are padded to `width`, through a state of `size` inputs."""
-    rules, parts = job.network.rules, row_parts(job.network.rules)
-    samples, total, ahead = job.samples, size * job.samples, min(size, -(-max(2, size // _AHEAD) // parts) * parts)
+    rules, multiple = job.network.rules, row_parts(job.network.rules)
+    samples, total, ahead = (
+        job.samples,
+        size * job.samples,
+        min(size, -(-max(2, size // _AHEAD) // multiple) * multiple),
+    )
     shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
     queue, state, fresh = collections.deque(places), None, None
     ready: collections.deque[tuple[int, int]] = collections.deque()  # rows of `fresh`, and which of the job's they are
