@@ -96,6 +96,10 @@ def main(argv) -> None:
     asked = {arm: options_of(arm) for arm in _ARM.value}
     for options, _ in asked.values():
         options.check()
+    if len({(options.dtype, options.vocabulary, options.mesh) for options, _ in asked.values()}) > 1:
+        raise ValueError(
+            "arm: got different dtype, vocabulary or mesh, expected the same in all: they share one target"
+        )
     plain = dataclasses.replace(next(iter(asked.values()))[0], drafter=None, gamma_policy="fixed", gamma_settings=(),
                                 shortlist=None, shortlist_size=0, drafter_int8=False)  # fmt: skip
     target, _ = plain.load()
@@ -107,14 +111,16 @@ def main(argv) -> None:
         models[name] = target, drafter_of(name, options, target)
         arms[name] = decoder(options, gamma, *models[name])
     longest = max(batch.padded for batch in batches)
-    state = measure.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
-    steps = {"plain": measure.iteration_arm(*state)} if _STEPS.value else {}
+    steps = {}
+    if _STEPS.value:
+        state = measure.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
+        steps["plain"] = measure.iteration_arm(*state)
     for name, (options, gamma) in asked.items():
         if _STEPS.value and options.gamma_policy == "fixed" and "|" not in name:
             state = measure.iteration_state(*models[name], 1, longest, gamma, **options.decoding())
             steps |= {f"call, {name}": measure.call_arm(*state), f"iteration, {name}": measure.iteration_arm(*state)}
     passes.warm_up(arms, steps, batches)
-    times = passes.time_steps(steps, _REPEATS.value)
+    times = passes.time_steps(steps, _REPEATS.value) if steps else {}
     for turn in range(_REPEATS.value):
         passes.one_pass(arms, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
     rows = [row(name, arm, arms["plain"]) | costs(name, arm, times) for name, arm in arms.items() if name != "plain"]

@@ -248,6 +248,12 @@ def report() -> dict:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    if _MESH.value:
+        try:
+            placement().check(PRESETS[_TARGET.value])
+            placement().check_rows("batch_size", _BATCH.value)
+        except ValueError as error:
+            raise app.UsageError(str(error)) from None
     result = report()
     if _TIMES.value:
         result["times"] = times()

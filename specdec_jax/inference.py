@@ -238,14 +238,15 @@ def _deciding(
     vocabulary = target.vocabulary.fingerprint().encode() if target.vocabulary else b""
     return settings | {
         "dtype": target.config.dtype,
+        "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
         "target": digest([target.fingerprint.encode(), vocabulary]),
-        "drafter": None if drafter is None else _contents(drafter),
+        "drafter": None if drafter is None else drafter_contents(drafter),
         "sentences": digest(text.encode() for text in sentences),
     }
 
 
-def _contents(drafter: NamedDrafter) -> str:
+def drafter_contents(drafter: NamedDrafter) -> str:
     """Tells drafters apart by what they are made of: the fingerprint of a model, the arrays of others."""
     model, listed = getattr(drafter, "model", None), getattr(drafter, "shortlist", None)
     parts = [type(drafter).__name__, "" if isinstance(drafter, ModelDrafter) else drafter.name]

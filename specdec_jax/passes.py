@@ -17,6 +17,7 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.progress import track
 from specdec_jax.request import bucket, fold_keys
 from specdec_jax.sentences import SENTENCES, encode, read_sentences
+from specdec_jax.sharding import row_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,10 @@ class Arm:
         return sum(getattr(result.stats, name) for result in self.results)
 
 
-def cut(inputs: list, ids: list, batch_size: int, seed: int) -> list[Batch]:
-    """Sorts by length and cuts into batches; the last is filled up with empty inputs, so that one number of rows compiles."""
-    size = min(batch_size, len(inputs))
+def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> list[Batch]:
+    """Sorts by length and cuts into batches, of no more rows than are needed but a multiple of `parts`; the last is filled up
+    with empty inputs, so that one number of rows compiles."""
+    size = min(batch_size, -(-len(inputs) // parts) * parts)
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
     keys, batches = fold_keys(jax.random.key(seed), np.arange(len(inputs))), []
     for first in range(0, len(order), size):
@@ -96,7 +98,7 @@ def sentences_of(input_file: str | None, limit: int) -> list[str]:
 def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:
     """Sentences in batches; `options` of a command that has `batch_size`."""
     ids = encode(target, sentences, options.max_input_length)
-    return cut(list(sentences), ids, options.batch_size, options.seed)
+    return cut(list(sentences), ids, options.batch_size, options.seed, row_parts(target.network.rules))
 
 
 def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], options) -> None:

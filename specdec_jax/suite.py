@@ -6,10 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_jax import benchmark, figures, paper, records
+from specdec_jax import benchmark, figures, paper, passes, records
 from specdec_jax.benchmark import BenchmarkOptions, CheckFailed
-from specdec_jax.journal import Journal
-from specdec_jax.models.base import LanguageModel, decoder_only
+from specdec_jax.inference import drafter_contents
+from specdec_jax.journal import Journal, digest
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.options import check_output
 from specdec_jax.progress import Progress
 
@@ -58,7 +60,7 @@ def _check(options: BenchmarkOptions) -> None:
     if not options.output:
         raise ValueError(f"output: got nothing with suite={options.suite!r}, expected the file of its records")
     check_output(options.output)
-    if not (options.drafter or options.drafter_preset):
+    if not (_names(options.drafter) or _names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
     if options.preset and not options.forced_alpha:
         raise ValueError("forced_alpha: got nothing with suite and preset, expected numbers: the weights are random")
@@ -81,8 +83,11 @@ def _names(text: str | None) -> list[str]:
 
 
 def _run(options: BenchmarkOptions) -> None:
-    made, target = rows(options), None
-    settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": records.machine()}
+    made = rows(options)
+    target, contents = _opened(made)
+    settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": records.machine(),
+                "contents": contents}  # fmt: skip
+    failed: list[str] = []
     with Journal(options.output, settings, len(made)) as journal, Progress("rows", len(made), quiet=True) as progress:
         if journal.done:
             progress.message(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
@@ -93,13 +98,34 @@ def _run(options: BenchmarkOptions) -> None:
             print(_title(row), flush=True)
             target, record, problems = _measured(row, target)
             if problems:  # not kept, so that the next run measures it again
-                raise CheckFailed("; ".join(problems))
-            journal.add(number, [json.dumps(record)])
+                failed += [f"{_title(row)}: {problem}" for problem in problems]
+            else:
+                journal.add(number, [json.dumps(record)])
             print(records.summary(record) + "\n", flush=True)
             progress.advance()
+        if failed:
+            raise CheckFailed("; ".join(failed))
         journal.finish()
     print(_table([line for record in figures.read_records(options.output) for line in figures.rows(record)]))
     print(f"wrote {options.output}; `specdec figures --records={options.output}` draws it")
+
+
+def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[str]]:
+    """Opens every drafter once, before anything is timed; returns the target and what tells models and inputs apart.
+
+    Raises:
+      ValueError: a drafter that is not there or does not fit, or inputs that are too long.
+    """
+    target, contents = None, [f"T5X: {importlib.util.find_spec('t5x') is not None}"]
+    for row in {(row.drafter, row.drafter_preset): row for row in made}.values():
+        if row.drafter_preset:  # random weights, which the shape decides
+            continue
+        target, drafter, batches = benchmark.load(row, target)
+        passes.check_prompts(target, drafter, batches, row)
+        contents.append(drafter_contents(drafter))
+        if len(contents) == 2:
+            contents += [target.fingerprint, digest(str(batch.ids).encode() for batch in batches)]
+    return target, contents
 
 
 def _measured(row: BenchmarkOptions, target: LanguageModel | None) -> tuple[LanguageModel, dict, list[str]]:
@@ -112,7 +138,14 @@ def _measured(row: BenchmarkOptions, target: LanguageModel | None) -> tuple[Lang
 
 def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
     """Whether T5X can decode the row too: argmax, a model that it knows, and its being installed."""
-    return row.temperature == 0 and not decoder_only(target) and importlib.util.find_spec("t5x") is not None
+    config = target.config
+    if row.temperature > 0 or row.sampling().mode.processes or not isinstance(config, T5Config):
+        return False
+    known = (
+        target.start_token == 0 and len(target.eos_ids) <= 1 and (config.num_buckets, config.max_distance) == (32, 128)
+    )
+    known &= config.scale_decoder_outputs in (None, config.logits_via_embedding)
+    return known and importlib.util.find_spec("t5x") is not None
 
 
 def _title(row: BenchmarkOptions) -> str:

@@ -107,6 +107,15 @@ def test_greedy_speculative_equals_greedy_plain(gamma, batch):
         assert rates["noisy copy"] > rates["unrelated"]
 
 
+def test_greedy_identity_as_users_programs_are_compiled(optimised):
+    """With the optimisations whose kernels differ between one row and several."""
+    jax.clear_caches()
+    expected, found = plain.__wrapped__(), run(drafter="noisy copy", gamma=3)
+    np.testing.assert_array_equal(found.tokens, expected[0])
+    np.testing.assert_allclose(found.log_probs, expected[1], atol=1e-4)
+    jax.clear_caches()
+
+
 def test_log_probs_are_the_targets_own():
     """Temperature 1 and no filter, whatever the sampling; greedy and sampled, plain and speculative."""
     config = SamplingConfig(temperature=0.7)

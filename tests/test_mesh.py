@@ -23,7 +23,7 @@ WIDTH, INNER, HIDDEN, V, H = 16, 16, 32, 64, 4
 
 
 def start(*arguments) -> subprocess.Popen:
-    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    path = os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, str(HERE / "mesh_run.py"), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=os.environ | {"PYTHONPATH": path},
@@ -135,7 +135,12 @@ def test_two_processes(folder, runs):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     both = [start(folder, "process", number, port) for number in (0, 1)]
-    for found in map(result, both):
+    try:
+        results = [result(process) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    for found in results:
         assert found["tokens"] == runs["none"]["tokens"] and found["processes"] == 2
         assert found["kernel"] == [[HIDDEN, WIDTH], [[HIDDEN // 2, WIDTH]]]
         assert found["largest read"] == V * WIDTH // 2

@@ -70,6 +70,7 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
 
 def test_a_row_that_fails_a_check_is_not_kept(specdec, monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
+    monkeypatch.setattr(suite.records, "summary", str)
     code, _, err = specdec(*FLAGS, "--output", tmp_path / "records.jsonl")
     assert code == 1 and "gamma 2: got other tokens" in err
     assert len((tmp_path / "records.jsonl.partial").read_text().splitlines()) == 1  # the settings

@@ -148,16 +148,16 @@ def test_what_it_writes(finished, distilled):
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     assert (target.start_token, target.eos_ids) == (1, (1,)) and target.config.num_positions == 40
     assert target.vocabulary.fingerprint() == drafter.model.vocabulary.fingerprint()
-    prompts = ["fo", "ba ce di", "jem", *[""] * 3]
+    prompts = ["fo", "ba ce di", "jem", *[""] * 12]
     sampling = sd.SamplingConfig(temperature=0.7, top_k=40)
     result = sd.generate(
         target, prompts, drafter=drafter, gamma=3, max_new_tokens=30, sampling=sampling, verifier="token"
     )
-    assert result.finish_reasons == ["eos"] * 6 and result.stats.acceptance_rate > 0.8
+    assert result.finish_reasons == ["eos"] * 15 and result.stats.acceptance_rate > 0.8
     ends = [" ".join(ORDER[start:]) for start in range(len(ORDER))]
     texts = [f"{prompt} {text}".strip() for prompt, text in zip(prompts, result.texts)]
-    assert sum(text.endswith(tuple(ends[:-1])) for text in texts) >= 5 and len(set(texts[3:])) > 1
-    assert sum(text in ends for text in texts) >= 4
+    assert sum(text.endswith(tuple(ends[:-1])) for text in texts) >= 11 and len(set(texts[3:])) > 1
+    assert sum(text in ends for text in texts) >= 9
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
@@ -196,7 +196,7 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(finished, tmp_path, m
 def test_a_drafter_learns_the_targets_laws(finished, distilled):
     log = [record for record in records(distilled) if "acceptance" in record]
     assert log[-1]["acceptance"] > 0.8 and log[-1]["agreement"] > 0.8
-    assert log[-1]["validation_loss"] < 0.5 * log[0]["validation_loss"] or log[0]["acceptance"] > 0.8
+    assert log[-1]["validation_loss"] < log[0]["validation_loss"]
     assert not pathlib.Path(distilled.output_dir, "encoder_fingerprint").exists()
 
 
