@@ -1,7 +1,1 @@
-"""Bridges into other frameworks, each behind an extra."""
-
-import os
-
-os.environ.setdefault(
-    "TF_CPP_MIN_LOG_LEVEL", "3"
-)  # read when TensorFlow starts, which says much; its errors are exceptions
+"""Inside other frameworks' programs, and with their data."""
