@@ -386,7 +386,7 @@ class Products(NamedTuple):
     """The weights that one decoder step multiplies with.
 
     Attributes:
-      kernels: all kernels of the decoder and the head, `[D, F]` or panels, apart from the keys and values of
+      kernels: all kernels of the decoder and the head, as `apply_kernel` takes them, apart from the keys and values of
         cross-attention, which are multiplied with once per request.
       axes: of each, the one of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is the embedding `[V, D]`.
     """
@@ -399,7 +399,8 @@ class Products(NamedTuple):
         """In the loop's own layout, or in the checkpoint's (new arrays, where the two differ)."""
         decoder = {"decoder": network.params["decoder"]}
         kernels = []
-        for path, leaf in jax.tree_util.tree_leaves_with_path(decoder if packed else packing.unpack(decoder)):
+        decoder = decoder if packed else packing.unpack(decoder)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=packing.in_pieces):
             names = [key.key for key in path]
             once = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
             if names[-1] == "kernel" and not once:
@@ -421,8 +422,9 @@ def bare_products(kernels: list[jax.Array], x: jax.Array, *, axes: tuple[int, ..
 
     def body(_, carry):
         for kernel, axis in zip(kernels, axes, strict=True):
-            width = kernel.shape[-1] if axis else kernel.shape[-2]  # panels are [F/P, D, P]
-            operand = (x[:, :width] + carry).astype(kernel.dtype)
+            first = kernel[0] if packing.in_pieces(kernel) else kernel
+            width = first.shape[-1] if axis else first.shape[-2]  # panels are [F/P, D, P]
+            operand = (x[:, :width] + carry).astype(first.dtype)
             if axis:
                 product = jax.lax.dot_general(
                     operand, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
@@ -439,7 +441,7 @@ def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object
     """Calls of `STEPS` times the bare matrix products of one step of `batch` rows: in the loop's own layout of the weights
     and, where another is used for several positions, in the checkpoint's, which may be the faster one for one position."""
     layouts = {"products": Products.of(network)}
-    if any(kernel.ndim == 3 for kernel in layouts["products"].kernels):
+    if any(leaf.ndim == 3 for leaf in jax.tree.leaves(layouts["products"].kernels)):
         layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
     config = network.module.config
     width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)

@@ -15,7 +15,7 @@ INPUTS = np.random.default_rng(0).integers(2, 64, (5, 6))
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-# The other two have both of avx512's layouts.
+# The other two have much the same layouts.
 ALONE = pytest.mark.parametrize(
     "processor", ["sapphire_rapids", pytest.param("avx512", marks=pytest.mark.slow), "other"], indirect=True
 )
@@ -38,20 +38,22 @@ def test_products_are_those_of_the_kernel(rows, outputs, monkeypatch):
     monkeypatch.setattr(packing, "_LEAST_TO_SPLIT", 64 * 192)
     random = np.random.default_rng(0)
     kernel, x = random.normal(size=(64, outputs)).astype("f"), random.normal(size=(rows, 64)).astype("f")
-    for panel in (None, 64):
-        packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, panel)
+    layouts = (packing.Layout(), packing.Layout(64), packing.Layout(16, 16), packing.Layout(64, 3))
+    for before in layouts:
+        packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, before)
         first = packed["decoder"]["out"]["kernel"]
-        assert first.ndim == (3 if panel and outputs != 65 else 2)
-        for layout in (packing.Layout(16, 16), packing.Layout(64, 3)):
+        np.testing.assert_array_equal(packing.unpack(packed)["decoder"]["out"]["kernel"], kernel)
+        assert {leaf.ndim for leaf in jax.tree.leaves(first)} == {3 if before.panel and outputs != 65 else 2}
+        for layout in layouts:
             second = packing.relaid(packed, layout)["decoder"]["out"]["kernel"]
-            assert isinstance(second, tuple) == (outputs == 192)
+            assert isinstance(second, tuple) == (outputs == 192 and layout.pieces > 1)
             for form in (first, second):
                 np.testing.assert_allclose(apply_kernel(x, form, np.float32), x @ kernel, atol=1e-4)
 
 
 def test_a_kernel_of_few_panels_makes_no_empty_pieces():
     kernel = np.ones((packing._LEAST_TO_SPLIT // 64, 64), np.float32)
-    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, 64)
+    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, packing.Layout(64))
     narrow = packing.relaid(packed, packing.Layout(16, 16))
     assert [piece.shape for piece in narrow["decoder"]["out"]["kernel"]] == 4 * [(1, len(kernel), 16)]
 
@@ -59,11 +61,16 @@ def test_a_kernel_of_few_panels_makes_no_empty_pieces():
 def test_one_layout_per_kind_of_processor(processor):
     target = model()
     assert target.network_for(1) is target.network
-    assert (target.network_for(2) is target.network) == (processor == "avx512")
+    assert target.network_for(2) is not target.network
     assert target.network_for(2) is target.network_for(9), "made once"
     widths = lambda network: {leaf.shape[2] for leaf in jax.tree.leaves(network.params) if leaf.ndim == 3}
-    assert widths(target.network) == (set() if processor == "sapphire_rapids" else {64})
+    assert widths(target.network) == {"sapphire_rapids": set(), "avx512": {32}, "other": {64}}[processor]
     assert widths(target.network_for(2)) == {16 if processor == "other" else 64}
+
+
+def test_broad_models_on_zen_4_are_held_once(processor):
+    single, several = (packing.layout_for("cpu", "float32", 1024, rows) for rows in (1, 5))
+    assert (single == several) == (processor == "avx512")
 
 
 def test_keys_and_values_of_the_encoder_output_are_shared(processor):
@@ -84,8 +91,8 @@ def test_encoder_and_embeddings_are_shared(processor):
 
 
 def test_other_dtypes_and_backends_keep_their_kernels():
-    assert packing.layout_for("cpu", "bfloat16", 5) == packing.Layout()
-    assert packing.layout_for("tpu", "float32", 5) == packing.Layout()
+    assert packing.layout_for("cpu", "bfloat16", 64, 5) == packing.Layout()
+    assert packing.layout_for("tpu", "float32", 64, 5) == packing.Layout()
 
 
 @ALONE

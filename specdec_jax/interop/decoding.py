@@ -59,11 +59,10 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
     check_shapes(flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration")
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
     backend = jax.default_backend()
-    layout = packing.layout_for(backend, config.dtype, rows)
+    layout = packing.layout_for(backend, config.dtype, config.emb_dim, rows)
     if layout.panel is None:
         return Network(tree, T5(config))
-    packed = packing.pack(tree, None)
-    return Network(packing.relaid(packed, layout), T5(config, fused=True))
+    return Network(packing.pack(tree, layout), T5(config, fused=True))
 
 
 def _copied(node):

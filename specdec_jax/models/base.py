@@ -104,8 +104,8 @@ class Network:
     def shortlisted(self, ids: np.ndarray) -> "Network":
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
         config = self.module.config
-        panel = _layout(config, self.rules).panel
-        params = packing.with_head(self.params, np.asarray(ids), config.logits_via_embedding, panel)
+        layout = _layout(config, self.rules)
+        params = packing.with_head(self.params, np.asarray(ids), config.logits_via_embedding, layout)
         return self.replace(params=params, module=module_of(config.with_own_head(), _fused(self.rules)))
 
     def in_int8(self) -> "Network":
@@ -155,9 +155,7 @@ class LanguageModel:
             rules.check(config)
             _lay_out(params, rules)
         fused = _fused(rules)
-        self.network = Network(
-            packing.pack(params, _layout(config, rules).panel, fused), module_of(config, fused), rules
-        )
+        self.network = Network(packing.pack(params, _layout(config, rules), fused), module_of(config, fused), rules)
         self._for_several: Network | None = None
 
     @classmethod
@@ -250,7 +248,9 @@ def module_of(config: ModelConfig, fused: bool = False) -> T5 | GPT:
 
 def _layout(config: ModelConfig, rules: ShardingRules | None, rows: int = 1) -> packing.Layout:
     """That of one device is the fastest for its processor; on a mesh kernels stay two-dimensional."""
-    return packing.layout_for(jax.default_backend(), config.dtype, rows) if rules is None else packing.Layout()
+    if rules is not None:
+        return packing.Layout()
+    return packing.layout_for(jax.default_backend(), config.dtype, config.emb_dim, rows)
 
 
 def _fused(rules: ShardingRules | None) -> bool:

@@ -124,10 +124,10 @@ def head_kernel(config: T5Config, params: dict) -> jax.Array:
     return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if (tied if scaled is None else scaled) else kernel
 
 
-def pack(params: dict, dtype: str) -> dict:
-    """`params` in the decode loop's layout, as the decoder's own kernels; the dicts that were given stay as they are."""
-    panel = packing.layout_for(jax.default_backend(), dtype).panel
-    return packing.pack({"decoder": jax.tree.map(lambda leaf: leaf, params)}, panel)["decoder"]
+def pack(params: dict, dtype: str, width: int) -> dict:
+    """`params` in the layout of the decode loop of a target of this width; the dicts that were given stay as they are."""
+    layout = packing.layout_for(jax.default_backend(), dtype, width)
+    return packing.pack({"decoder": jax.tree.map(lambda leaf: leaf, params)}, layout)["decoder"]
 
 
 def unpack(packed: dict) -> dict:

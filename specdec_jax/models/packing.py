@@ -18,7 +18,7 @@ import numpy as np
 from specdec_jax.models.int8 import Int8Kernel
 
 # Columns of a panel: what XLA's float32 kernels hold in registers for several rows, with and without AVX-512.
-_WIDE, _NARROW = 64, 16
+_WIDE, _HALF, _NARROW = 64, 32, 16
 # XLA runs a batched product on one core, and independent products on several only where more than 8 are ready at once.
 _PIECES, _LEAST_TO_SPLIT = 16, 2**19
 
@@ -54,28 +54,33 @@ def processor() -> str:
 # Measured with two cores each: (for one row, for several).
 _LAYOUTS = {
     "sapphire_rapids": (Layout(), Layout(_WIDE, _PIECES)),
-    "avx512": (Layout(_WIDE), Layout(_WIDE)),  # Zen 4
+    "avx512": (Layout(_HALF, _PIECES), Layout(_WIDE, _PIECES)),  # Zen 4
     "other": (Layout(_WIDE), Layout(_NARROW, _PIECES)),  # Zen 3
 }
+# Of models at least this wide, where it is another.
+_BROAD, _BROAD_LAYOUTS = 1024, {"avx512": (Layout(_HALF, _PIECES), Layout(_HALF, _PIECES))}
 
 
-def layout_for(backend: str, dtype, rows: int = 1) -> Layout:
-    """The fastest layout of the decoder's kernels for products of `rows` rows."""
+def layout_for(backend: str, dtype, width: int, rows: int = 1) -> Layout:
+    """The fastest layout of the decoder's kernels for products of `rows` rows, in a model of width D = `width`."""
     if backend != "cpu" or np.dtype(dtype) != np.float32:
         return Layout()
-    return _LAYOUTS[processor()][rows > 1]
+    layouts = _LAYOUTS if width < _BROAD else {**_LAYOUTS, **_BROAD_LAYOUTS}
+    return layouts[processor()][rows > 1]
 
 
-def pack(params: dict, panel: int | None, fused: bool = True) -> dict:
-    """The loop's tree with panels of width `panel`, made from `params` (T5X's tree), whose nested dicts are emptied on the way.
+def pack(params: dict, layout: Layout, fused: bool = True) -> dict:
+    """The loop's tree in `layout`, made from `params` (T5X's tree), whose nested dicts are emptied on the way.
 
     Leaf by leaf, so that the two never exist side by side; jitted, so that a kernel is copied once. `fused` False joins no
     kernels: one that is divided by its outputs among devices must not be a joint one of queries, keys and values.
     """
-    return {name: _pack(name, params.pop(name), panel if name == "decoder" else None, fused) for name in list(params)}
+    return {
+        name: _pack(name, params.pop(name), layout if name == "decoder" else Layout(), fused) for name in list(params)
+    }
 
 
-def _pack(name: str, node: dict, panel: int | None, fused: bool) -> dict:
+def _pack(name: str, node: dict, layout: Layout, fused: bool) -> dict:
     joint, parts = _FUSED.get(name, _GATED)
     if fused and all(part in node for part in parts):
         kernels = [node.pop(part)["kernel"] for part in parts]
@@ -83,10 +88,11 @@ def _pack(name: str, node: dict, panel: int | None, fused: bool) -> dict:
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
-            value = _to_panels(value, panel) if panel and value.shape[1] % panel == 0 else value
+            node[child] = _lay(jnp.asarray(value), layout)  # NumPy's would be copied every call
         elif isinstance(value, dict):
-            value = _pack(child, value, None if _made_once(name, child) else panel, fused)
-        node[child] = value if isinstance(value, dict) else jnp.asarray(value)  # NumPy's would be copied every call
+            node[child] = _pack(child, value, Layout() if _made_once(name, child) else layout, fused)
+        else:
+            node[child] = jnp.asarray(value)
     return node
 
 
@@ -102,7 +108,13 @@ def _map_decoder_kernels(function, packed: dict) -> dict:
         names = [key.key for key in path]
         return function(leaf) if names[-1] == "kernel" and not _made_once(*names[-3:-1]) else leaf
 
-    return {**packed, "decoder": jax.tree_util.tree_map_with_path(mapped, {"": packed["decoder"]})[""]}
+    decoder = jax.tree_util.tree_map_with_path(mapped, {"": packed["decoder"]}, is_leaf=in_pieces)[""]
+    return {**packed, "decoder": decoder}
+
+
+def in_pieces(node) -> bool:
+    """Whether it is a kernel in a tuple of pieces."""
+    return isinstance(node, tuple)
 
 
 def unpack(packed: dict) -> dict:
@@ -126,18 +138,18 @@ def _unpack(name: str, node):
 
 
 def relaid(packed: dict, layout: Layout) -> dict:
-    """`packed` with panels of width `layout.panel`, which is not None, large kernels in a tuple of pieces of about as many
-    panels each; all other arrays are shared. A kernel whose columns make no whole number of panels stays as it is."""
+    """`packed` in another layout; all but the decoder's kernels is shared."""
+    return _map_decoder_kernels(lambda kernel: _lay(_from_panels(kernel), layout), packed)
 
-    def lay(kernel):
-        panels, rest = divmod(kernel.size // kernel.shape[-2], layout.panel)
-        if rest:
-            return kernel
-        pieces = min(layout.pieces, panels) if kernel.size >= _LEAST_TO_SPLIT else 1
-        made = _split_panels(kernel, layout.panel, pieces)
-        return made if pieces > 1 else made[0]
 
-    return _map_decoder_kernels(lay, packed)
+def _lay(kernel: jax.Array, layout: Layout):
+    """A kernel `[D, F]` in panels, a large one in a tuple of pieces of about as many panels each; as it is where its columns
+    make no whole number of panels."""
+    if not layout.panel or kernel.shape[1] % layout.panel:
+        return kernel
+    pieces = min(layout.pieces, kernel.shape[1] // layout.panel) if kernel.size >= _LEAST_TO_SPLIT else 1
+    made = _split_panels(kernel, layout.panel, pieces)
+    return made if pieces > 1 else made[0]
 
 
 def padded(ids: np.ndarray) -> np.ndarray:
@@ -145,20 +157,18 @@ def padded(ids: np.ndarray) -> np.ndarray:
     return np.pad(ids, (0, -len(ids) % _WIDE), mode="edge")
 
 
-def with_head(packed: dict, ids: np.ndarray, tied: bool, panel: int | None) -> dict:
+def with_head(packed: dict, ids: np.ndarray, tied: bool, layout: Layout) -> dict:
     """`packed` with a head of its own for `ids [F]`; all other arrays are shared.
 
     Args:
       tied: the head of `packed` is its embedding.
-      panel: as in `pack`.
+      layout: as in `pack`.
     """
     if tied:
         kernel = packed["token_embedder"]["embedding"][ids].T
     else:
         kernel = _from_panels(packed["decoder"]["logits_dense"]["kernel"])[:, ids]
-    if panel and len(ids) % panel == 0:
-        kernel = _to_panels(kernel, panel)
-    return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": kernel}}}
+    return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": _lay(kernel, layout)}}}
 
 
 def in_int8(packed: dict) -> dict:
@@ -166,22 +176,17 @@ def in_int8(packed: dict) -> dict:
     return _map_decoder_kernels(lambda kernel: Int8Kernel.of(_from_panels(kernel)), packed)
 
 
-@functools.partial(jax.jit, static_argnames="panel")
-def _to_panels(kernel, panel):
-    inputs, outputs = kernel.shape
-    return kernel.reshape(inputs, outputs // panel, panel).transpose(1, 0, 2)
-
-
 @functools.partial(jax.jit, static_argnames=("panel", "pieces"))
 def _split_panels(kernel, panel, pieces):
-    return tuple(jnp.array_split(_to_panels(_from_panels(kernel), panel), pieces))
+    inputs, outputs = kernel.shape
+    return tuple(jnp.array_split(kernel.reshape(inputs, outputs // panel, panel).transpose(1, 0, 2), pieces))
 
 
 @jax.jit
 def _from_panels(kernel):
-    if kernel.ndim == 2:
-        return kernel
-    return kernel.transpose(1, 0, 2).reshape(kernel.shape[1], -1)
+    if in_pieces(kernel):
+        kernel = jnp.concatenate(kernel)
+    return kernel if kernel.ndim == 2 else kernel.transpose(1, 0, 2).reshape(kernel.shape[1], -1)
 
 
 @jax.jit
