@@ -1,29 +1,32 @@
-"""Whole files: sentences a second with finished rows refilled, and in batches of like length, timed in turn.
+"""Whole files: sentences a second with finished rows refilled, in batches of like length, and in batches as the file has them.
 
     python scripts/compare_throughput.py --target=ende/target --drafter=ende/drafter --input_file=ende/test.tsv.gz \
         --batch_size=8 --limit=2000 --output=throughput.json
 
-Both decode the same sentences with the same keys, all of them sorted by length; tokenisation, encoders and texts are inside the
-time, compilation is not: a pass of each comes before. The ratio is that of the two times of one pass, its median and spread
-over the passes. Every output is compared: at temperature 0 both must give the same ids, but for near-ties, which are
-counted and told; above it each row's draws are its own, and the same holds.
+All decode the same sentences with the same keys, in turn; tokenisation, encoders and texts are inside the time, compilation is
+not: a pass of each comes before. The ratios are of the times of one pass over refilling's, their median and spread over the
+passes. Every output is compared: at temperature 0 all must give the same ids, but for near-ties, which are counted and told;
+above it each row's draws are its own, and the same holds.
 """
 
 import json
 import pathlib
 import sys
 import time
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 from absl import app, flags
 
 from specdec_jax import measure, records
+from specdec_jax.generate import generate
 from specdec_jax.inference import GenerateOptions
-from specdec_jax.jobs import Output, decode_stream
+from specdec_jax.jobs import decode_stream
 from specdec_jax.measure import Spread
 from specdec_jax.options import check_output
 from specdec_jax.progress import Progress
+from specdec_jax.request import fold_keys
 from specdec_jax.sentences import encode, read_sentences
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
@@ -40,7 +43,21 @@ _NEW = flags.DEFINE_integer("max_new_tokens", 64, "Limit for new tokens.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences, of each way.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
-_WAYS = {"batches": False, "refilled": True}  # refill
+_WAYS = ("file order", "like length", "refilled")
+
+
+def decoded(way: str, target, inputs: Sequence[Sequence[int]], size: int, how: dict) -> Iterator[tuple[int, list[int]]]:
+    """(number, ids of the output) of every input, in one of `_WAYS`."""
+    if way != "file order":
+        for place, (output,) in decode_stream(target, inputs, batch_size=size, refill=way == "refilled", **how):
+            yield place, output.tokens
+        return
+    for begin in range(0, len(inputs), size):
+        numbers = np.arange(begin, begin + size)
+        batch = [inputs[number] if number < len(inputs) else [] for number in numbers]  # one shape compiles
+        result = generate(target, batch, **how | {"key": fold_keys(how["key"], numbers)})
+        for number, tokens, length in zip(numbers[: len(inputs) - begin], result.tokens, result.lengths):
+            yield int(number), tokens[:length].tolist()
 
 
 def main(argv) -> None:
@@ -57,15 +74,15 @@ def main(argv) -> None:
     how = options.decoding(plain=not options.drafts) | dict(
         drafter=drafter, gamma=options.gamma_of(options.gamma), key=jax.random.key(options.seed)
     )
-    outputs: dict[str, list[Output]] = {}
+    outputs: dict[str, list[list[int]]] = {}
     seconds: dict[str, list[float]] = {name: [] for name in _WAYS}
 
     def one_pass(name: str, what: str) -> float:
         begin, found = time.perf_counter(), {}
         inputs = encode(target, sentences, options.max_input_length)
         with Progress(what, len(sentences), lines=False) as progress:
-            for place, (output,) in decode_stream(target, inputs, batch_size=options.rows, refill=_WAYS[name], **how):
-                found[place] = output
+            for place, tokens in decoded(name, target, inputs, options.rows, how):
+                found[place] = tokens
                 progress.advance()
         outputs[name] = [found[place] for place in range(len(sentences))]
         return time.perf_counter() - begin
@@ -75,20 +92,23 @@ def main(argv) -> None:
     for turn in range(_REPEATS.value):
         for name in measure.rotated(_WAYS, turn):
             seconds[name].append(one_pass(name, f"{name}, pass {turn + 1} of {_REPEATS.value}"))
-    differ = sum(a.tokens != b.tokens for a, b in zip(*outputs.values(), strict=True))
-    ratio = np.array(seconds["batches"]) / np.array(seconds["refilled"])
+    differ = sum(any(other != found[0] for other in found[1:]) for found in zip(*outputs.values(), strict=True))
+    ratios = {
+        f"refilled / {name}": Spread.of(np.array(seconds[name]) / np.array(seconds["refilled"]))._asdict()
+        for name in _WAYS[:-1]
+    }
     speed = {name: Spread.of(len(sentences) / np.array(times))._asdict() for name, times in seconds.items()}
     record = {
         "machine": records.machine(), "target": _TARGET.value, "drafter": _DRAFTER.value, "gamma": _GAMMA.value,
         "gamma_policy": _POLICY.value, "temperature": _TEMPERATURE.value, "max_new_tokens": _NEW.value,
         "input_file": _FILE.value, "sentences": len(sentences), "batch_size": _BATCH.value,
-        "tokens": sum(len(output.tokens) for output in outputs["refilled"]), "differ": differ, "seconds": seconds,
-        "sentences_per_second": speed, "ratio": Spread.of(ratio)._asdict(),
+        "tokens": sum(map(len, outputs["refilled"])), "differ": differ, "seconds": seconds,
+        "sentences_per_second": speed, "ratios": ratios,
     }  # fmt: skip
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for name, values in {**speed, "ratio": record["ratio"]}.items():
-        print(f"{name:<9} {values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
+    for name, values in {**speed, **ratios}.items():
+        print(f"{name:<22} {values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
               + " sentences a second" * (name in _WAYS))  # fmt: skip
     print(f"{differ} of {len(sentences)} outputs differ")
     sys.exit(1 if differ else 0)
