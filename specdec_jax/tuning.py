@@ -1,7 +1,7 @@
 """`specdec tune`: picks γ, and the verifier where it matters, on this machine, and writes it down for the other commands.
 
 What is expected of every γ follows from acceptance on a sample, the output lengths, and the time of whole iterations; the
-best by that, its neighbours and plain decoding are then timed in turn on the same sentences, and the fastest is taken.
+best few by that and plain decoding are then timed in turn on the same sentences, and the fastest is taken.
 """
 
 import dataclasses
@@ -23,6 +23,9 @@ from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_ou
 from specdec_jax.passes import Arm, Batch
 from specdec_jax.progress import track
 from specdec_jax.verification import LOSSY
+
+# Choices that are timed beside plain decoding.
+_COMPARED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,23 +112,10 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
     return seconds(choice.gamma, other) + added * choice.gamma / longest
 
 
-def neighbours(choice: Choice, expected: Mapping[Choice, float]) -> list[Choice]:
-    """What is worth timing beside `choice`: one γ less and one more among those there are, and the other verifiers.
-
-    Of plain decoding: the best with a draft.
-    """
-    drafting = sorted((expected[other], other) for other in expected if other.gamma)
-    if not choice.gamma:
-        return [drafting[0][1]]
-    gammas = sorted({other.gamma for other in expected if other.gamma})
-    place = gammas.index(choice.gamma)
-    near = gammas[max(0, place - 1) : place + 2]
-    return [
-        other
-        for _, other in drafting
-        if other != choice
-        and (other.gamma in near and other.verifier == choice.verifier or other.gamma == choice.gamma)
-    ]
+def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
+    """What is worth timing: plain decoding and the best few of the others, which differ by less than single steps scatter."""
+    drafting = sorted((choice for choice in expected if choice.gamma), key=lambda choice: expected[choice])
+    return [*(choice for choice in expected if not choice.gamma), *drafting[:_COMPARED]]
 
 
 def run(options: TuneOptions) -> None:
@@ -165,8 +155,7 @@ def tuned(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], op
     padded = [batch.padded for batch in batches]
     expected = {choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices}
     first = min(choices, key=lambda choice: expected[choice])
-    compared = list(dict.fromkeys([choices[0], first, *neighbours(first, expected)]))
-    measured = time_choices(target, drafter, compared, batches, options, "comparing")
+    measured = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
     chosen = fastest(measured)
     plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
     return {

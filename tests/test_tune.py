@@ -60,21 +60,10 @@ EXPECTED = {Choice(0, "block"): 9.0} | {
 }
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        (Choice(3, "block"), {(1, "block"), (5, "block"), (3, "token")}),
-        (Choice(1, "token"), {(3, "token"), (1, "block")}),
-        (Choice(5, "block"), {(3, "block"), (5, "token")}),
-        (PLAIN, {(3, "block")}),  # the best with a draft
-    ],
-)
-def test_neighbours(choice, expected):
-    assert {tuple(other) for other in tuning.neighbours(choice, EXPECTED)} == expected
-
-
-def test_neighbours_of_a_single_gamma():
-    assert tuning.neighbours(Choice(4, "block"), {PLAIN: 1.0, Choice(4, "block"): 2.0}) == []
+def test_the_best_few_are_timed_beside_plain_decoding():
+    named = [(3, "block"), (3, "token"), (1, "block"), (5, "block"), (1, "token")]
+    assert tuning.candidates(EXPECTED) == [PLAIN, *(Choice(*each) for each in named)]
+    assert tuning.candidates({PLAIN: 1.0, Choice(4, "block"): 2.0}) == [PLAIN, Choice(4, "block")]
 
 
 def test_the_fastest_by_its_median():
