@@ -122,10 +122,15 @@ def _main(argv: list[str]) -> int:
         return 0
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
-    options = _options(name, cls, _given(cls, fields, values), values, bindings)
+    given = _given(cls, fields, values)
+    options = _options(name, cls, given, values, bindings)
+    settings = _operative(options, given if values.gin_file or bindings else None)
     _use_compilation_cache(values.compilation_cache_dir)
     run(options, *([arguments] if command.arguments else []))
     sys.stdout.flush()  # a closed pipe shows here, not at exit
+    if path := _beside_output(options):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(settings, encoding="utf-8")
     return 0
 
 
@@ -242,6 +247,34 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
         if not re.search(rf"^{re.escape(scope + slash)}(\S*[./])?{tail} =", used, re.MULTILINE):
             raise UsageError(f"gin: got --gin.{key}, expected a name that `specdec {name}` uses")
     return options
+
+
+def _operative(options: Any, given: dict[str, Any] | None) -> str:
+    """The settings as a gin file that gives them again.
+
+    Args:
+      given: what flags have overruled in gin's operative configuration; None if there is none, since all came from flags.
+    """
+    cls = type(options)
+    *package, module = cls.__module__.split(".")
+    name, text = f"{module}.{cls.__name__}", ""
+    if given is None:
+        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(cls)}
+        text = f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import {module}\n\n"
+    else:
+        text = gin.operative_config_str()
+        found = re.search(rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE)  # as gin calls it in there
+        name = found[1] if found else name
+        text += "\n# Flags, which overrule what is above:\n" if given else ""
+    return text + "".join(f"{name}.{field} = {value!r}\n" for field, value in given.items())
+
+
+def _beside_output(options: Any) -> pathlib.Path | None:
+    """Where a run's settings are written: `operative.gin` in its folder, or its output file's name and `.gin`."""
+    if folder := getattr(options, "output_dir", None):
+        return pathlib.Path(folder, "operative.gin")
+    file = getattr(options, "output_file", None) or getattr(options, "output", None)
+    return pathlib.Path(f"{file}.gin") if file and not pathlib.Path(file).is_char_device() else None  # /dev/stdout
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -282,6 +282,36 @@ def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
     (options,) = seen
     assert isinstance(options, train.TrainConfig) and isinstance(options.model, sd.T5Config)
     assert options.seed == 5 and options.output_dir == str(tmp_path / "run")
+    written = tmp_path / "run/operative.gin"
+    assert specdec("train", f"--gin_file={written}", "--gin_search_paths=/") == (0, "", "")
+    assert seen[1] == options, "what was written gives the same settings"
+
+
+@pytest.mark.parametrize("way", ["flags", "gin", "both"])
+def test_settings_are_written_beside_the_output(specdec, pair, tmp_path, way):
+    given = {
+        "target": str(pair / "target"),
+        "dtype": "float32",
+        "max_new_tokens": 3,
+        "output_file": str(tmp_path / "a"),
+    }
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    bindings = [f"--gin.GenerateOptions.{name}={value!r}" for name, value in given.items()]
+    overruled = ["--gin.GenerateOptions.max_new_tokens=5", flags[2]]
+    argv = {"flags": flags, "gin": bindings, "both": [*bindings[:2], *overruled, *flags[3:]]}[way]
+    assert specdec("generate", *argv, "Tom", "We")[0] == 0
+    first, written = (tmp_path / "a").read_text(), tmp_path / "a.gin"
+    again = ["generate", f"--gin_file={written}", "--gin_search_paths=/", f"--output_file={tmp_path / 'b'}"]
+    for name in ("b", "c"):
+        assert specdec(*again, "Tom", "We")[0] == 0
+        assert (tmp_path / name).read_text() == first
+        again = [
+            "generate",
+            f"--gin_file={tmp_path / 'b.gin'}",
+            "--gin_search_paths=/",
+            f"--output_file={tmp_path / 'c'}",
+        ]
+    assert "max_new_tokens = 3\n" in (tmp_path / "c.gin").read_text()
 
 
 # Bad input: one clear line, exit code 2, nothing compiled.
