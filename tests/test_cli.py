@@ -271,6 +271,36 @@ def test_gin_without_a_file(specdec):
     assert code == 0 and json.loads(out)["text"] == ""
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("inference.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
+        ("inference.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
+        ("from specdec_jax import inferense", "No module named 'specdec_jax.inferense'"),
+    ],
+)
+def test_a_misspelt_name_is_told_with_file_and_line(specdec, tmp_path, line, said):
+    file = tmp_path / "bad.gin"
+    file.write_text(f"from __gin__ import dynamic_registration\nfrom specdec_jax import inference\n{line}\n")
+    code, out, err = specdec("generate", f"--gin_file={file}", "--gin_search_paths=/", "hello")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err and f'In file "{file}", line 3' in err
+
+
+@pytest.mark.parametrize("command", ["generate", "benchmark"])
+def test_configurations_of_the_bundled_pair(specdec, monkeypatch, command):
+    from specdec_jax import inference, suite
+
+    seen = []
+    monkeypatch.setattr(
+        {"generate": inference, "benchmark": suite}[command], "run", lambda options, *_: seen.append(options)
+    )
+    config = pathlib.Path(__file__).parent.parent / f"configs/{command}/ende.gin"
+    assert specdec(command, f"--gin_file={config}", "--gin_search_paths=/") == (0, "", "")
+    seen[0].check()
+    assert (seen[0].target, seen[0].drafter) == ("ende/target", "ende/drafter")
+
+
 def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
     from specdec_jax import train
 
