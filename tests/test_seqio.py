@@ -148,7 +148,11 @@ def test_lines_have_what_generate_gives(generate, toys, target, tmp_path):
         ids = example["targets"]
         laws = jax.nn.log_softmax(target.logits([example["inputs"]], [[0, *ids[:-1]]])[0])
         assert line["score"] == pytest.approx(float(np.sum(np.asarray(laws)[np.arange(len(ids)), ids])), abs=1e-4)
-    assert [file.name for file in sorted(tmp_path.iterdir())] == ["out.jsonl", "out.jsonl.gin", "out.jsonl.metrics.json"]
+    assert [file.name for file in sorted(tmp_path.iterdir())] == [
+        "out.jsonl",
+        "out.jsonl.gin",
+        "out.jsonl.metrics.json",
+    ]
 
 
 @needs_seqio
