@@ -159,11 +159,14 @@ class Plan:
         )  # fmt: skip
 
     def request(self, places=None) -> Request:
-        """What the host keeps of the rows of the inputs at `places [I]`."""
-        take = lambda values: np.repeat(values if places is None else values[places], self.samples)
+        """What the host keeps of the rows of the inputs at `places [I]`, which are as for `start`."""
+        places = np.arange(len(self.limits)) if places is None else np.asarray(places)
+        take = lambda values, filler=None: np.repeat(
+            values[places] if filler is None else np.where(places < 0, filler, values[places]), self.samples
+        )
         return Request(
-            self.network, self.drafter, take(self.prefix_lengths), take(self.limits), self.eos_ids, self.stop,
-            self.deadline, take(self.empty),
+            self.network, self.drafter, take(self.prefix_lengths, filler=1), take(self.limits), self.eos_ids, self.stop,
+            self.deadline, take(self.empty, filler=True),
         )  # fmt: skip
 
 

@@ -230,7 +230,7 @@ def test_after_warm_up_nothing_compiles():
     assert compilations(prompts_of_every_length) == 0
 
 
-@pytest.mark.parametrize("refill", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("refill", [True, False])
 def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill):
     """Every prompt gives what it gives in one batch of all; states of short ones have fewer slots."""
     rng, widths = np.random.default_rng(2), []
