@@ -54,7 +54,7 @@ def decoded(way: str, target, inputs: Sequence[Sequence[int]], size: int, how: d
         return
     for begin in range(0, len(inputs), size):
         numbers = np.arange(begin, begin + size)
-        batch = [inputs[number] if number < len(inputs) else [] for number in numbers]  # one shape compiles
+        batch = [inputs[number] if number < len(inputs) else None for number in numbers]  # one shape compiles
         result = generate(target, batch, **how | {"key": fold_keys(how["key"], numbers)})
         for number, tokens, length in zip(numbers[: len(inputs) - begin], result.tokens, result.lengths):
             yield int(number), tokens[:length].tolist()

@@ -274,7 +274,8 @@ def _beside_output(options: Any) -> pathlib.Path | None:
     if folder := getattr(options, "output_dir", None):
         return pathlib.Path(folder, "operative.gin")
     file = getattr(options, "output_file", None) or getattr(options, "output", None)
-    return pathlib.Path(f"{file}.gin") if file and not pathlib.Path(file).is_char_device() else None  # /dev/stdout
+    path = pathlib.Path(file).absolute() if file else None  # a folder may end in "/"
+    return path.with_name(f"{path.name}.gin") if path and path.parent != pathlib.Path("/dev") else None  # /dev/stdout
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -344,6 +344,16 @@ def test_settings_are_written_beside_the_output(specdec, pair, tmp_path, way):
     assert "max_new_tokens = 3\n" in (tmp_path / "c.gin").read_text()
 
 
+def test_settings_of_a_folder_lie_beside_it(specdec, monkeypatch, tmp_path):
+    from specdec_jax import converting
+
+    monkeypatch.setattr(converting, "run", lambda options: None)
+    for output in (f"{tmp_path}/made/", "/dev/stdout"):
+        assert specdec("convert", "--source=ende/target", f"--output={output}", "--format=t5x") == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["made.gin"]
+    assert not pathlib.Path("/dev/stdout.gin").exists()
+
+
 # Bad input: one clear line, exit code 2, nothing compiled.
 
 BAD = {

@@ -15,12 +15,6 @@ INPUTS = np.random.default_rng(0).integers(2, 64, (5, 6))
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-# The other two have much the same layouts.
-ALONE = pytest.mark.parametrize(
-    "processor", ["sapphire_rapids", pytest.param("avx512", marks=pytest.mark.slow), "other"], indirect=True
-)
-
-
 @pytest.fixture(params=["sapphire_rapids", "avx512", "other"])
 def processor(request, monkeypatch):
     monkeypatch.setattr(packing, "processor", lambda: request.param)
@@ -95,7 +89,6 @@ def test_other_dtypes_and_backends_keep_their_kernels():
     assert packing.layout_for("tpu", "float32", 64, 5) == packing.Layout()
 
 
-@ALONE
 def test_output_does_not_depend_on_the_layout(processor):
     """Speculative and plain decoding, one row and several; and the difference of the layouts' logits is rounding."""
     target = model()
@@ -112,3 +105,17 @@ def test_params_are_the_checkpoints(processor):
     before = target.params
     target.network_for(4)
     jax.tree.map(np.testing.assert_array_equal, before, target.params)
+
+
+def test_what_is_made_of_kernels_does_not_depend_on_the_layout(processor, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "layout_for", lambda *_: packing.Layout())
+        plain = model()
+        assert not any(leaf.ndim == 3 for leaf in jax.tree.leaves(plain.network.params))
+    target, ids = model(), np.arange(0, 64, 2)
+    assert target.fingerprint == plain.fingerprint
+    for made in (
+        lambda network: network.in_int8().params,
+        lambda network: packing.unpack(network.shortlisted(ids).params),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, made(target.network), made(plain.network))
