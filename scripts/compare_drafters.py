@@ -22,11 +22,11 @@ import numpy as np
 from absl import app, flags
 
 from specdec_jax import measure, passes, records
+from specdec_jax.compatibility import check_pair
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.generate import generate
 from specdec_jax.measure import Spread
 from specdec_jax.options import DecodingOptions, check_output
-from specdec_jax.request import check_pair
 from specdec_jax.sentences import encode, read_sentences
 
 CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}

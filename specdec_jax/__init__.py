@@ -1,6 +1,7 @@
 """Exact, fast decoding for T5-family and GPT-like models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
 from specdec_jax.checkpoints import bundled, convert, load, save
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
@@ -13,7 +14,7 @@ from specdec_jax.models.base import PRESETS, LanguageModel
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.request import UnsupportedCombination, prepare
+from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import make_mesh
 

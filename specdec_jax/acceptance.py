@@ -5,18 +5,26 @@ noisy than counting accepts, and one pass gives every γ. Otherwise the engine d
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import analysis, measure
+from specdec_jax import analysis, sampling
+from specdec_jax.drafters.drawing import match_width
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import generate
+from specdec_jax.generate import advance, finish, generate
+from specdec_jax.models.base import LanguageModel, joined
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.passes import Batch
+from specdec_jax.processors import Context
 from specdec_jax.progress import track
 from specdec_jax.records import Work
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.request import bucket, prepare
+from specdec_jax.sampling import SamplingConfig, SamplingMode, SamplingRows
 
 # What `scored` knows: P(at least i drafted tokens stand) given the target's output.
 SURVIVAL = {"token": analysis.token_survival, "block": analysis.block_survival}
@@ -72,11 +80,14 @@ def of(target, drafter, batches: Sequence[Batch], verifiers: Sequence[str], gamm
     """
     greedy = options.sampling().mode.greedy
     exact = [name for name in verifiers if name in SURVIVAL or greedy and name in ("gumbel", "rejection")]
-    # A shortlist or 8 bits change the drafter's law: what its model would say is not what it drafts.
-    scorable = isinstance(drafter, ModelDrafter) and drafter.network is drafter.model.network
-    if scorable and len(exact) == len(verifiers):
+    if scorable(drafter) and len(exact) == len(verifiers):
         return scored(target, drafter, batches, verifiers, gamma, options)
     return counted(target, drafter, batches, verifiers, gamma, options)
+
+
+def scorable(drafter) -> bool:
+    """Whether the law that it draws from is its model's: a shortlist or 8 bits change it."""
+    return isinstance(drafter, ModelDrafter) and drafter.network is drafter.model.network
 
 
 def scored(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options) -> Acceptance:
@@ -87,7 +98,7 @@ def scored(target, drafter: ModelDrafter, batches, verifiers, gamma: int, option
     for batch in track(batches, len(batches), "scoring"):
         result = generate(target, batch.inputs, key=batch.keys, **options.decoding(plain=True))
         lengths.append(result.lengths)
-        agreed = measure.agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
         expected = {key: [] for key in work}
         for row, length in enumerate(result.lengths):
             sums.append(float(agreed.overlap[row, :length].sum()))
@@ -160,3 +171,123 @@ def counted(target, drafter, batches, verifiers, gamma: int, options) -> Accepta
             ]
             work[name, g] = [Work(batch.padded, n, g * n) for batch, n in zip(batches, batch_calls, strict=True)]
     return Acceptance("counted", alpha, error, positions, survival, lengths, work)
+
+
+class Comparison(NamedTuple):
+    """α found in two ways on the same positions, those that token verification examined.
+
+    Attributes:
+      positions: their number.
+      counted: the share of them whose drafted token stood.
+      overlap: the mean over them of Σ min(p, q), theorem 3.5's probability of that.
+      difference: counted − overlap; 0 on average.
+      standard_error: of the difference, clustered by sentence; None of fewer than two.
+    """
+
+    positions: int
+    counted: float
+    overlap: float
+    difference: float
+    standard_error: float | None
+
+
+def compared(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options) -> Comparison:
+    """Decodes by token verification, one iteration at a time, and scores the positions that were examined.
+
+    Args:
+      drafter: one that is `scorable`.
+      gamma: γ.
+      options: of a decoding command.
+
+    Raises:
+      ValueError: nothing was drafted.
+    """
+    config, counts, stood, overlaps = options.sampling(), [], [], []
+    decoding = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier="token")
+    for batch in track(batches, len(batches), "comparing"):
+        state, request = prepare(target, batch.inputs, key=batch.keys, **decoding)
+        found: list[list[int]] = [[] for _ in batch.ids]
+        lengths, seen = np.array(state.lengths), np.zeros(len(batch.ids), np.int64)
+        while not np.all(state.done):
+            state = advance(request.network, request.drafter, state, np.int32(1))
+            examined = np.array(state.counts.examined_by_position).sum(axis=1)
+            for row, places in enumerate(found):
+                first = int(lengths[row] - request.prefix_lengths[row])
+                places += range(first, first + int(examined[row] - seen[row]))
+            lengths, seen = np.array(state.lengths), examined
+        accepted = np.array(state.counts.accepted)
+        result = finish(target, state, request)
+        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        for row, places in enumerate(found):
+            counts.append(len(places))
+            stood.append(int(accepted[row]))
+            overlaps.append(float(agreed.overlap[row, places].sum()))
+    if not sum(counts):
+        raise ValueError("got outputs of which nothing was drafted, expected longer ones to compare on")
+    differences = np.array(stood) - np.array(overlaps)
+    difference, error = analysis.clustered_mean(differences, counts)
+    return Comparison(sum(counts), sum(stood) / sum(counts), sum(overlaps) / sum(counts), difference, error)
+
+
+class Agreement(NamedTuple):
+    """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk past an output's end.
+
+    Attributes:
+      overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At temperature 0 whether the
+        argmax is the same.
+      log_ratio: log q(y) − log p(y) of the token y that is there.
+    """
+
+    overlap: np.ndarray
+    log_ratio: np.ndarray
+
+
+def agreement(
+    target: LanguageModel, drafter: LanguageModel, inputs: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray,
+    config: SamplingConfig,
+) -> Agreement:  # fmt: skip
+    """Scores outputs of the target with both models, teacher-forced, one call each.
+
+    Args:
+      inputs: ids of B inputs.
+      tokens: `[B, T]` new tokens. lengths: `[B]`.
+      config: what they were sampled with.
+    """
+    width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
+    shapes = [model.config for model in (target, drafter) if isinstance(model.config, GPTConfig)]
+    if shapes:  # the last id of a prompt is what a start token is elsewhere
+        prompts = [list(ids) or [target.start_token] for ids in inputs]
+        first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
+        width = min(width, *(shape.num_positions - max(map(len, inputs)) for shape in shapes))
+    tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(np.int32)
+    fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
+    input_lengths = np.array([len(ids) for ids in inputs], np.int32)
+    padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
+    for row, ids in enumerate(inputs):
+        padded[row, : len(ids)] = ids
+    logits = target.logits(padded, fed, input_lengths)
+    # An id that the drafter lacks is read as its last one, as in the decode loop.
+    last = drafter.config.vocab_size - 1
+    encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
+    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder)
+    rows = config.rows(len(tokens), target.config.vocab_size)
+    eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
+    before = (
+        (joined(padded, input_lengths, fed)[0], input_lengths + 1) if shapes else (fed, np.ones_like(input_lengths))
+    )
+    agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
+    return Agreement(*jax.device_get(agreed))
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
+    prefixes = Context(fed, starts, starts, eos_ids)
+    law, draft_law = (
+        sampling.standardize(values, prefixes, rows, mode)
+        for values in (logits, match_width(draft_logits, logits.shape[-1]))
+    )
+    overlap = jnp.sum(jnp.minimum(law.probs(), draft_law.probs()), axis=-1)
+    here, there = law.log_prob(tokens), draft_law.log_prob(tokens)
+    # A token that was sampled has p > 0, but for what two ways of computing it round apart (ties, the rim of a filter).
+    here = jnp.where(here > -jnp.inf, here, there)
+    return overlap, jnp.where(there > -jnp.inf, there - here, -jnp.inf)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.generate import GenerationResult
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.passes import Arm, Batch
-from specdec_jax.request import UnsupportedCombination
 from specdec_jax.sampling import SamplingConfig
 
 AGAINST = ("t5x",)

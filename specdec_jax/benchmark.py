@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import against, checkpoints, measure, passes, records, traces
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.generate import generate
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import PRESETS, LanguageModel, check_positions, decoder_only
@@ -26,7 +27,6 @@ from specdec_jax.options import (
     without_model,
 )
 from specdec_jax.passes import Arm, Batch
-from specdec_jax.request import UnsupportedCombination
 from specdec_jax.verification import FORCED, LOSSY
 
 
@@ -62,6 +62,10 @@ class BenchmarkOptions(DecodingOptions):
         "a record for every row of what the paper reports (paper), one a line in --output, which goes on after a kill; "
         "--drafter and --drafter_preset then take several, comma-separated",
     )
+    report: str | None = option(
+        None,
+        "with --suite, HTML page of the records and the paper's tables and figures; needs matplotlib, the extra `plots`",
+    )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -82,6 +86,8 @@ class BenchmarkOptions(DecodingOptions):
             raise ValueError(f"{got}, expected {expected}")
         if self.input_length is not None and not self.preset:
             raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
+        if self.report:
+            raise ValueError(f"report: got {self.report!r} without a suite, expected --suite (or `specdec figures`)")
         if self.drafter and self.drafter_preset:
             raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
         super().check() if not self.preset else self.check_decoding()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import rich.console
 
-from specdec_jax import checkpoints, data, tasks, train
+from specdec_jax import checkpoints, corpora, data, train
 from specdec_jax.jobs import decode_all
 from specdec_jax.losses import DIVERGENCES
 from specdec_jax.models.base import LanguageModel, t5_only
@@ -207,11 +207,11 @@ def run(config: DistillConfig) -> dict:
 def _vocabulary(config: DistillConfig) -> data.Vocabulary:
     """The target's; refuses what `train.fit` would refuse hours later."""
     vocabulary, start_token = checkpoints.load_vocabulary(config.target)
-    task = tasks.Pairs(config.buckets, ())
-    tasks.check_special("target", vocabulary, start_token, task)
+    corpus = corpora.Pairs(config.buckets, ())
+    corpora.check_special("target", vocabulary, start_token, corpus)
     if config.drafter:
         pieces, start_token = checkpoints.load_vocabulary(config.drafter)
-        tasks.check_special("drafter", pieces, start_token, task)
+        corpora.check_special("drafter", pieces, start_token, corpus)
         if pieces.fingerprint() != vocabulary.fingerprint():
             raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
         width, expected = (checkpoints.load_shape(path).vocab_size for path in (config.drafter, config.target))

@@ -2,14 +2,14 @@
 
 import dataclasses
 import html
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from specdec_jax import analysis, paper, plots, records
+from specdec_jax import analysis, measuring, paper, plots
 from specdec_jax.measure import Spread
 from specdec_jax.options import check_output, option
+from specdec_jax.results import Row, estimated, measured_at, memory_estimate, read_records, rows, time_estimates
 from specdec_jax.verification import FORCED
 
 
@@ -18,35 +18,28 @@ class FiguresOptions:
     """Options of `specdec figures`."""
 
     records: tuple[str, ...] = option(
-        (), "record (.json) of `benchmark`, `measure` or scripts/compare_drafters.py; repeatable"
+        (),
+        "record (.json) of `benchmark`, `measure`, scripts/compare_drafters.py or scripts/tpu_aot.py --times; repeatable",
     )
     output: str = option(
         "report.html", "HTML file that is written, with nothing beside it; needs matplotlib, the extra `plots`"
     )
 
     def check(self) -> None:
-        if not self.output.endswith(".html"):
-            raise ValueError(f"output: got {self.output!r}, expected the name of a file that ends in .html")
-        check_output(self.output)
-        plots.check_matplotlib("figures")
+        check_page("output", self.output)
 
 
-class Row(NamedTuple):
-    """One way of decoding in one record; None is what it does not say."""
+def check_page(name: str, path: str) -> None:
+    """Refuses a page that could not be written; `name` is the option that asked for it.
 
-    target: str
-    drafter: str
-    sentences: str
-    temperature: float
-    verifier: str
-    gamma: int | None
-    alpha: float | None
-    cost_ratio: float | None
-    verify_cost: float | None
-    tokens_per_call: float | None
-    predicted: float | None
-    improvement: Spread | None
-    differ: int | None
+    Raises:
+      ValueError: no name of an HTML file in a folder that exists.
+      ImportError: no matplotlib.
+    """
+    if not path.endswith(".html"):
+        raise ValueError(f"{name}: got {path!r}, expected the name of a file that ends in .html")
+    check_output(path)
+    plots.check_matplotlib("figures")
 
 
 def run(options: FiguresOptions) -> None:
@@ -55,70 +48,6 @@ def run(options: FiguresOptions) -> None:
     read = [(pathlib.Path(path), record) for path in options.records for record in read_records(path)]
     pathlib.Path(options.output).write_text(report(read), encoding="utf-8")
     print(f"wrote {options.output}")
-
-
-def read_records(path: str) -> list[dict[str, Any]]:
-    """The record of a file, or those of a suite, one a line; its kind is told by what it holds.
-
-    Raises:
-      ValueError: it is none.
-    """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-        # A suite's file begins with a whole record, the others are written over many lines.
-        lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
-        found = [json.loads(line) for line in lines]
-        for record in found:
-            _measured_at(record)  # what the page will ask of it
-            rows(record)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        expected = "a record of `specdec benchmark`, `specdec measure` or scripts/compare_drafters.py"
-        raise ValueError(f"records: got {path} ({type(error).__name__}: {error}), expected {expected}") from None
-    return found
-
-
-def rows(record: Mapping[str, Any]) -> list[Row]:
-    """What a record says about each way of decoding."""
-    if "arms" in record:
-        return [_compared(record, arm) for arm in record["arms"]]
-    options = record["options"]
-    preset = options.get("preset")
-    files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
-    named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
-    if "speculative" in record:
-        return [
-            Row(
-                *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
-                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
-                (arm["predicted"] or {}).get("with_lengths"), Spread(**arm["improvement"]), len(arm["differences"]),
-            )
-            for arm in record["speculative"]
-        ]  # fmt: skip
-    accepted, table = record["acceptance"], record["table"]
-    return [
-        Row(
-            *named, options["temperature"], options["verifier"], row["gamma"], accepted["alpha"], record["cost_ratio"],
-            row["verify_cost"], row["tokens"], row["with_verify_cost"], None, None,
-        )
-        for row in table
-    ]  # fmt: skip
-
-
-def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    return options["verifier"] if arm["forced_alpha"] is None else f"{FORCED}, α = {arm['forced_alpha']:g}"
-
-
-def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
-    files = f"{record['sentences']} of {_short(record['input_file'])}"
-    return Row(
-        record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
-        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, Spread(**arm["improvement"]), arm["differ"],
-    )  # fmt: skip
-
-
-def _short(path: str | None) -> str:
-    """The file and its folder: no more of the machine that measured."""
-    return "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
 
 
 # The page.
@@ -151,10 +80,13 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
     ]
     if not read:
         parts.append("<p>Nothing: no records were given (<code>--records</code>).</p>")
+    found = [record for _, record in read]
     for path, record in read:
-        parts += _measured(path, record)
-    parts += _rates([row for _, record in read for row in rows(record)])
-    return "\n".join([*parts, *_leniences([record for _, record in read]), "</body></html>", ""])
+        parts += [] if estimated(record) else _measured(path, record)
+    parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
+    for record in filter(estimated, found):
+        parts += _estimate(record)
+    return "\n".join([*parts, *_missing(found), "</body></html>", ""])
 
 
 def _theory() -> list[str]:
@@ -195,12 +127,12 @@ def _blurred() -> str:
 
 
 def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
-    found, where = rows(record), _measured_at(record)
+    found, where = rows(record), measured_at(record)
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
         (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _shown(row.cost_ratio, 3), _shown(row.verify_cost, 2),
-         _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _shown(row.differ, 0))
+         _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _spread(_reached(row)), _shown(row.differ, 0))
         for row in found
     ]  # fmt: skip
     head = (
@@ -213,16 +145,37 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
         "tokens per call",
         "predicted",
         "measured",
+        "measured / predicted",
         "outputs that differ",
     )
     parts = [f"<h3>{html.escape(path.name)}</h3><p>{html.escape(about)}</p><p class='note'>{html.escape(where)}</p>"]
     parts.append(_table("Improvement over plain decoding", head, lines))
     if "table" in record:
         parts.append(plots.svg(plots.improvement(record)))
+    if record.get("same_positions"):
+        parts.append(f"<p>{html.escape(measuring.same_positions(record['same_positions']))}.</p>")
     bars = [(_name(row), row.improvement, row.predicted) for row in found if row.improvement]
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
-    return parts + _example(record.get("example"))
+    return parts + _against(record.get("against")) + _example(record.get("example"))
+
+
+def _reached(row: Row) -> Spread | None:
+    """The measured improvement over the predicted one."""
+    if row.improvement is None or row.predicted is None:
+        return None
+    return Spread(*(value / row.predicted for value in row.improvement))
+
+
+def _against(against: Mapping[str, Any] | None) -> list[str]:
+    """How many times as fast as another implementation."""
+    if not against:
+        return []
+    lines = [(ours, _spread(Spread(**times))) for ours, times in against["improvement"].items()]
+    return [
+        _table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours", "factor"), lines),
+        f"<p class='note'>Inputs with other tokens than plain decoding: {len(against['differences'])}.</p>",
+    ]  # fmt: skip
 
 
 def _example(example: Mapping[str, Any] | None) -> list[str]:
@@ -258,12 +211,6 @@ def _is_forced(row: Row) -> bool:
     return row.verifier.startswith(FORCED)
 
 
-def _measured_at(record: Mapping[str, Any]) -> str:
-    machine = record["machine"]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *records.PACKAGES) if name in machine)
-    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}; {versions}"
-
-
 def _rates(found: Sequence[Row]) -> list[str]:
     """Table 3: the paper's α, then those of the records."""
     lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
@@ -296,6 +243,44 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
     return [_table("Table 5. α and improvement over lenience", head, lines)]
+
+
+def _estimate(record: Mapping[str, Any]) -> list[str]:
+    head = ("drafter", "T", "γ", "α (paper)", "c (paper)", "c", "v", "improvement", "c, plain step of two positions", "v",
+            "improvement", "expected (paper)", "measured (paper)")  # fmt: skip
+    parts = [f"<h2>Estimated, not measured</h2><p>{html.escape(memory_estimate(record))}</p>"]
+    if lines := time_estimates(record):
+        parts.append(_table("Table 2 by the compiler's estimates: T5-XXL on one TPU v4", head, lines))
+        parts.append(
+            "<p class='note'>The compiler's own estimates of single calls; the improvement is what they and the paper's α let "
+            "expect. It estimates more for one position than for two, hence both.</p>"
+        )
+    return parts
+
+
+# What a complete page has, how a record tells that it is there, and the command for it.
+_EXPECTED = (
+    (
+        "An accelerator, T5-XXL with T5-small",
+        lambda record: not estimated(record) and not record["machine"]["device"].startswith("cpu"),
+        "specdec benchmark --preset=t5_1_1/xxl --drafter_preset=t5_1_1/small --gamma=5,7 --forced_alpha=0.62,0.75 --output=gpu.json",
+    ),
+    (
+        "T5X's own decoding beside ours",
+        lambda record: bool(record.get("against")),
+        "specdec benchmark --target=ende/target --drafter=ende/drafter --against=t5x --output=t5x.json",
+    ),
+    (
+        "The TPU compiler's estimates",
+        lambda record: estimated(record) and "times" in record,
+        "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times > tpu.json",
+    ),
+)
+
+
+def _missing(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [(what, "not measured", command) for what, there, command in _EXPECTED if not any(map(there, found))]
+    return [_table("Not measured: no such record was given", ("what", "", "command"), lines)] if lines else []
 
 
 def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:

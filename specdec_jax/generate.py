@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import speculative
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.gamma import Policy
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.request import Request, UnsupportedCombination, bucket, prepare
+from specdec_jax.request import Request, bucket, prepare
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import pinned
 from specdec_jax.speculative import DecodeState, Drafter

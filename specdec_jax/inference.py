@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.compatibility import UnsupportedCombination, check_prompts
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import Stats, stream
 from specdec_jax.jobs import Output, decode_all, decode_stream, refills, rows_for
@@ -17,14 +18,7 @@ from specdec_jax.journal import Journal, digest
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.options import DecodingOptions, NamedDrafter, at_least, check_gamma, check_output, option, same_file
 from specdec_jax.progress import Progress
-from specdec_jax.request import (
-    UnsupportedCombination,
-    check_limits,
-    check_prompts,
-    check_stop,
-    fold_keys,
-    plan,
-)
+from specdec_jax.request import check_limits, check_stop, fold_keys, plan
 from specdec_jax.sentences import check_text, encode, read_sentences
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.generate import (
     FOREVER,
     STOP_EVERY,
@@ -31,7 +32,7 @@ from specdec_jax.generate import (
     mark_stopped,
 )
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.request import Plan, UnsupportedCombination, bucket, fold_keys, plan, prefill
+from specdec_jax.request import Plan, bucket, fold_keys, plan, prefill
 from specdec_jax.sharding import pinned, row_parts
 from specdec_jax.speculative import DecodeState
 

@@ -1,5 +1,4 @@
-"""What single steps cost on this machine: seconds of a target step, a verify call, a draft step, an encoder; and how much
-two models agree on given outputs.
+"""What single steps cost on this machine: seconds of a target step, a verify call, a draft step, an encoder.
 
 Every timing runs many steps inside one compiled program, so that dispatch does not count. A step is a decode call
 and the argmax of its logits; the tokens it finds are fed to the next, so that nothing is hoisted or elided.
@@ -15,16 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import sampling, speculative
-from specdec_jax.drafters.drawing import match_width
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import packing
-from specdec_jax.models.base import LanguageModel, Network, decoder_only, joined
-from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.base import LanguageModel, Network, decoder_only
+from specdec_jax.models.gpt import GPT
 from specdec_jax.models.layers import apply_kernel
-from specdec_jax.processors import Context
-from specdec_jax.request import Request, bucket, fold_keys, prepare, slots
-from specdec_jax.sampling import Law, SamplingConfig, SamplingMode, SamplingRows
+from specdec_jax.request import Request, fold_keys, prepare, slots
+from specdec_jax.sampling import Law, SamplingConfig
 from specdec_jax.speculative import DecodeState, Draft, Drafter, Program
 
 STEPS = 32
@@ -311,70 +308,6 @@ def iteration_arm(state: DecodeState, request: Request) -> Callable[[], object]:
 def call_arm(state: DecodeState, request: Request) -> Callable[[], object]:
     """A call of `STEPS` times the target call and the verification of such an iteration, without its draft."""
     return functools.partial(verified_steps, request.network, state, steps=STEPS)
-
-
-class Agreement(NamedTuple):
-    """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk past an output's end.
-
-    Attributes:
-      overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At temperature 0 whether the
-        argmax is the same.
-      log_ratio: log q(y) − log p(y) of the token y that is there.
-    """
-
-    overlap: np.ndarray
-    log_ratio: np.ndarray
-
-
-def agreement(
-    target: LanguageModel, drafter: LanguageModel, inputs: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray,
-    config: SamplingConfig,
-) -> Agreement:  # fmt: skip
-    """Scores outputs of the target with both models, teacher-forced, one call each.
-
-    Args:
-      inputs: ids of B inputs.
-      tokens: `[B, T]` new tokens. lengths: `[B]`.
-      config: what they were sampled with.
-    """
-    width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
-    shapes = [model.config for model in (target, drafter) if isinstance(model.config, GPTConfig)]
-    if shapes:  # the last id of a prompt is what a start token is elsewhere
-        prompts = [list(ids) or [target.start_token] for ids in inputs]
-        first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
-        width = min(width, *(shape.num_positions - max(map(len, inputs)) for shape in shapes))
-    tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(np.int32)
-    fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
-    input_lengths = np.array([len(ids) for ids in inputs], np.int32)
-    padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
-    for row, ids in enumerate(inputs):
-        padded[row, : len(ids)] = ids
-    logits = target.logits(padded, fed, input_lengths)
-    # An id that the drafter lacks is read as its last one, as in the decode loop.
-    last = drafter.config.vocab_size - 1
-    encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
-    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder)
-    rows = config.rows(len(tokens), target.config.vocab_size)
-    eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
-    before = (
-        (joined(padded, input_lengths, fed)[0], input_lengths + 1) if shapes else (fed, np.ones_like(input_lengths))
-    )
-    agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
-    return Agreement(*jax.device_get(agreed))
-
-
-@functools.partial(jax.jit, static_argnames="mode")
-def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
-    prefixes = Context(fed, starts, starts, eos_ids)
-    law, draft_law = (
-        sampling.standardize(values, prefixes, rows, mode)
-        for values in (logits, match_width(draft_logits, logits.shape[-1]))
-    )
-    overlap = jnp.sum(jnp.minimum(law.probs(), draft_law.probs()), axis=-1)
-    here, there = law.log_prob(tokens), draft_law.log_prob(tokens)
-    # A token that was sampled has p > 0, but for what two ways of computing it round apart (ties, the rim of a filter).
-    here = jnp.where(here > -jnp.inf, here, there)
-    return overlap, jnp.where(there > -jnp.inf, there - here, -jnp.inf)
 
 
 def _inputs(network: Network, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from specdec_jax import acceptance, analysis, measure, passes, plots, records
 from specdec_jax.acceptance import Acceptance
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
 from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_output, option
-from specdec_jax.request import UnsupportedCombination
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,10 @@ class MeasureOptions(DecodingOptions):
     )
     limit: int = option(0, "take only the first lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
+    compare_alpha: bool = option(
+        False, "decode by token verification with gamma_max too, and compare alpha by counting with alpha by the models' laws on "
+        "the same positions"
+    )  # fmt: skip
     repeats: int = option(3, "passes over the single steps; medians and spread are over them")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
@@ -90,15 +94,21 @@ def run(options: MeasureOptions) -> None:
 def measured(target, drafter, batches: Sequence[passes.Batch], options: MeasureOptions) -> dict[str, Any]:
     """The record."""
     passes.check_prompts(target, drafter, batches, options)
+    if options.compare_alpha and not acceptance.scorable(drafter):
+        raise UnsupportedCombination(
+            f"compare_alpha: got it with {drafter.name}, expected a drafter that draws from a model's law as it is"
+        )
     accepted = acceptance.of(target, drafter, batches, verifiers_of(options), options.gamma_max, options)
     times = step_times(target, drafter, batches, options)
     v = {1: 1.0} | {
         gamma + 1: times[f"verify {gamma}"].median / times["target step"].median for gamma in options.timed_gammas
     }
     c = draft_cost(options.gamma_max, times)
+    same = acceptance.compared(target, drafter, batches, options.gamma_max, options) if options.compare_alpha else None
     return {
         **records.head(target, drafter, batches, options),
         "acceptance": accepted.record(),
+        "same_positions": same and same._asdict(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "cost_ratio_alone": (
             times["draft step"].median / times["target step"].median if "draft step" in times else None
@@ -187,6 +197,7 @@ def summary(record: Mapping[str, Any]) -> str:
         "",
         f"alpha    {with_error(accepted['alpha'], accepted['standard_error'])} over {accepted['positions']} tokens "
         f"({_HOW[accepted['how']]})",
+        *([f"         {same_positions(record['same_positions'])}"] if record["same_positions"] else []),
         f"c        {record['cost_ratio']:.3f} between target calls"
         + (f", {alone:.3f} alone" if alone is not None else ", what drafting adds to an iteration"),
         f"target   {1e3 * steps['target step']['median']:.3f} ms a step",
@@ -200,6 +211,16 @@ def summary(record: Mapping[str, Any]) -> str:
     }
     shown = "; ".join(f"{gamma or 'plain decoding'} ({name})" for name, gamma in named.items() if gamma is not None)
     return "\n".join([*lines, "", f"best gamma: {shown}"])
+
+
+def same_positions(found: Mapping[str, Any]) -> str:
+    """A `Comparison` in words."""
+    difference, error = found["difference"], found["standard_error"]
+    spread = f" ± {error:.4f}, {abs(difference) / error:.1f} standard errors" if error else ""
+    return (
+        f"token verification accepted {found['counted']:.4f} of {found['positions']} tokens, whose mean of Σ min(p, q) is "
+        f"{found['overlap']:.4f}: difference {difference:+.4f}{spread}"
+    )
 
 
 def table_lines(record: Mapping[str, Any]) -> list[str]:

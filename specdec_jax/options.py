@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import checkpoints
+from specdec_jax.compatibility import UnsupportedCombination, check_pair, check_policy
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
@@ -18,14 +19,7 @@ from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.formats import own
 from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.request import (
-    MAX_GAMMA,
-    UnsupportedCombination,
-    check_limits,
-    check_pair,
-    check_policy,
-    verifier_settings,
-)
+from specdec_jax.request import MAX_GAMMA, check_limits, verifier_settings
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import Mesh, ShardingRules, make_mesh, parse_mesh
 from specdec_jax.verification import FORCED, LOSSY, VERIFIERS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from specdec_jax import measure, request
+from specdec_jax import compatibility, measure
 from specdec_jax.generate import GenerationResult
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
@@ -104,7 +104,7 @@ def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list
 def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], options) -> None:
     """Refuses prompts that are too long for one of the models, before a step compiles; `options` of a decoding command."""
     lengths = [len(ids) for batch in batches for ids in batch.ids]
-    request.check_prompts(target, drafter, lengths, options.max_new_tokens)
+    compatibility.check_prompts(target, drafter, lengths, options.max_new_tokens)
 
 
 def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Sequence[Batch]) -> None:

@@ -3,10 +3,11 @@
 import dataclasses
 import importlib.util
 import json
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_jax import benchmark, figures, paper, passes, records
+from specdec_jax import benchmark, figures, paper, passes, records, results
 from specdec_jax.benchmark import BenchmarkOptions, CheckFailed
 from specdec_jax.inference import drafter_contents
 from specdec_jax.journal import Journal, digest
@@ -47,7 +48,9 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
         lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
         how = [dict(temperature=0.0, verifier="token"), dict(temperature=1.0, verifier="token"), *lenient]
     made = [
-        dataclasses.replace(options, suite=None, output=None, **drafter, **one) for drafter in drafters for one in how
+        dataclasses.replace(options, suite=None, output=None, report=None, **drafter, **one)
+        for drafter in drafters
+        for one in how
     ]
     for row in made:
         row.check()
@@ -60,6 +63,8 @@ def _check(options: BenchmarkOptions) -> None:
     if not options.output:
         raise ValueError(f"output: got nothing with suite={options.suite!r}, expected the file of its records")
     check_output(options.output)
+    if options.report:
+        figures.check_page("report", options.report)
     if not (_names(options.drafter) or _names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
     if options.preset and not options.forced_alpha:
@@ -106,8 +111,14 @@ def _run(options: BenchmarkOptions) -> None:
         if failed:
             raise CheckFailed("; ".join(failed))
         journal.finish()
-    print(_table([line for record in figures.read_records(options.output) for line in figures.rows(record)]))
-    print(f"wrote {options.output}; `specdec figures --records={options.output}` draws it")
+    found = results.read_records(options.output)
+    print(_table([line for record in found for line in results.rows(record)]))
+    if options.report:
+        page = figures.report([(pathlib.Path(options.output), record) for record in found])
+        pathlib.Path(options.report).write_text(page, encoding="utf-8")
+        print(f"wrote {options.output} and {options.report}")
+    else:
+        print(f"wrote {options.output}; `specdec figures --records={options.output}` draws it")
 
 
 def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[str]]:
@@ -154,7 +165,7 @@ def _title(row: BenchmarkOptions) -> str:
     return f"== {target} with {drafter}, temperature {row.temperature:g}{lenience}"
 
 
-def _table(found: Sequence[figures.Row]) -> str:
+def _table(found: Sequence[results.Row]) -> str:
     """Rows as in table 2 and 4: expected is theorem 3.8 with the measured v, encoders and lengths."""
     shown = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"
     lines = [f"{'drafter':<28} T  verification          γ  α      c      v     expected  measured"]

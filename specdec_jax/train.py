@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import rich.console
 
-from specdec_jax import checkpoints, data, tasks
+from specdec_jax import checkpoints, corpora, data
 from specdec_jax.losses import (
     DIVERGENCES,
     Likeness,
@@ -150,12 +150,12 @@ class TrainConfig:
             _expect(getattr(self, name) == default, name, getattr(self, name), "none: sequence_length says it here")
 
     @property
-    def task(self) -> tasks.Task:
+    def corpus(self) -> corpora.Corpus:
         """What the model is trained on."""
         if isinstance(self.model, GPTConfig):
             assert self.sequence_length is not None
-            return tasks.Text(self.sequence_length)
-        return tasks.Pairs(self.buckets, self.target_buckets)
+            return corpora.Text(self.sequence_length)
+        return corpora.Pairs(self.buckets, self.target_buckets)
 
     def paths(self, name: str) -> list[pathlib.Path]:
         """`train_files` or `validation_files` with their folder."""
@@ -199,7 +199,7 @@ def go_on(run: "Run", console: rich.console.Console) -> TrainState:
     start = int(state.step)
     console.print(
         f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
-        f"epoch, {config.task.summary(run.batches)}; {parameter_count(state.params):,} parameters, "
+        f"epoch, {config.corpus.summary(run.batches)}; {parameter_count(state.params):,} parameters, "
         f"{run.objective.model.config.dtype}",
         markup=False,
     )
@@ -233,10 +233,10 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     else:
         raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
     network = dataclasses.replace(config.model, matmul_dtype=None, dropout_rate=0.0)
-    vocabulary = tasks.recorded_vocabulary(_vocabulary_path(config), config.vocabulary_size)
+    vocabulary = corpora.recorded_vocabulary(_vocabulary_path(config), config.vocabulary_size)
     fingerprint = output / _ENCODER
     model = LanguageModel(
-        network, params, vocabulary, start_token=config.task.start_token(vocabulary), eos_ids=vocabulary.eos_ids, name=path.name,
+        network, params, vocabulary, start_token=config.corpus.start_token(vocabulary), eos_ids=vocabulary.eos_ids, name=path.name,
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
     )  # fmt: skip
     checkpoints.save(model, path, dtype=dtype)
@@ -396,7 +396,7 @@ def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
 def check_files(config: TrainConfig) -> None:
     for name in ("train_files", "validation_files"):
         for path in config.paths(name):
-            _expect(path.is_file(), name, str(path), config.task.files)
+            _expect(path.is_file(), name, str(path), config.corpus.files)
     output = pathlib.Path(config.output_dir)
     _expect(output.is_dir() or not output.exists(), "output_dir", config.output_dir, "a folder, or none yet")
 
@@ -430,7 +430,7 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     _expect(teacher.config.encoder_dim is None, "teacher", config.teacher, "a model with an encoder of its own")
     width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
     _expect(width == expected, "teacher", f"an encoder of width {width}", f"model.encoder_dim = {expected}")
-    tasks.check_special("teacher", teacher.vocabulary, teacher.start_token, config.task)
+    corpora.check_special("teacher", teacher.vocabulary, teacher.start_token, config.corpus)
     return teacher
 
 
@@ -453,11 +453,11 @@ def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> data.Sent
         given["the teacher"] = teacher.vocabulary
     if config.initialise_from is not None:
         pieces, start_token = checkpoints.load_vocabulary(config.initialise_from)
-        tasks.check_special("initialise_from", pieces, start_token, config.task)
+        corpora.check_special("initialise_from", pieces, start_token, config.corpus)
         given[config.initialise_from] = pieces
-    make = lambda: tasks.trained_vocabulary(config.task, config.paths("train_files"), config.vocabulary_size)
-    return tasks.vocabulary_at(_vocabulary_path(config), config.vocabulary_size, given, make)
+    make = lambda: corpora.trained_vocabulary(config.corpus, config.paths("train_files"), config.vocabulary_size)
+    return corpora.vocabulary_at(_vocabulary_path(config), config.vocabulary_size, given, make)
 
 
 def _batches(config: TrainConfig, vocabulary, paths) -> data.BucketedBatches:
-    return config.task.batches(vocabulary, paths, config.model.vocab_size, config.batch_tokens, config.seed)
+    return config.corpus.batches(vocabulary, paths, config.model.vocab_size, config.batch_tokens, config.seed)

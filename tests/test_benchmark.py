@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import against, benchmark, figures, measure, passes, progress, records, speculative, traces
+from specdec_jax import against, benchmark, measure, passes, progress, records, results, speculative, traces
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, TraceStep
 from specdec_jax.measure import Spread
@@ -70,7 +70,7 @@ def test_record(measured):
     record, problems = measured
     assert problems == []
     assert json.loads(json.dumps(record))["speculative"] == record["speculative"]
-    (row,) = figures.rows(record)
+    (row,) = results.rows(record)
     assert (row.target, row.gamma, row.improvement.median) == (
         "target",
         3,

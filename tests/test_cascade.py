@@ -14,8 +14,9 @@ from toy_models import HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax import benchmark, passes, records, sampling
+from specdec_jax.compatibility import check_pair
 from specdec_jax.drafters import cascade
-from specdec_jax.request import check_pair, prepare
+from specdec_jax.request import prepare
 from specdec_jax.sampling import PointMass, SamplingConfig
 
 V, B, LIMIT, EOS = 16, 12, 12, 1

@@ -1,5 +1,7 @@
 """`specdec figures`: the paper's tables from our formulas, and records laid beside them."""
 
+import dataclasses
+import html
 import json
 import pathlib
 import re
@@ -7,7 +9,7 @@ import re
 import gin
 import pytest
 
-from specdec_jax import analysis, benchmark, cli, figures, paper, plots
+from specdec_jax import analysis, benchmark, cli, figures, paper, plots, results
 from specdec_jax.measure import Spread
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
@@ -92,21 +94,94 @@ def test_there_is_a_configuration_for_every_row_of_table_2(row):
 
 def test_rows_of_every_kind_of_record():
     spread = Spread(1.5, 1.25, 1.75)
-    assert figures.rows(BENCHMARK) == [
-        figures.Row(
+    assert results.rows(BENCHMARK) == [
+        results.Row(
             "big", "small", "7 of ende/test.tsv.gz", 0.0, "block", 3, 0.8125, 0.0625, 1.375, 2.75, 1.625, spread, 0
         )
     ]
-    assert figures.rows(MEASURE) == [
-        figures.Row(
+    assert results.rows(MEASURE) == [
+        results.Row(
             "big", "small", "7 of built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
         )
     ]
-    assert figures.rows(COMPARED) == [
-        figures.Row(
+    assert results.rows(COMPARED) == [
+        results.Row(
             "big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0
         )
     ]
+
+
+ESTIMATE = {
+    "what": "compiler's memory analysis, ahead of time; not a measurement", "topology": "v4:2x2x1", "target": "t5_1_1/xxl",
+    "drafter": "t5_1_1/small", "gamma": 7, "batch_size": 1, "dtype": "bfloat16", "weights_gb": 22.44, "needed_gb": 23.36,
+    "memory_gb": 32.0, "fits": True, "copied_in_loops": ["f32[2,3]"],
+    "times": {"what": "the compiler's own estimate; not a measurement", "rows": [{
+        "task": "EnDe", "drafter": "t5_1_1/small", "temperature": 0, "gamma": 7, "alpha_paper": 0.75, "c_paper": 0.02,
+        "expected_paper": 3.2, "measured_paper": 3.4, "as compiled": {"c": 0.0156, "v": 0.75, "improvement": 3.25},
+        "as for two positions": {"c": 0.0312, "v": 1.125, "improvement": 2.5},
+    }]},
+}  # fmt: skip
+
+
+def test_the_compilers_estimates_are_called_that():
+    text = figures.report([(pathlib.Path("tpu.json"), ESTIMATE)])
+    measured, _, estimated = text.partition("<h2>Estimated, not measured</h2>")
+    assert (
+        "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop bodies copy: 1."
+        in estimated
+    )
+    cells = [
+        "EnDe, t5_1_1/small",
+        "0",
+        "7",
+        "0.75",
+        "0.02",
+        "0.016",
+        "0.75",
+        "3.25",
+        "0.031",
+        "1.12",
+        "2.50",
+        "3.2",
+        "3.4",
+    ]
+    assert re.findall("<td>(.*?)</td>", estimated)[: len(cells)] == cells and "tpu.json" not in measured
+    memory = figures.report(
+        [(pathlib.Path("tpu.json"), {name: ESTIMATE[name] for name in ESTIMATE if name != "times"})]
+    )
+    assert "does not fit" not in memory and "by the compiler" not in memory
+    assert "does not fit" in figures.report([(pathlib.Path("tpu.json"), ESTIMATE | {"fits": False})])
+
+
+def test_what_was_not_measured_is_said():
+    """Each with its command, which the command line understands."""
+    what = ["An accelerator", "T5X's own decoding", "The TPU compiler's estimates"]
+    listed = lambda *found: figures.report([(pathlib.Path("a"), record) for record in found]).partition(
+        "no such record was given"
+    )[2]
+    assert [name in html.unescape(listed(BENCHMARK)) for name in what] == [True] * 3
+    gpu = BENCHMARK | {"machine": MACHINE | {"device": "gpu: NVIDIA H100, 1"}}
+    assert [name in html.unescape(listed(BENCHMARK, gpu, ESTIMATE)) for name in what] == [False, True, False]
+    assert not listed(gpu, ESTIMATE, BENCHMARK | {"against": AGAINST})
+    for _, _, command in figures._EXPECTED[:2]:
+        flags = [flag.split("=")[0].removeprefix("--") for flag in command.split()[2:]]
+        assert set(flags) <= {field.name for field in dataclasses.fields(benchmark.BenchmarkOptions)}
+
+
+AGAINST = {
+    "name": "t5x",
+    "improvement": {"plain": IMPROVEMENT, "gamma 3": IMPROVEMENT | {"median": 1.625}},
+    "differences": [{}],
+}
+
+
+def test_another_implementation_is_laid_beside():
+    text = figures.report([(pathlib.Path("t5x.json"), BENCHMARK | {"against": AGAINST})])
+    assert (
+        "Time of t5x&#x27;s own decoding over ours" in text
+        and "Inputs with other tokens than plain decoding: 1." in text
+    )
+    assert "<td>gamma 3</td><td>1.625 (1.250 to 1.750)</td>" in text
 
 
 @pytest.fixture
@@ -126,9 +201,22 @@ def page(tmp_path):
 def test_the_page_says_what_the_records_say(page):
     text = page("report.html")
     cells = [re.findall("<t[dh]>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)]
-    assert ["small", "block", "3", "0.812", "0.062", "1.38", "2.75", "1.625", "1.500 (1.250 to 1.750)", "0"] in cells
-    assert ["small", "token", "1", "0.625", "0.062", "1.25", "1.62", "1.240", "-", "-"] in cells
-    assert ["lookup,gamma=2", "token", "-", "0.250", "-", "-", "1.12", "-", "1.500 (1.250 to 1.750)", "0"] in cells
+    measured = "1.500 (1.250 to 1.750)"
+    assert [
+        "small",
+        "block",
+        "3",
+        "0.812",
+        "0.062",
+        "1.38",
+        "2.75",
+        "1.625",
+        measured,
+        "0.923 (0.769 to 1.077)",
+        "0",
+    ] in cells
+    assert ["small", "token", "1", "0.625", "0.062", "1.25", "1.62", "1.240", "-", "-", "-"] in cells
+    assert ["lookup,gamma=2", "token", "-", "0.250", "-", "-", "1.12", "-", measured, "-", "0"] in cells
     assert ["0.9", "10", "1.60", "1.60", "6.86", "6.86"] in cells
     # Table 3: the paper's, and ours at the temperature that was measured.
     assert ["T5-XXL (EnDe)", "bigram", "paper", "0.20", "0.19"] in cells
@@ -150,7 +238,7 @@ def test_the_page_stands_alone_and_is_the_same_again(page):
 def test_forced_acceptance_is_marked_and_no_measured_alpha():
     record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
     record["speculative"][0]["forced_alpha"] = 0.8
-    (row,) = figures.rows(record)
+    (row,) = results.rows(record)
     assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 of random ids")
     text = figures.report([(pathlib.Path("forced.json"), record)])
     assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
@@ -166,7 +254,7 @@ def test_lenience_makes_a_table_of_its_own():
 
     named = [(pathlib.Path(f"{value}.json"), record(value, 1 - value / 2)) for value in (0.25, 1.0)]
     text = figures.report([*named, (pathlib.Path("exact.json"), BENCHMARK)])
-    table = text.partition("Table 5. α and improvement over lenience")[2]
+    table = text.partition("Table 5. α and improvement over lenience")[2].partition("</table>")[0]
     assert re.findall("<th>(.*?)</th>", table)[-2:] == ["l = 1", "l = 0.25"]
     cells = ["big", "small", "7 of ende/test.tsv.gz", "1", "3"]
     assert re.findall("<td>(.*?)</td>", table) == [
@@ -199,6 +287,14 @@ def test_half_a_record_is_none(tmp_path, capsys, missing):
     assert cli.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     assert f"got {path} (KeyError" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("missing", ["weights_gb", "copied_in_loops", "as compiled"])
+def test_half_an_estimate_is_none(tmp_path, capsys, missing):
+    text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
+    (tmp_path / "half.json").write_text(text, encoding="utf-8")
+    assert cli.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert "KeyError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])

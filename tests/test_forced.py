@@ -9,11 +9,11 @@ import pytest
 
 import specdec_jax as sd
 from specdec_jax import benchmark, cli, passes, records
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.drafters.lookup import RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.request import UnsupportedCombination
 from specdec_jax.sampling import Law
 from specdec_jax.verification import Draws, Settings, verify_forced
 

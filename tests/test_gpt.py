@@ -16,7 +16,7 @@ from golden_models import GOLDEN
 from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, checkpoints, cli, distill, inference, measure, passes
+from specdec_jax import acceptance, benchmark, checkpoints, cli, distill, inference, measure, passes
 from specdec_jax.cache import KVCache
 from specdec_jax.formats import huggingface, leaves
 from specdec_jax.models import base, heads
@@ -467,7 +467,7 @@ def test_what_is_measured_of_a_prompt():
     )
 
     config, tokens = SamplingConfig(temperature=1.0, repetition_penalty=1.5), plain.tokens[:2, :8]
-    agreed = measure.agreement(target, draft, PAIR_PROMPTS, tokens, np.array([8, 8]), config)
+    agreed = acceptance.agreement(target, draft, PAIR_PROMPTS, tokens, np.array([8, 8]), config)
     for row, prompt in enumerate(PAIR_PROMPTS):
         whole, laws = np.array([[*prompt, *tokens[row]]]), []
         for model in (target, draft):

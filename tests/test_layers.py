@@ -34,8 +34,8 @@ LAYERS = [
         *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
         *("drafters.exit", "drafters.cascade", "drafters.heads"),
     },
-    {"request", "generate", "jobs"},
-    {"checkpoints", "data", "journal", "losses", "optimizer", "progress", "runs", "tasks", "train", "train_heads"},
+    {"compatibility", "request", "generate", "jobs"},
+    {"checkpoints", "data", "journal", "losses", "optimizer", "progress", "runs", "corpora", "train", "train_heads"},
     {"interop", "interop.decoding", "interop.seqio", "interop.t5x", "interop.tasks", "interop.vocabularies"},
     {
         *(
@@ -52,7 +52,7 @@ LAYERS = [
             "converting",
             "distill",
         ),
-        *("passes", "acceptance", "measuring", "tuning", "plots", "figures", "traces"),
+        *("passes", "acceptance", "measuring", "tuning", "plots", "results", "figures", "traces"),
     },
     {"cli"},
 ]

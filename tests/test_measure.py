@@ -13,7 +13,7 @@ import toy
 import toy_processors
 from toy_models import HashModel
 
-from specdec_jax import acceptance, analysis, figures, measure, measuring, passes, plots, speculative
+from specdec_jax import acceptance, analysis, figures, measure, measuring, passes, plots, results, speculative
 from specdec_jax.drafters.lookup import RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate
@@ -55,7 +55,7 @@ ADJUSTED = {
 @pytest.mark.parametrize("name", sorted(ADJUSTED))
 def test_agreement_is_that_of_the_laws_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
-    found = measure.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name]))
+    found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name]))
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     for row, length in enumerate(lengths):
         fed = [TARGET.start_token, *tokens[row, : max(0, length - 1)].tolist()]
@@ -144,7 +144,7 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     batch = passes.cut(inputs, inputs, 512, 0)[0]
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     plain = generate(TARGET, batch.ids, key=batch.keys, **how.decoding(plain=True))
-    agreed = measure.agreement(TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling())
+    agreed = acceptance.agreement(TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling())
     expected = []
     for row, length in enumerate(plain.lengths):
         stands = acceptance.along(agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier])
@@ -155,6 +155,60 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     error = np.hypot(np.std(made), np.std(expected)) / np.sqrt(512)
     assert abs(np.mean(made) - np.mean(expected)) < 5 * error
     assert error < 0.06 * np.mean(made), "or it would show nothing"
+
+
+SAMPLED = {
+    "temperature": dict(temperature=1.0),
+    "filters": dict(temperature=0.9, top_k=7, top_p=0.9),
+    "processors": dict(temperature=1.0, repetition_penalty=2.0, min_new_tokens=3, forbidden_tokens=(5,)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLED))
+def test_counting_and_overlap_agree_on_the_same_positions(name):
+    """Corollary 3.6, on the real random path: within three standard errors of 256 rows. What is compared are other tokens than
+    those of plain decoding, and a drafter that is scored as another one is found out."""
+    how, drafter = options(seed=1, **SAMPLED[name]), ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
+    inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
+    batches = passes.cut(inputs, inputs, 128, 0)
+    found = acceptance.compared(TARGET, drafter, batches, 3, how)
+    result = [
+        generate(
+            TARGET, batch.inputs, drafter=drafter, gamma=3, key=batch.keys, **how.decoding() | {"verifier": "token"}
+        )
+        for batch in batches
+    ]
+    examined = sum(int(one.stats.examined_by_position.sum()) for one in result)
+    assert found.positions == examined > 1000
+    assert found.counted == pytest.approx(sum(one.stats.accepted for one in result) / examined)
+    assert found.difference == pytest.approx(found.counted - found.overlap)
+    assert 0 < abs(found.difference) < 3 * found.standard_error < 0.05
+    strict = acceptance.compared(TARGET, drafter, batches, 1, options(seed=1, temperature=1.0))
+    assert strict.positions != found.positions
+
+
+def test_counting_and_overlap_are_one_with_argmax():
+    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(9, 4)
+    found = acceptance.compared(TARGET, drafter, batches, 3, options())
+    assert found.counted == found.overlap and found.difference == 0 and 0 < found.counted < 1
+
+
+def test_another_drafters_law_does_not_agree(monkeypatch):
+    """The comparison is sharp: it tells a drafter from a worse one, and positions from their neighbours."""
+    drafter, inputs = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), [[2 + i % 8, 3] for i in range(256)]
+    batches, agreement = passes.cut(inputs, inputs, 256, 0), acceptance.agreement
+    other = HashModel(V, 1, likeness=0.5, spread=6.0)
+    monkeypatch.setattr(acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest))
+    found = acceptance.compared(TARGET, drafter, batches, 3, options(temperature=0.5, seed=1))
+    assert abs(found.difference) > 3 * found.standard_error
+
+    def shifted(*args):
+        agreed = agreement(*args)
+        return agreed._replace(overlap=np.roll(agreed.overlap, 1, axis=1))
+
+    monkeypatch.setattr(acceptance, "agreement", shifted)
+    found = acceptance.compared(TARGET, drafter, batches_of(9, 4), 3, options())
+    assert found.difference != 0
 
 
 def test_what_cannot_be_scored_is_counted():
@@ -223,12 +277,25 @@ def test_command(specdec, sentences, tmp_path, drafter):
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert [row.gamma for row in figures.rows(record)] == [row["gamma"] for row in record["table"]]
+    assert [row.gamma for row in results.rows(record)] == [row["gamma"] for row in record["table"]]
     assert out == measuring.summary(record) + "\n"
     assert record["sentences"] == 2 and [row["gamma"] for row in record["table"]] == [1, 2]
     assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
     assert record["acceptance"]["how"] == ("scored" if drafter == "DRAFTER" else "counted")
+    assert record["same_positions"] is None and "token verification accepted" not in out
     assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
+
+
+def test_command_compares(specdec, sentences, tmp_path):
+    files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
+    code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", "--compare_alpha", "--temperature=1", *files)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    line = measuring.same_positions(record["same_positions"])
+    assert record["same_positions"]["positions"] > 0 and line in out and out == measuring.summary(record) + "\n"
+    assert f"<p>{line}.</p>" in figures.report([(tmp_path / "record.json", record)])
+    code, out, err = specdec("measure", *FLAGS, "--drafter=lookup", "--compare_alpha", *files)
+    assert code == 2 and not out and "compare_alpha: got it with lookup, expected a drafter that draws" in err
 
 
 def test_figure_needs_matplotlib(specdec, monkeypatch):

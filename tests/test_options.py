@@ -30,10 +30,11 @@ from toy_options import (
     slow_greedy,
 )  # fmt: skip
 
+from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance, generate, stream, trace
 from specdec_jax.inference import GenerateOptions
-from specdec_jax.request import UnsupportedCombination, plan, prefill
+from specdec_jax.request import plan, prefill
 from specdec_jax.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -10,7 +10,7 @@ from toy_models import compilations, noisy_copy, tiny_t5
 from toy_training import TINY, config_of
 
 import specdec_jax as sd
-from specdec_jax import checkpoints, distill, measure, train
+from specdec_jax import acceptance, checkpoints, distill, train
 from specdec_jax.formats.leaves import flatten, parameter_count
 from specdec_jax.interop.decoding import Decoder
 from specdec_jax.models.base import LanguageModel
@@ -77,7 +77,7 @@ def test_scores_with_the_targets_encoder():
     with pytest.raises(ValueError, match="encoder: got one of width 8, expected a model of width 16"):
         model.logits(inputs, fed, encoder=tiny_t5(0, V, emb_dim=8))
     tokens = decode(None)
-    agreed = measure.agreement(TARGET, model, INPUTS, tokens.tokens, tokens.lengths, SamplingConfig())
+    agreed = acceptance.agreement(TARGET, model, INPUTS, tokens.tokens, tokens.lengths, SamplingConfig())
     live = np.arange(agreed.overlap.shape[1]) < tokens.lengths[:, None]
     assert np.all(agreed.overlap[live] == 1)
 

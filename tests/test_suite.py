@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec_jax import benchmark, cli, figures, suite
+from specdec_jax import benchmark, cli, results, suite
 from specdec_jax.benchmark import BenchmarkOptions
 from specdec_jax.models.base import PRESETS
 from specdec_jax.models.t5 import T5Config
@@ -50,7 +50,7 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     code, out, err = specdec(*FLAGS, "--output", output)
     assert code == 0 and "1 of 2 rows are there" in err
     assert begun == [("tiny", None), (None, "lookup"), (None, "lookup")]
-    first, second = figures.read_records(output)
+    first, second = results.read_records(output)
     assert [first["drafter"]["name"], second["drafter"]["name"]] == ["tiny", "prompt lookup"]
     for record in (first, second):
         assert [(arm["gamma"], arm["forced_alpha"]) for arm in record["speculative"]] == [
@@ -66,6 +66,15 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert cli.main(["figures", f"--records={output}", f"--output={report}"]) == 0
     text = report.read_text(encoding="utf-8")
     assert text.count("forced, α = 0.4") >= 4 and "prompt lookup" in text
+
+
+def test_one_command_makes_the_page(specdec, tmp_path):
+    output, report = tmp_path / "records.jsonl", tmp_path / "report.html"
+    code, out, _ = specdec(*FLAGS, "--output", output, "--report", report)
+    assert code == 0 and f"wrote {output} and {report}" in out
+    again = tmp_path / "again.html"
+    assert cli.main(["figures", f"--records={output}", f"--output={again}"]) == 0
+    assert report.read_text(encoding="utf-8") == again.read_text(encoding="utf-8")
 
 
 def test_a_row_that_fails_a_check_is_not_kept(specdec, monkeypatch, tmp_path):
@@ -100,6 +109,8 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
         (["--suite=paper", "--target=t", "--drafter=d", "--json", "--output=r.jsonl"], "json: got True with"),
         (["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"], "gamma: got 0"),
         (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--forced_alpha=1", "--output=r.jsonl"], "got 'huge'"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', expected"),
+        (["--target=t", "--drafter=d", "--report=r.html"], "report: got 'r.html' without a suite"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"], "output: got 'nowhere/r.jsonl'"),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from toy_models import compilations
 from toy_training import CONFIGS, ORDER, TINY, TINY_GPT, config_of, random_params, text_config, write_text
 
 import specdec_jax as sd
-from specdec_jax import cli, data, losses, measuring, optimizer, passes, runs, tasks, train, tuning
+from specdec_jax import cli, corpora, data, losses, measuring, optimizer, passes, runs, train, tuning
 from specdec_jax.formats import leaves
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
 
@@ -74,7 +74,7 @@ def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
     (tmp_path / "b.txt").write_text("hijklmnop")
     vocabulary = data.ByteVocabulary(0)
     stream = [1] + [i for text in ("abc", "de fg", "hijklmnop") for i in [*vocabulary.encode(text), 1]]
-    batches = tasks.Text(6).batches(vocabulary, [tmp_path / "a.txt", tmp_path / "b.txt"], 300, 13, 0)
+    batches = corpora.Text(6).batches(vocabulary, [tmp_path / "a.txt", tmp_path / "b.txt"], 300, 13, 0)
     assert batches.per_epoch == 2 and batches.pairs == 4 and batches.dropped == 0
     for epoch in range(2):
         found = [batches[2 * epoch + step] for step in range(2)]
@@ -86,13 +86,13 @@ def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
             )
             rows.remove(block)
         assert not rows
-    assert tasks.Text(6).start_token(vocabulary) == 1 and tasks.Text(6).summary(batches) == "4 blocks of 6 pieces"
+    assert corpora.Text(6).start_token(vocabulary) == 1 and corpora.Text(6).summary(batches) == "4 blocks of 6 pieces"
 
 
 def test_a_vocabulary_learns_from_all_of_a_long_document(tmp_path):
     lines = ["word " * 450, "字" * 2100, "short"]
     (tmp_path / "a.txt").write_text("\n".join(lines))
-    parts = list(tasks.Text(6).texts([tmp_path / "a.txt"]))
+    parts = list(corpora.Text(6).texts([tmp_path / "a.txt"]))
     assert max(map(len, parts)) == 1000 and [len(part) for part in parts[-4:]] == [1000, 1000, 100, 5]
     assert "".join(parts) == "".join(lines).replace("word " * 450, ("word " * 450).strip())
     assert all(part.strip().startswith("word") and part.endswith("word") for part in parts[:-4])
@@ -345,7 +345,9 @@ def test_configurations(pair, preset, tmp_path):
         gin.parse_config_files_and_bindings([str(CONFIGS / f"wikitext_{name}.gin")], bindings)
         config = gin.get_configurable(train.TrainConfig)()
         gin.clear_config()
-        assert isinstance(config.task, tasks.Text) and config.paths("train_files")[0].parent == tmp_path / "wikitext2"
+        assert (
+            isinstance(config.corpus, corpora.Text) and config.paths("train_files")[0].parent == tmp_path / "wikitext2"
+        )
         assert (config.teacher is None) == (number == 0)
         if preset:
             assert dataclasses.replace(config.model, dropout_rate=0.0) == GPT_PRESETS[preset[number]]

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.compatibility import check_policy
 from specdec_jax.formats.leaves import check_shapes, flatten, parameter_shapes
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.generate import advance
 from specdec_jax.models import packing
 from specdec_jax.models.base import Network
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.request import check_policy, fold_keys, prefill, slots, verifier_settings
+from specdec_jax.request import fold_keys, prefill, slots, verifier_settings
 from specdec_jax.sampling import SamplingConfig, SamplingMode, SamplingRows
 from specdec_jax.speculative import Drafter, Program
 

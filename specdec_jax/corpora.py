@@ -1,6 +1,6 @@
 """What models of each kind are trained on: pairs of texts where there is an encoder, plain text where there is none.
 
-A task makes batches (inputs, targets) out of files; `losses.py` says what a network makes of the two.
+A corpus makes batches (inputs, targets) out of files; `losses.py` says what a network makes of the two.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from specdec_jax.runs import write_atomically
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
 
 
-class Task(Protocol):
+class Corpus(Protocol):
     """What training does in its own way for a kind of model.
 
     Attributes:
@@ -117,23 +117,23 @@ def _check_padding(name: str, found: bool, vocabulary) -> None:
         raise ValueError(f"{name}: got the piece {vocabulary.piece(0)!r} with id 0, expected none: 0 is padding")
 
 
-def check_special(name: str, vocabulary, start_token: int, task: Task) -> None:
+def check_special(name: str, vocabulary, start_token: int, corpus: Corpus) -> None:
     """Refuses a model whose vocabulary or start token training does not know."""
     given = type(vocabulary).__name__
     if not isinstance(vocabulary, data.SentencePieceVocabulary):
         raise ValueError(f"{name}: got {given!r}, expected a SentencePiece vocabulary")
-    expected = task.start_token(vocabulary)
+    expected = corpus.start_token(vocabulary)
     if start_token != expected:
         raise ValueError(f"{name}: got {f'start token {start_token}'!r}, expected {expected}, that of training")
 
 
-def trained_vocabulary(task: Task, paths: Sequence, size: int) -> bytes:
-    """A SentencePiece model of `size` pieces, trained on the files of a task.
+def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
+    """A SentencePiece model of `size` pieces, trained on the files of a corpus.
 
     Raises:
       ValueError: as for reading the files, or another number of pieces than the texts allow.
     """
-    texts = task.texts(paths)
+    texts = corpus.texts(paths)
     try:
         return data.SentencePieceVocabulary.train(texts, size).model
     except RuntimeError as error:  # too many pieces for the text, too few for its characters

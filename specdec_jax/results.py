@@ -1,0 +1,132 @@
+"""Records of every kind, read and laid out in rows: one for each way of decoding that was timed."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from specdec_jax import records
+from specdec_jax.measure import Spread
+from specdec_jax.verification import FORCED
+
+
+class Row(NamedTuple):
+    """One way of decoding in one record; None is what it does not say."""
+
+    target: str
+    drafter: str
+    sentences: str
+    temperature: float
+    verifier: str
+    gamma: int | None
+    alpha: float | None
+    cost_ratio: float | None
+    verify_cost: float | None
+    tokens_per_call: float | None
+    predicted: float | None
+    improvement: Spread | None
+    differ: int | None
+
+
+def read_records(path: str) -> list[dict[str, Any]]:
+    """The record of a file, or those of a suite, one a line; its kind is told by what it holds.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+        # A suite's file begins with a whole record, the others are written over many lines.
+        lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
+        found = [json.loads(line) for line in lines]
+        for record in found:  # what the page will ask of it
+            if estimated(record):
+                memory_estimate(record), time_estimates(record)
+            else:
+                measured_at(record)
+                rows(record)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        expected = (
+            "a record of `specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
+        )
+        raise ValueError(f"records: got {path} ({type(error).__name__}: {error}), expected {expected}") from None
+    return found
+
+
+def rows(record: Mapping[str, Any]) -> list[Row]:
+    """What a record says about each way of decoding; an estimate says nothing."""
+    if estimated(record):
+        return []
+    if "arms" in record:
+        return [_compared(record, arm) for arm in record["arms"]]
+    options = record["options"]
+    preset = options.get("preset")
+    files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
+    named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
+    if "speculative" in record:
+        return [
+            Row(
+                *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
+                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
+                (arm["predicted"] or {}).get("with_lengths"), Spread(**arm["improvement"]), len(arm["differences"]),
+            )
+            for arm in record["speculative"]
+        ]  # fmt: skip
+    accepted, table = record["acceptance"], record["table"]
+    return [
+        Row(
+            *named, options["temperature"], options["verifier"], row["gamma"], accepted["alpha"], record["cost_ratio"],
+            row["verify_cost"], row["tokens"], row["with_verify_cost"], None, None,
+        )
+        for row in table
+    ]  # fmt: skip
+
+
+def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return options["verifier"] if arm["forced_alpha"] is None else f"{FORCED}, α = {arm['forced_alpha']:g}"
+
+
+def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
+    files = f"{record['sentences']} of {_short(record['input_file'])}"
+    return Row(
+        record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
+        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, Spread(**arm["improvement"]), arm["differ"],
+    )  # fmt: skip
+
+
+def _short(path: str | None) -> str:
+    """The file and its folder: no more of the machine that measured."""
+    return "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
+
+
+def estimated(record: Mapping[str, Any]) -> bool:
+    """Whether it is what a compiler says ahead of time (scripts/tpu_aot.py)."""
+    return "fits" in record
+
+
+def measured_at(record: Mapping[str, Any]) -> str:
+    machine = record["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *records.PACKAGES) if name in machine)
+    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}; {versions}"
+
+
+def memory_estimate(record: Mapping[str, Any]) -> str:
+    """What the compiler says of a pair's memory."""
+    pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
+    return (
+        f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
+        f"{record['topology']}: weights {record['weights_gb']:.1f} GB, needed {record['needed_gb']:.1f} of "
+        f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "
+        f"Arrays over a megabyte that loop bodies copy: {len(record['copied_in_loops'])}."
+    )
+
+
+def time_estimates(record: Mapping[str, Any]) -> list[tuple]:
+    """A line for every row of table 2: the paper's numbers, then c, v and improvement by the compiler's estimates, in both
+    ways that scripts/tpu_aot.py has them; none where it was not asked for times."""
+    cells = lambda found: (f"{found['c']:.3f}", f"{found['v']:.2f}", f"{found['improvement']:.2f}")
+    return [
+        (f"{row['task']}, {row['drafter']}", row["temperature"], row["gamma"], f"{row['alpha_paper']:.2f}", f"{row['c_paper']:.2f}",
+         *cells(row["as compiled"]), *cells(row["as for two positions"]), f"{row['expected_paper']:.1f}", f"{row['measured_paper']:.1f}")
+        for row in record.get("times", {"rows": ()})["rows"]
+    ]  # fmt: skip
