@@ -57,8 +57,8 @@ BLURRED = tuple(
     row for row in paper.TABLE_4 if round(analysis.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
 )
 _STYLE = """body { font-family: sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
-th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.8em; text-align: right } th { background: #f3f3f3 }
+table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; white-space: nowrap; font-weight: bold; padding: 0.3em 0 }
+th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.7em; text-align: right; font-size: 0.9em } td { white-space: nowrap } th { background: #f3f3f3 }
 td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }
 pre { white-space: pre-wrap } .committed { color: #777 } .accepted { color: #188038 } .corrected { color: #1a56c4; font-weight: bold }
 .rejected { color: #c5221f; text-decoration: line-through }"""

@@ -83,7 +83,10 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
 
 
 def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    return options["verifier"] if arm["forced_alpha"] is None else f"{FORCED}, α = {arm['forced_alpha']:g}"
+    if arm["forced_alpha"] is not None:
+        return f"{FORCED}, α = {arm['forced_alpha']:g}"
+    lenience = options.get("lenience")
+    return options["verifier"] + (f", l = {lenience:g}" if lenience is not None else "")
 
 
 def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:

@@ -260,6 +260,7 @@ def test_lenience_makes_a_table_of_its_own():
     assert re.findall("<td>(.*?)</td>", table) == [
         *cells, "0.500, 1.500 (1.250 to 1.750)", "0.875, 1.500 (1.250 to 1.750)"
     ]  # fmt: skip
+    assert "<td>lenient, l = 0.25</td>" in text
     assert "over lenience</caption>" not in figures.report([(pathlib.Path("exact.json"), BENCHMARK)])
 
 
