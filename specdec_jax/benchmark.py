@@ -234,7 +234,7 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
     """Single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     longest, room = lengths[-1], measure.total_slots(target, lengths[-1], options.max_new_tokens, max(options.gamma))
-    arms = measure.products_arms(target.network, rows)
+    arms = measure.products_arms(target.network, rows) | measure.bare_arms(target, drafter, rows, options.gamma)
     arms |= measure.step_arms(target, drafter, rows, lengths, room, options.gamma, options.gamma)
     for gamma in options.gamma if options.samples_preset else ():
         wide = target.network_for(rows * (gamma + 1))
@@ -258,6 +258,10 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
         "plain_over_products": (seconds.median - encoders) / max(calls, 1) / products,
         "cost_ratio": times["draft step"].median / step if "draft step" in times else None,
         "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
+        "bare": {
+            "cost_ratio": times["bare draft step"].median / products if "bare draft step" in times else None,
+            "verify_cost": {gamma: times[f"bare verify {gamma}"].median / products for gamma in gammas},
+        },
         "plain": {
             "seconds": seconds._asdict(),
             "tokens": plain.tokens,

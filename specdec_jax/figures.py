@@ -131,7 +131,8 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
-        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _shown(row.cost_ratio, 3), _shown(row.verify_cost, 2),
+        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
+         _with_bare(row.verify_cost, row.bare_verify_cost, 2),
          _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _spread(_reached(row)), _shown(row.differ, 0))
         for row in found
     ]  # fmt: skip
@@ -140,8 +141,8 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
         "verification",
         "γ",
         "α",
-        "c",
-        "v",
+        "c (products)",
+        "v (products)",
         "tokens per call",
         "predicted",
         "measured",
@@ -295,6 +296,11 @@ def _drawing(caption: str, figure) -> str:
 
 def _shown(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _with_bare(value: float | None, bare: float | None, digits: int) -> str:
+    """A cost and, in parentheses, that of its bare matrix products."""
+    return _shown(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
 
 
 def _spread(spread: Spread | None) -> str:

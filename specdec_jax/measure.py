@@ -376,13 +376,27 @@ def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object
     layouts = {"products": Products.of(network)}
     if any(leaf.ndim == 3 for leaf in jax.tree.leaves(layouts["products"].kernels)):
         layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
+    return {name: _products_arm(network, weights, batch) for name, weights in layouts.items()}
+
+
+def bare_arms(target: LanguageModel, drafter, rows: int, gammas: Sequence[int]) -> dict[str, Callable[[], object]]:
+    """As `products_arms`, in the loop's own layout: those of target calls over γ + 1 positions, and of a draft step where the
+    drafter's network is its model's."""
+    arms = {}
+    for gamma in gammas:
+        wide = rows * (gamma + 1)
+        network = target.network_for(wide)
+        arms[f"bare verify {gamma}"] = _products_arm(network, Products.of(network), wide)
+    if isinstance(drafter, ModelDrafter) and drafter.network is drafter.model.network:
+        arms["bare draft step"] = _products_arm(drafter.network, Products.of(drafter.network), rows)
+    return arms
+
+
+def _products_arm(network: Network, weights: Products, rows: int) -> Callable[[], object]:
     config = network.module.config
     width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
-    x = jax.random.normal(jax.random.key(0), (batch, width))
-    return {
-        name: functools.partial(bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS)
-        for name, weights in layouts.items()
-    }
+    x = jax.random.normal(jax.random.key(0), (rows, width))
+    return functools.partial(bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS)
 
 
 class Difference(NamedTuple):

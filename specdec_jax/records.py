@@ -206,14 +206,18 @@ def summary(record: Mapping[str, Any]) -> str:
         f"plain decoding over products {record['plain_over_products']:.3f} (encoder apart)",
     ]
     if "draft step" in steps:
-        lines.append(f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}")
+        bare = record["bare"]["cost_ratio"]
+        of_products = "" if bare is None else f" ({bare:.3f} of bare products)"
+        lines.append(
+            f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}{of_products}"
+        )
         lines += reductions(steps)
     elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
         lines.append("draft step     not timed alone (`specdec measure` times whole iterations)")
     elif record["drafter"]:
         lines.append("draft step     none, since no model drafts; c is counted as 0")
     for gamma, v in record["verify_cost"].items():
-        lines.append(f"v({int(gamma) + 1}) = {v:.3f}")
+        lines.append(f"v({int(gamma) + 1}) = {v:.3f} ({record['bare']['verify_cost'][gamma]:.3f} of bare products)")
     for gamma, added in record.get("sampling_cost", {}).items():
         lines.append(
             f"added to a target call over {int(gamma) + 1} positions by: "

@@ -26,6 +26,8 @@ class Row(NamedTuple):
     predicted: float | None
     improvement: Spread | None
     differ: int | None
+    bare_cost_ratio: float | None = None  # c and v of bare matrix products
+    bare_verify_cost: float | None = None
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
@@ -64,11 +66,13 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
     named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
     if "speculative" in record:
+        bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
         return [
             Row(
                 *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
                 record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
                 (arm["predicted"] or {}).get("with_lengths"), Spread(**arm["improvement"]), len(arm["differences"]),
+                bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
             )
             for arm in record["speculative"]
         ]  # fmt: skip

@@ -28,7 +28,7 @@ TIMES = {
     name: Spread(seconds, seconds, seconds)
     for name, seconds in {
         "products": 0.9, "target step": 1.0, "verify 3": 1.2, "draft step": 0.1, "target encoder 8": 2.0,
-        "drafter encoder 8": 0.5, "draft 3 and verify": 1.5,
+        "drafter encoder 8": 0.5, "draft 3 and verify": 1.5, "bare verify 3": 1.08, "bare draft step": 0.045,
     }.items()
 }  # fmt: skip
 
@@ -97,7 +97,11 @@ def test_summary_says_what_the_record_says(measured):
     record, _ = measured
     text = records.summary(record)
     assert f"{record['plain']['tokens']} tokens" in text
+    bare = record["bare"]
+    assert bare["cost_ratio"] > 0 and set(bare["verify_cost"]) == {"3"} == set(record["verify_cost"])
     assert "alpha 1.000" in text and "v(4) = " in text and "bare products" in text
+    assert f"c = {record['cost_ratio']:.3f} ({bare['cost_ratio']:.3f} of bare products)" in text
+    assert f"v(4) = {record['verify_cost']['3']:.3f} ({bare['verify_cost']['3']:.3f} of bare products)" in text
 
 
 def corrupt(monkeypatch, change):
@@ -166,6 +170,17 @@ def test_both_layouts_of_the_products_are_timed(monkeypatch):
     assert float(arms["products"]()) == pytest.approx(float(arms["products, checkpoint's layout"]()), rel=1e-3)
     monkeypatch.setattr(packing, "processor", lambda: "sapphire_rapids")
     assert list(measure.products_arms(LanguageModel.random(config).network, batch=1)) == ["products"]
+
+
+def test_bare_products_of_calls_and_drafts(target):
+    """Those of γ + 1 rows for every row; and the drafter's own weights, where its model's are what it multiplies with."""
+    arms = measure.bare_arms(target, ModelDrafter(target), 2, (1, 3))
+    assert {name: arm.args[1].shape[0] for name, arm in arms.items()} == {
+        "bare verify 1": 4, "bare verify 3": 8, "bare draft step": 2
+    }  # fmt: skip
+    assert all(float(arm()) > 0 for arm in arms.values())
+    assert list(measure.bare_arms(target, ModelDrafter(target, int8=True), 1, (2,))) == ["bare verify 2"]
+    assert list(measure.bare_arms(target, None, 1, (2,))) == ["bare verify 2"]
 
 
 def test_bare_products_multiply():

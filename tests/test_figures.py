@@ -18,7 +18,7 @@ IMPROVEMENT = {"median": 1.5, "least": 1.25, "most": 1.75}
 BENCHMARK = {
     "machine": MACHINE, "target": {"name": "big"}, "drafter": {"name": "small"}, "sentences": 7,
     "options": {"temperature": 0.0, "verifier": "block", "input_file": "/some/where/ende/test.tsv.gz"},
-    "cost_ratio": 0.0625, "verify_cost": {"3": 1.375},
+    "cost_ratio": 0.0625, "verify_cost": {"3": 1.375}, "bare": {"cost_ratio": 0.03125, "verify_cost": {"3": 1.25}},
     "speculative": [{
         "gamma": 3, "forced_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75}, "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
@@ -96,7 +96,21 @@ def test_rows_of_every_kind_of_record():
     spread = Spread(1.5, 1.25, 1.75)
     assert results.rows(BENCHMARK) == [
         results.Row(
-            "big", "small", "7 of ende/test.tsv.gz", 0.0, "block", 3, 0.8125, 0.0625, 1.375, 2.75, 1.625, spread, 0
+            "big",
+            "small",
+            "7 of ende/test.tsv.gz",
+            0.0,
+            "block",
+            3,
+            0.8125,
+            0.0625,
+            1.375,
+            2.75,
+            1.625,
+            spread,
+            0,
+            0.03125,
+            1.25,
         )
     ]
     assert results.rows(MEASURE) == [
@@ -207,8 +221,8 @@ def test_the_page_says_what_the_records_say(page):
         "block",
         "3",
         "0.812",
-        "0.062",
-        "1.38",
+        "0.062 (0.031)",
+        "1.38 (1.25)",
         "2.75",
         "1.625",
         measured,
