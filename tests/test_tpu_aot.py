@@ -1,0 +1,83 @@
+"""`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and what it reads from the text."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl.flags import FLAGS
+
+from specdec_jax import results
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "scripts" / "tpu_aot.py"
+PROGRAM = """
+import importlib.util, sys
+import jax
+from absl import app
+from specdec_jax.models import t5
+
+t5.PRESETS["tiny"] = t5.T5Config(32000, 64, 2, 8, 1, 1, 24)
+spec = importlib.util.spec_from_file_location("tpu_aot", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module._devices = jax.devices
+app.run(module.main, argv=["tpu_aot.py", *sys.argv[2:]])
+"""
+TINY = ["--target=tiny", "--drafter=tiny", "--input_length=8", "--max_new_tokens=8"]
+
+
+def compiled(*flags: str) -> tuple[int, dict]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, SCRIPT, *TINY, *flags], capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_pair_is_compiled_and_sized():
+    code, record = compiled("--gamma=2")
+    assert code == 0 and record["fits"] and record["gamma"] == 2 and record["drafter"] == "tiny"
+    assert 0 < record["weights_gb"] <= record["needed_gb"] <= record["memory_gb"] == 32
+    assert "tiny with tiny, γ = 2, batch 1, bfloat16" in results.memory_estimate(record)
+    assert results.time_estimates(record) == []
+
+
+def test_what_does_not_fit_exits_with_1():
+    code, record = compiled("--gamma=0", "--memory_gb=1e-9")
+    assert code == 1 and not record["fits"] and record["drafter"] is None
+
+
+@pytest.fixture(scope="module")
+def script():
+    """It as a module; its flags go again."""
+    spec = importlib.util.spec_from_file_location("tpu_aot", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    before = set(FLAGS)
+    spec.loader.exec_module(module)
+    yield module
+    for name in set(FLAGS) - before:
+        delattr(FLAGS, name)
+
+
+HLO = """
+%body (p: (f32[512,1024], f32[8])) -> (f32[512,1024], f32[8]) {
+  %copied = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %x)
+  %little = f32[8]{0} copy(f32[8]{0} %y)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = (f32[512,1024], f32[8]) while(%init), condition=%cond, body=%body
+  %outside = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %z), backend_config={"estimated_cycles":"2100"}
+  %r = f32[8]{0} all-reduce(f32[8]{0} %v), backend_config={"estimated_cycles":"1050"}
+  %unknown = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+
+
+def test_what_is_read_from_a_program(script, monkeypatch):
+    monkeypatch.setattr(script, "_CLOCK", type("Flag", (), {"value": 1.05}))
+    assert script.loop_copies(HLO) == ["f32[512,1024]"] and script.loop_copies(HLO, least=1) == [
+        "f32[512,1024]",
+        "f32[8]",
+    ]
+    assert script.estimated_seconds(HLO) == pytest.approx(3e-6) and script.collectives(HLO) == {"all-reduce": 1}
