@@ -191,19 +191,18 @@ class Comparison(NamedTuple):
     standard_error: float | None
 
 
-def compared(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options) -> Comparison:
-    """Decodes by token verification, one iteration at a time, and scores the positions that were examined.
+def compared(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options) -> Comparison | None:
+    """Decodes by token verification, one iteration at a time, and scores the positions that were examined; None where nothing
+    was drafted.
 
     Args:
       drafter: one that is `scorable`.
       gamma: γ.
       options: of a decoding command.
-
-    Raises:
-      ValueError: nothing was drafted.
     """
     config, counts, stood, overlaps = options.sampling(), [], [], []
-    decoding = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier="token")
+    token = dict(verifier="token", lenience=None, typical_epsilon=None, typical_delta=None)
+    decoding = options.decoding() | dict(drafter=drafter, gamma=gamma) | token
     for batch in track(batches, len(batches), "comparing"):
         state, request = prepare(target, batch.inputs, key=batch.keys, **decoding)
         found: list[list[int]] = [[] for _ in batch.ids]
@@ -223,7 +222,7 @@ def compared(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int
             stood.append(int(accepted[row]))
             overlaps.append(float(agreed.overlap[row, places].sum()))
     if not sum(counts):
-        raise ValueError("got outputs of which nothing was drafted, expected longer ones to compare on")
+        return None
     differences = np.array(stood) - np.array(overlaps)
     difference, error = analysis.clustered_mean(differences, counts)
     return Comparison(sum(counts), sum(stood) / sum(counts), sum(overlaps) / sum(counts), difference, error)

@@ -250,6 +250,7 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
     encoders = sum(times[f"target encoder {length}"].median for length in padded)
     seconds = Spread.of(plain.seconds)
     products = min(spread.median for name, spread in times.items() if name.startswith("products"))
+    own = times["products"].median  # in the loop's own layout, as those of calls and drafts
     gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
     return {
         **records.head(target, drafter, batches, options),
@@ -259,8 +260,8 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
         "cost_ratio": times["draft step"].median / step if "draft step" in times else None,
         "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
         "bare": {
-            "cost_ratio": times["bare draft step"].median / products if "bare draft step" in times else None,
-            "verify_cost": {gamma: times[f"bare verify {gamma}"].median / products for gamma in gammas},
+            "cost_ratio": times["bare draft step"].median / own if "bare draft step" in times else None,
+            "verify_cost": {gamma: times[f"bare verify {gamma}"].median / own for gamma in gammas},
         },
         "plain": {
             "seconds": seconds._asdict(),

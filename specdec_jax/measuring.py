@@ -31,7 +31,7 @@ class MeasureOptions(DecodingOptions):
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
         False, "decode by token verification with gamma_max too, and compare alpha by counting with alpha by the models' laws on "
-        "the same positions"
+        "the same positions; for a model that drafts, in full precision and with its whole head"
     )  # fmt: skip
     repeats: int = option(3, "passes over the single steps; medians and spread are over them")
     output: str | None = option(None, "file that the JSON record is written to")
@@ -44,6 +44,10 @@ class MeasureOptions(DecodingOptions):
         at_least(1, gamma_max=self.gamma_max)
         for width in self.widths:
             at_least(2, widths=width)
+        if self.compare_alpha and self.max_new_tokens == 1:
+            raise UnsupportedCombination(
+                "compare_alpha: got it with max_new_tokens=1, expected at least 2: nothing is drafted before the last token"
+            )
         check_output(self.output)
         if self.plot:
             plots.check(self.plot)
@@ -96,15 +100,16 @@ def measured(target, drafter, batches: Sequence[passes.Batch], options: MeasureO
     passes.check_prompts(target, drafter, batches, options)
     if options.compare_alpha and not acceptance.scorable(drafter):
         raise UnsupportedCombination(
-            f"compare_alpha: got it with {drafter.name}, expected a drafter that draws from a model's law as it is"
+            f"compare_alpha: got it with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
+            f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that draws from its own law"
         )
     accepted = acceptance.of(target, drafter, batches, verifiers_of(options), options.gamma_max, options)
+    same = acceptance.compared(target, drafter, batches, options.gamma_max, options) if options.compare_alpha else None
     times = step_times(target, drafter, batches, options)
     v = {1: 1.0} | {
         gamma + 1: times[f"verify {gamma}"].median / times["target step"].median for gamma in options.timed_gammas
     }
     c = draft_cost(options.gamma_max, times)
-    same = acceptance.compared(target, drafter, batches, options.gamma_max, options) if options.compare_alpha else None
     return {
         **records.head(target, drafter, batches, options),
         "acceptance": accepted.record(),

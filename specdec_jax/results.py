@@ -47,7 +47,7 @@ def read_records(path: str) -> list[dict[str, Any]]:
             else:
                 measured_at(record)
                 rows(record)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         expected = (
             "a record of `specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
         )
@@ -79,7 +79,7 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     accepted, table = record["acceptance"], record["table"]
     return [
         Row(
-            *named, options["temperature"], options["verifier"], row["gamma"], accepted["alpha"], record["cost_ratio"],
+            *named, options["temperature"], _named(options), row["gamma"], accepted["alpha"], record["cost_ratio"],
             row["verify_cost"], row["tokens"], row["with_verify_cost"], None, None,
         )
         for row in table
@@ -87,8 +87,10 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
 
 
 def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    if arm["forced_alpha"] is not None:
-        return f"{FORCED}, α = {arm['forced_alpha']:g}"
+    return _named(options) if arm["forced_alpha"] is None else f"{FORCED}, α = {arm['forced_alpha']:g}"
+
+
+def _named(options: Mapping[str, Any]) -> str:
     lenience = options.get("lenience")
     return options["verifier"] + (f", l = {lenience:g}" if lenience is not None else "")
 
@@ -122,10 +124,15 @@ def memory_estimate(record: Mapping[str, Any]) -> str:
     pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
     return (
         f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
-        f"{record['topology']}: weights {record['weights_gb']:.1f} GB, needed {record['needed_gb']:.1f} of "
+        f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed {record['needed_gb']:.1f} of "
         f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "
         f"Arrays over a megabyte that loop bodies copy: {len(record['copied_in_loops'])}."
     )
+
+
+def placed(record: Mapping[str, Any]) -> str:
+    """The devices that an estimate is for."""
+    return f"{record['mesh'] or 'one device'} of a TPU {record['topology']}"
 
 
 def time_estimates(record: Mapping[str, Any]) -> list[tuple]:

@@ -30,11 +30,12 @@ def run(options: BenchmarkOptions) -> None:
 
 
 def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
-    """One benchmark for every row of the suite; each times all of `options.gamma` against plain decoding in turn.
+    """One benchmark for every row of the suite, which times its arms and plain decoding in turn.
 
-    With checkpoints, for every drafter: temperature 0 (with T5X beside it where that is installed) and 1, both by the paper's
-    algorithm 1, and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5). With a preset, whose weights
-    are random: the temperature that is given, acceptance forced to each of `options.forced_alpha`.
+    With checkpoints, for every drafter, all of `options.gamma` in each: temperature 0 (with T5X beside it where that is
+    installed) and 1, both by the paper's algorithm 1, and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1
+    and 5). With a preset, whose weights are random, for every drafter and γ: the temperature that is given, acceptance forced
+    to each of `options.forced_alpha`.
 
     Raises:
       ValueError: what no row can be made of, or a row that `BenchmarkOptions.check` refuses.
@@ -46,6 +47,8 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     drafters += [{"drafter": name, "drafter_preset": None} for name in _names(options.drafter)]
     if options.preset:
         how: list[dict[str, Any]] = [{"temperature": options.temperature}]
+        # Each γ by itself: the programs of a large model for all of them take more memory mappings than a process may have.
+        drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gamma]
     else:
         lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
         how = [dict(temperature=0.0, verifier="token"), dict(temperature=1.0, verifier="token"), *lenient]
@@ -67,8 +70,12 @@ def _check(options: BenchmarkOptions) -> None:
     check_output(options.output)
     if options.report:
         figures.check_page("report", options.report)
+        if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
+            raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_names(options.drafter) or _names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
+    if not options.gamma:
+        raise ValueError("gamma: got no value, expected at least one")
     if options.preset and not options.forced_alpha:
         raise ValueError("forced_alpha: got nothing with suite and preset, expected numbers: the weights are random")
     default = BenchmarkOptions()
@@ -166,7 +173,8 @@ def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
 def _title(row: BenchmarkOptions) -> str:
     target, drafter = row.preset or row.target, row.drafter_preset or row.drafter
     lenience = "" if row.lenience is None else f", lenience {row.lenience:g}"
-    return f"== {target} with {drafter}, temperature {row.temperature:g}{lenience}"
+    gammas = ", ".join(map(str, row.gamma))
+    return f"== {target} with {drafter}, gamma {gammas}, temperature {row.temperature:g}{lenience}"
 
 
 def _table(found: Sequence[results.Row]) -> str:

@@ -128,7 +128,7 @@ def test_rows_of_every_kind_of_record():
 ESTIMATE = {
     "what": "compiler's memory analysis, ahead of time; not a measurement", "topology": "v4:2x2x1", "target": "t5_1_1/xxl",
     "drafter": "t5_1_1/small", "gamma": 7, "batch_size": 1, "dtype": "bfloat16", "weights_gb": 22.44, "needed_gb": 23.36,
-    "memory_gb": 32.0, "fits": True, "copied_in_loops": ["f32[2,3]"],
+    "memory_gb": 32.0, "fits": True, "copied_in_loops": ["f32[2,3]"], "mesh": None, "jax": "0.10.2",
     "times": {"what": "the compiler's own estimate; not a measurement", "rows": [{
         "task": "EnDe", "drafter": "t5_1_1/small", "temperature": 0, "gamma": 7, "alpha_paper": 0.75, "c_paper": 0.02,
         "expected_paper": 3.2, "measured_paper": 3.4, "as compiled": {"c": 0.0156, "v": 0.75, "improvement": 3.25},
@@ -169,12 +169,14 @@ def test_the_compilers_estimates_are_called_that():
 
 def test_what_was_not_measured_is_said():
     """Each with its command, which the command line understands."""
-    what = ["An accelerator", "T5X's own decoding", "The TPU compiler's estimates"]
+    what = ["T5-XXL with T5-small on an accelerator", "T5X's own decoding", "The TPU compiler's estimates"]
     listed = lambda *found: figures.report([(pathlib.Path("a"), record) for record in found]).partition(
         "no such record was given"
     )[2]
     assert [name in html.unescape(listed(BENCHMARK)) for name in what] == [True] * 3
-    gpu = BENCHMARK | {"machine": MACHINE | {"device": "gpu: NVIDIA H100, 1"}}
+    other = BENCHMARK | {"machine": MACHINE | {"device": "gpu: NVIDIA H100, 1"}}
+    gpu = other | {"target": {"name": "t5_1_1/xxl"}}
+    assert what[0] in listed(other), "another pair on a GPU"
     assert [name in html.unescape(listed(BENCHMARK, gpu, ESTIMATE)) for name in what] == [False, True, False]
     assert not listed(gpu, ESTIMATE, BENCHMARK | {"against": AGAINST})
     for _, _, command in figures._EXPECTED[:2]:
@@ -275,6 +277,8 @@ def test_lenience_makes_a_table_of_its_own():
         *cells, "0.500, 1.500 (1.250 to 1.750)", "0.875, 1.500 (1.250 to 1.750)"
     ]  # fmt: skip
     assert "<td>lenient, l = 0.25</td>" in text
+    # It is no rate of table 3, which is that of algorithm 1.
+    assert "0.500" not in text.partition("Table 3.")[2].partition("</table>")[0]
     assert "over lenience</caption>" not in figures.report([(pathlib.Path("exact.json"), BENCHMARK)])
 
 
@@ -310,6 +314,14 @@ def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     (tmp_path / "half.json").write_text(text, encoding="utf-8")
     assert cli.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
     assert "KeyError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "arms": [{}, {}]}}])
+def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps(BENCHMARK | change))
+    assert cli.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert f"records: got {path} (KeyError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])

@@ -16,7 +16,7 @@ from golden_models import GOLDEN
 from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import acceptance, benchmark, checkpoints, cli, distill, inference, measure, passes
+from specdec_jax import acceptance, benchmark, checkpoints, cli, distill, inference, measure, measuring, passes
 from specdec_jax.cache import KVCache
 from specdec_jax.formats import huggingface, leaves
 from specdec_jax.models import base, heads
@@ -479,6 +479,14 @@ def test_what_is_measured_of_a_prompt():
             laws.append(np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True))
         overlap = np.minimum(*laws).sum(axis=-1)[len(prompt) - 1 :][:8]
         np.testing.assert_allclose(agreed.overlap[row, :8], overlap, atol=1e-4)
+
+
+def test_counting_and_overlap_are_one_after_prompts_of_different_lengths():
+    """With argmax exactly, on the positions after each prompt; the last batch is filled up."""
+    drafter, prompts = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), [*PAIR_PROMPTS, [5, 4]]
+    options = measuring.MeasureOptions(target="target", drafter="drafter", max_new_tokens=12)
+    found = acceptance.compared(tiny(), drafter, passes.cut(prompts, prompts, 2, 0), 3, options)
+    assert found.positions > 20 and 0 < found.counted < 1 and found.counted == found.overlap
 
 
 def test_presets_of_one_kind():

@@ -36,11 +36,21 @@ def test_rows_of_checkpoints():
     assert all(row.suite is row.output is None and row.gamma == (3, 5) for row in made)
 
 
+def test_rows_of_presets():
+    """Per drafter and γ, since one process may not be able to hold the programs of all."""
+    options = BenchmarkOptions(
+        suite="paper", preset="tiny", drafter_preset="tiny", drafter="lookup", gamma=(1, 2), forced_alpha=(0.4, 1.0), output="r.jsonl"
+    )  # fmt: skip
+    found = [(row.drafter_preset, row.drafter, row.gamma, row.forced_alpha) for row in suite.rows(options)]
+    drafters = [("tiny", None), (None, "lookup")]
+    assert found == [(*drafter, (gamma,), (0.4, 1.0)) for drafter in drafters for gamma in (1, 2)]
+
+
 def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     output, measure, begun = tmp_path / "records.jsonl", benchmark.benchmark, []
 
     def killed(target, drafter, batches, options):
-        begun.append((options.drafter_preset, options.drafter))
+        begun.append((options.drafter_preset, options.drafter, options.gamma))
         if len(begun) == 2:
             raise KeyboardInterrupt
         return measure(target, drafter, batches, options)
@@ -48,19 +58,15 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "benchmark", killed)
     assert specdec(*FLAGS, "--output", output)[0] == 130 and not output.exists()
     code, out, err = specdec(*FLAGS, "--output", output)
-    assert code == 0 and "1 of 2 rows are there" in err
-    assert begun == [("tiny", None), (None, "lookup"), (None, "lookup")]
-    first, second = results.read_records(output)
-    assert [first["drafter"]["name"], second["drafter"]["name"]] == ["tiny", "prompt lookup"]
-    for record in (first, second):
-        assert [(arm["gamma"], arm["forced_alpha"]) for arm in record["speculative"]] == [
-            (1, 0.4),
-            (1, 1),
-            (2, 0.4),
-            (2, 1),
-        ]
-    assert first["speculative"][3]["stats"]["tokens_per_target_call"] == 3
-    assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 2
+    assert code == 0 and "1 of 4 rows are there" in err
+    rows = [(*drafter, (gamma,)) for drafter in (("tiny", None), (None, "lookup")) for gamma in (1, 2)]
+    assert begun == [*rows[:2], *rows[1:]]
+    found = results.read_records(output)
+    assert [record["drafter"]["name"] for record in found] == ["tiny", "tiny", "prompt lookup", "prompt lookup"]
+    for record, gamma in zip(found, (1, 2, 1, 2), strict=True):
+        assert [(arm["gamma"], arm["forced_alpha"]) for arm in record["speculative"]] == [(gamma, 0.4), (gamma, 1)]
+    assert found[1]["speculative"][1]["stats"]["tokens_per_target_call"] == 3
+    assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
 
     report = tmp_path / "report.html"
     assert cli.main(["figures", f"--records={output}", f"--output={report}"]) == 0
@@ -110,6 +116,8 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
         (["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"], "gamma: got 0"),
         (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--forced_alpha=1", "--output=r.jsonl"], "got 'huge'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', expected"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"], "expected another file than output"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--gamma="], "gamma: got no value"),
         (["--target=t", "--drafter=d", "--report=r.html"], "report: got 'r.html' without a suite"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"], "output: got 'nowhere/r.jsonl'"),
     ],

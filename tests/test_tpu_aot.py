@@ -11,6 +11,9 @@ from absl.flags import FLAGS
 
 from specdec_jax import results
 
+pytestmark = pytest.mark.skipif(
+    not (pathlib.Path(__file__).parent.parent / "scripts").is_dir(), reason="no scripts beside the tests"
+)
 SCRIPT = pathlib.Path(__file__).parent.parent / "scripts" / "tpu_aot.py"
 PROGRAM = """
 import importlib.util, sys
@@ -81,3 +84,17 @@ def test_what_is_read_from_a_program(script, monkeypatch):
         "f32[8]",
     ]
     assert script.estimated_seconds(HLO) == pytest.approx(3e-6) and script.collectives(HLO) == {"all-reduce": 1}
+
+
+def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):
+    """c, v and improvement by the estimated seconds of single calls; a plain step that is estimated too dear, both ways."""
+    seconds = {1: 3.0, 2: 1.0, 4: 1.25, 6: 1.25, 8: 1.5}
+    monkeypatch.setattr(script, "call_seconds", lambda preset, width, drafts=False: 0.1 if drafts else seconds[width])
+    found = script.times()
+    lines = results.time_estimates({"times": found})
+    assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", 0, 7, "0.75", "0.02")
+    tokens = (1 - 0.75**8) / 0.25
+    c, v, gain, c_two, v_two, gain_two = map(float, lines[0][5:11])
+    assert (c, v) == (0.033, 0.5) and gain == pytest.approx(tokens / (7 * 0.1 / 3 + 0.5), abs=0.006)
+    assert (c_two, v_two) == (0.1, 1.5) and gain_two == pytest.approx(tokens / (0.7 + 1.5), abs=0.006)
+    assert found["target_call_1_ms"] == 3000 and "not a measurement" in found["what"]
