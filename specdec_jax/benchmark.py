@@ -288,6 +288,8 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     predicted = None
     if alpha is not None and not adaptive and not untimed:
         predicted = records.predictions(arm.gamma, alpha, times, padded, lengths, counted)
+    # A drafter without a model often has nothing to propose, so that α and γ do not say how many tokens a call gives.
+    prediction = "with_lengths" if "draft step" in times else "with_counts"
     seconds = Spread.of(arm.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.
     same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY
@@ -304,7 +306,8 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
         "improvement": improvement._asdict(),
         "predicted": predicted,
         "oracle": None if alpha is None or untimed else records.oracle(arm.gamma, alpha, times),
-        "measured_over_predicted": improvement.median / predicted["with_lengths"] if predicted else None,
+        "prediction": prediction,
+        "measured_over_predicted": improvement.median / predicted[prediction] if predicted else None,
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
         "differences": _differences(arm, plain, target, batches) if same_tokens else [],

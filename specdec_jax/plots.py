@@ -111,7 +111,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
     )
     predicted = [(value, place) for (_, _, value), place in zip(rows, places, strict=True) if value is not None]
     if predicted:
-        axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: c, v, lengths and encoders")
+        axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: α or counted calls, c, v, encoders")
     axes.axvline(1, color="grey", linewidth=1)
     axes.set_yticks(places, [name for name, _, _ in rows])
     figure.legend(loc="outside lower center", ncols=2)

@@ -189,6 +189,9 @@ def shares(parts: Mapping[str, float], measured: float) -> dict[str, float]:
     return {**{name: part / measured for name, part in parts.items()}, "rest": 1 - sum(parts.values()) / measured}
 
 
+_PREDICTIONS = {"with_lengths": "encoders and lengths", "with_counts": "calls as counted"}
+
+
 def summary(record: Mapping[str, Any]) -> str:
     """A record as text for reading."""
     host, plain, steps = record["machine"], record["plain"], record["steps"]
@@ -276,7 +279,8 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
             f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
             f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
             f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as counted)",
-            f"  measured over predicted {arm['measured_over_predicted']:.3f}; most of the time: {arm['limiting_term']}",
+            f"  measured over predicted ({_PREDICTIONS[arm['prediction']]}) {arm['measured_over_predicted']:.3f}; "
+            f"most of the time: {arm['limiting_term']}",
             "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
         ]
     if arm["oracle"]:

@@ -71,7 +71,7 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
             Row(
                 *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
                 record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
-                (arm["predicted"] or {}).get("with_lengths"), Spread(**arm["improvement"]), len(arm["differences"]),
+                (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), Spread(**arm["improvement"]), len(arm["differences"]),
                 bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
             )
             for arm in record["speculative"]

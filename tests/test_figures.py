@@ -244,6 +244,15 @@ def test_the_page_says_what_the_records_say(page):
     assert "<span class='rejected'> zwei</span><span class='corrected'> drei</span></pre>" in text
 
 
+def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
+    record = json.loads(json.dumps(BENCHMARK))
+    record["speculative"][0] |= {
+        "prediction": "with_counts",
+        "predicted": {"with_lengths": 1.625, "with_counts": 1.375},
+    }
+    assert [row.predicted for row in results.rows(record)] == [1.375]
+
+
 def test_the_page_stands_alone_and_is_the_same_again(page):
     text = page("one.html")
     assert text.count("<svg") == 3 + 4 == text.count("</svg>")

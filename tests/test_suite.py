@@ -65,6 +65,11 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert [record["drafter"]["name"] for record in found] == ["tiny", "tiny", "prompt lookup", "prompt lookup"]
     for record, gamma in zip(found, (1, 2, 1, 2), strict=True):
         assert [(arm["gamma"], arm["forced_alpha"]) for arm in record["speculative"]] == [(gamma, 0.4), (gamma, 1)]
+    for record, prediction in zip(found, ["with_lengths"] * 2 + ["with_counts"] * 2, strict=True):
+        for arm in record["speculative"]:
+            assert arm["prediction"] == prediction
+            expected = arm["improvement"]["median"] / arm["predicted"][prediction]
+            assert arm["measured_over_predicted"] == pytest.approx(expected)
     assert found[1]["speculative"][1]["stats"]["tokens_per_target_call"] == 3
     assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
 
