@@ -397,7 +397,7 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
     target, small = tiny_t5(0, V), tiny_t5(1, V, decoder_layers=1)
     small.name = "small"
     drafter = sd.VerticalCascade(sd.ModelDrafter(small), sd.PromptLookupDrafter(2), 2)
-    steps = dict.fromkeys(["target step", "products", "verify 3", "target encoder 8"], lambda: None)
+    steps = dict.fromkeys(["target step", "products", "verify 3", "bare verify 3", "target encoder 8"], lambda: None)
     monkeypatch.setattr(benchmark, "_step_arms", lambda *_: steps)
     options = benchmark.BenchmarkOptions(target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1)
     record, problems = benchmark.benchmark(target, drafter, passes.cut(INPUTS[:1], INPUTS[:1], 1, 0), options)
