@@ -86,8 +86,8 @@ def of(target, drafter, batches: Sequence[Batch], verifiers: Sequence[str], gamm
 
 
 def scorable(drafter) -> bool:
-    """Whether the law that it draws from is its model's: a shortlist or 8 bits change it."""
-    return isinstance(drafter, ModelDrafter) and drafter.network is drafter.model.network
+    """Whether the law that it draws from is its model's."""
+    return isinstance(drafter, ModelDrafter) and not drafter.reduced
 
 
 def scored(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options) -> Acceptance:

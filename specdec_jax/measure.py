@@ -385,13 +385,13 @@ def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object
 
 def bare_arms(target: LanguageModel, drafter, rows: int, gammas: Sequence[int]) -> dict[str, Callable[[], object]]:
     """As `products_arms`, in the loop's own layout: those of target calls over γ + 1 positions, and of a draft step where the
-    drafter's network is its model's."""
+    drafter is a model that is not reduced."""
     arms = {}
     for gamma in gammas:
         wide = rows * (gamma + 1)
         network = target.network_for(wide)
         arms[f"bare verify {gamma}"] = _products_arm(network, Products.of(network), wide)
-    if isinstance(drafter, ModelDrafter) and drafter.network is drafter.model.network:
+    if isinstance(drafter, ModelDrafter) and not drafter.reduced:
         arms["bare draft step"] = _products_arm(drafter.network, Products.of(drafter.network), rows)
     return arms
 

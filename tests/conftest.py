@@ -2,12 +2,15 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
+import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+from absl.flags import FLAGS  # noqa: E402
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("project")
@@ -96,3 +99,22 @@ def language(tmp_path_factory):
     from toy_training import write_language
 
     return write_language(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def load_script():
+    """Loads `scripts/<name>.py` as a module; the flags that it defines go again afterwards."""
+    before = set(FLAGS)
+
+    def load(name: str):
+        path = pathlib.Path(__file__).parent.parent / "scripts" / f"{name}.py"
+        if not path.is_file():
+            pytest.skip("no scripts beside the tests")
+        spec = importlib.util.spec_from_file_location(f"{name}_for_test", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in set(FLAGS) - before:
+        delattr(FLAGS, name)

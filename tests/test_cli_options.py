@@ -1,8 +1,6 @@
 """Every way of sampling, verifying and stopping through the command line: it arrives, or is refused with one line."""
 
-import importlib.util
 import json
-import pathlib
 import types
 
 import jax
@@ -340,18 +338,8 @@ def test_rows_are_refilled_where_there_are_rows_to_refill():
 
 
 @pytest.fixture
-def evaluate(pair):
-    """`scripts/evaluate.py` as a module; its flags go again afterwards."""
-    path = pathlib.Path(__file__).parent.parent / "scripts/evaluate.py"
-    if not path.is_file():
-        pytest.skip("no scripts beside the tests")
-    spec = importlib.util.spec_from_file_location("evaluate_for_test", path)
-    module = importlib.util.module_from_spec(spec)
-    before = set(FLAGS)
-    spec.loader.exec_module(module)
-    yield module
-    for name in set(FLAGS) - before:
-        delattr(FLAGS, name)
+def evaluate(pair, load_script):
+    return load_script("evaluate")
 
 
 def test_a_killed_evaluation_keeps_its_finished_runs(evaluate, pair, tmp_path, monkeypatch):

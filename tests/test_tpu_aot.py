@@ -1,13 +1,11 @@
 """`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and what it reads from the text."""
 
-import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
-from absl.flags import FLAGS
 
 from specdec_jax import results
 
@@ -50,16 +48,9 @@ def test_what_does_not_fit_exits_with_1():
     assert code == 1 and not record["fits"] and record["drafter"] is None
 
 
-@pytest.fixture(scope="module")
-def script():
-    """It as a module; its flags go again."""
-    spec = importlib.util.spec_from_file_location("tpu_aot", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    before = set(FLAGS)
-    spec.loader.exec_module(module)
-    yield module
-    for name in set(FLAGS) - before:
-        delattr(FLAGS, name)
+@pytest.fixture
+def script(load_script):
+    return load_script("tpu_aot")
 
 
 HLO = """

@@ -60,13 +60,18 @@ class ModelDrafter:
         if int8:
             self.network = self.network.in_int8()
 
+    @property
+    def reduced(self) -> bool:
+        """Whether a shortlist or 8 bits make the law that it draws from another than its model's."""
+        return self.network is not self.model.network
+
     def variants(self) -> dict[str, Network]:
         """What the network would be without the shortlist, 8 bits, or both: what either gains can be timed."""
         found = {}
         if self.int8 and self.shortlist is not None:
             found["shortlist alone"] = self.model.network.shortlisted(self.shortlist.ids)
             found["int8 alone"] = self.model.network.in_int8()
-        if self.network is not self.model.network:
+        if self.reduced:
             found["unreduced"] = self.model.network
         return found
 
