@@ -27,6 +27,7 @@ class FiguresOptions:
 
     def check(self) -> None:
         check_page("output", self.output)
+        plots.check_matplotlib("figures")
 
 
 def check_page(name: str, path: str) -> None:
@@ -34,12 +35,10 @@ def check_page(name: str, path: str) -> None:
 
     Raises:
       ValueError: no name of an HTML file in a folder that exists.
-      ImportError: no matplotlib.
     """
     if not path.endswith(".html"):
         raise ValueError(f"{name}: got {path!r}, expected the name of a file that ends in .html")
-    check_output(path)
-    plots.check_matplotlib("figures")
+    check_output(path, name)
 
 
 def run(options: FiguresOptions) -> None:

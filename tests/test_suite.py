@@ -121,6 +121,7 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
         (["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"], "gamma: got 0"),
         (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--forced_alpha=1", "--output=r.jsonl"], "got 'huge'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', expected"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=nowhere/r.html"], "report: got 'nowhere/r.html'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"], "expected another file than output"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--gamma="], "gamma: got no value"),
         (["--target=t", "--drafter=d", "--report=r.html"], "report: got 'r.html' without a suite"),
