@@ -215,11 +215,11 @@ def block_survival(log_ratios: np.ndarray) -> np.ndarray:
 
 
 def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[float, float]:
-    """Expected target calls and draft steps for one output of n tokens, its end and the steps of catching up included.
+    """Expected target calls and draft steps for one output of n tokens, its end included.
 
     From token t on, the number τ of drafted tokens that stand has the law that `survival[t]` gives and the next iteration
-    starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0. A drafter whose last token stood has not fed it
-    and makes one step more.
+    starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0. Where a drafter whose last token stood feeds it
+    with the next, that is one step here.
 
     Args:
       survival: `[n, G]`; G at least γ. What reaches past the end is not looked at.
@@ -239,7 +239,6 @@ def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[f
         law = np.append(1.0, reached[:-1]) - reached  # of τ = 0 … most
         after = np.minimum(t + 1 + np.arange(most + 1), length)
         drafted = most + (gamma - left) * (1 - reached[left - 1]) if ended and left < gamma else most
-        behind = law[most] if 0 < gamma == most and after[most] < length else 0.0
         calls[t] = 1 + law @ calls[after]
-        steps[t] = drafted + behind + law @ steps[after]
+        steps[t] = drafted + law @ steps[after]
     return float(calls[0]), float(steps[0])

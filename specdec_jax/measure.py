@@ -246,7 +246,8 @@ def step_arms(
       drafter: one without a model has no steps of its own.
       rows: B. lengths: that inputs are padded to. room: slots.
       gammas: a "verify γ" for each is a target call over γ + 1 positions.
-      pairs: a "draft γ and verify" for each is that with γ draft steps before it.
+      pairs: a "draft γ and verify" for each is that with γ draft steps before it. A "draft pair" is the call over two
+        positions with which a model catches up after a full acceptance.
     """
     single, longest = target.network_for(rows), max(lengths)
     arms = {"target step": step_arm(single, rows, longest, room, 1)}
@@ -260,6 +261,7 @@ def step_arms(
             pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = paired_arm(*pair, rows, longest, room, gamma)
     if isinstance(drafter, ModelDrafter):
+        arms["draft pair"] = step_arm(drafter.network, rows, longest, room, 2)
         for name, network in drafter.variants().items():
             arms[f"draft step, {name}"] = step_arm(network, rows, longest, room, 1)
         for length in lengths:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import records
-from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import TraceStep, trace
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
@@ -27,24 +26,24 @@ def surface(token: int, target: LanguageModel) -> str:
     return " [END]" if token in target.eos_ids else target.vocabulary.piece(token)
 
 
-def spans(
-    steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread], catches_up: bool
-) -> list[tuple[str, float]]:
+def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]) -> list[tuple[str, float]]:
     """(what, seconds) of every call that the iterations made, by the medians of single steps; γ = 0 is plain decoding.
+
+    Where a model drafts, the first step after a full acceptance is a call over two positions.
 
     Args:
       padded: length that the input is padded to.
       times: as `measure.step_arms` names them.
-      catches_up: after a full acceptance the drafter is fed its own last token too.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
     draft = records.draft_seconds(gamma, times) if gamma and "draft step" in times else None
+    pair = draft and draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median
     encoders = ("target encoder", "drafter encoder") if gamma else ("target encoder",)
     found = [(name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times]
     whole = False
     for step in steps:
         if draft is not None and step.gamma:
-            found += [("draft step", draft)] * (step.gamma + (whole and catches_up))
+            found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (step.gamma - 1)
         found.append(("target call", call))
         whole = 0 < step.gamma == len(step.accepted)
     return found
@@ -65,6 +64,6 @@ def example(
         )  # fmt: skip
         arms.append({
             "gamma": gamma, "lines": lines(steps, target) if gamma else [],
-            "spans": spans(steps, gamma, batch.padded, times, catches_up=isinstance(drafter, ModelDrafter)),
+            "spans": spans(steps, gamma, batch.padded, times),
         })  # fmt: skip
     return {"input": batch.inputs[0], "arms": arms}

@@ -144,12 +144,12 @@ def test_calls_along_an_output_are_those_of_independent_acceptances(alpha, gamma
         assert (steps == 0) == (gamma == 0)
 
 
-def test_draft_steps_count_the_end_and_catching_up():
+def test_draft_steps_count_the_end():
     certain, never = np.ones((7, 3)), np.zeros((7, 3))
-    # All stand: 3 and one more token, then 3 that end with the EOS, and the last token of the first draft fed late.
-    assert analysis.calls_along(certain, 3) == (2, 3 + 1 + 3)
+    # All stand: 3 and one more token, then 3 that end with the EOS; the last of the first draft is fed with that one more.
+    assert analysis.calls_along(certain, 3) == (2, 3 + 3)
     # At a limit the last token is never drafted.
-    assert analysis.calls_along(certain, 3, ended=False) == (2, 3 + 1 + 2)
+    assert analysis.calls_along(certain, 3, ended=False) == (2, 3 + 2)
     assert analysis.calls_along(never, 3) == (7, 7 * 3)
     assert analysis.calls_along(never, 3, ended=False) == (7, 4 * 3 + 2 + 1 + 0)
 

@@ -11,7 +11,7 @@ from toy_models import noisy_copy, teacher_forced_greedy, tiny_t5
 
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance, finish, generate
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, Network
 from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
 
@@ -313,14 +313,15 @@ def fed_at_once(network, tokens, cache):
     return network.decode(tokens, jnp.zeros(len(tokens), jnp.int32), cache)[1]
 
 
-def assert_caches_are_complete(state, draft_model) -> int:
+def assert_caches_are_complete(state, draft_model, target_too=True) -> int:
     """The live slots of both caches hold what feeding the committed tokens at once gives.
 
     Returns in how many rows the drafter has tokens to catch up with.
     """
     last = np.asarray(state.lengths) - 1
     cached = np.minimum(state.draft_state.cached, last)
-    parts = [(target(), state.target_cache, last), (draft_model, state.draft_state.cache, cached)]
+    parts = [(target(), state.target_cache, last)] if target_too else []
+    parts.append((draft_model, state.draft_state.cache, cached))
     for model, cache, live in parts:
         fresh = fed_at_once(model.network, state.tokens, cache)
         mask = (np.arange(state.tokens.shape[1]) < live[:, None])[:, None, :, None]
@@ -366,6 +367,51 @@ def test_drafter_catches_up_by_several_tokens():
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     assert result.stats.acceptance_rate == 1.0
     assert all(row.accepted > 0 for row in result.stats.per_row)
+
+
+def test_catching_up_takes_two_tokens_a_call(monkeypatch):
+    """Whatever the lags, beside rows that do not lag and one with its start token only: the same draft, no hole left."""
+    made = []
+
+    def counted(name, width):
+        method = getattr(Network, name)
+
+        def call(self, tokens, *rest):
+            assert tokens.shape[1] == width
+            jax.debug.callback(made.append, width)
+            return method(self, tokens, *rest)
+
+        monkeypatch.setattr(Network, name, call)
+
+    draft_model, wanted = drafter("noisy copy"), np.full(8, GAMMA, np.int32)
+    how = dict(drafter=draft_model, gamma=GAMMA, sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    state, request = prepare(target(), INPUTS, **how)
+    state = advance(target().network, request.drafter, state, np.int32(20))
+    lengths = np.array(
+        [1, 2, 3, 4, 5, 6, 7, 8], np.int32
+    )  # shorter than what was decoded: the caches hold that and more
+    state = state.replace(lengths=lengths)
+    counted("decode", 1)
+    counted("decode_states", 2)
+    once = jax.jit(lambda d, s, cached: d.draft(dataclasses.replace(s.draft_state, cached=cached), s, wanted))
+    expected, most = once(request.drafter, state, lengths - 1)[1], lengths - 1
+    jax.effects_barrier()
+    assert made == [1, 1, 1] and expected.calls.tolist() == [GAMMA] * 8
+    for lags in ([0, 1, 0, 1, 0, 1, 0, 1], [0, 0, 2, 1, 0, 2, 0, 0], [0, 0, 0, 3, 1, 2, 0, 3], [4] * 8, [7] * 8):
+        lags = np.minimum(lags, most)
+        behind = poisoned(state.replace(draft_state=dataclasses.replace(state.draft_state, cached=lengths - 1 - lags)))
+        made.clear()
+        after, draft = once(request.drafter, behind, behind.draft_state.cached)
+        jax.effects_barrier()
+        pairs = (lags.max() + 1) // 2
+        assert made == [2] * pairs + [1] * (GAMMA - lags.max() % 2)
+        np.testing.assert_array_equal(draft.tokens, expected.tokens)
+        np.testing.assert_array_equal(draft.calls, GAMMA + lags // 2)
+        np.testing.assert_allclose(draft.law.probs(), expected.law.probs(), atol=1e-5)
+        np.testing.assert_array_equal(after.cached, lengths - 1 + GAMMA)
+        drafted = jax.vmap(jax.lax.dynamic_update_slice)(behind.tokens, draft.tokens, lengths[:, None])
+        grown = behind.replace(tokens=drafted, lengths=lengths + GAMMA, draft_state=after)
+        assert_caches_are_complete(grown, draft_model.model, target_too=False)
 
 
 # --- Vocabularies of different width ---

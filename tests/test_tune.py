@@ -37,7 +37,7 @@ TIMES = spreads(target_encoder_8=2.0, drafter_encoder_8=0.5) | {
 def test_expected_seconds():
     found = {choice: tuning.expected_seconds(ACCEPTED, [8, 8], choice, TIMES, 0.1) for choice in CHOICES}
     assert found[PLAIN] == pytest.approx(2 * (2 + 10))  # no drafter, no encoder of it
-    # 6 iterations of 1.1, and 3 draft steps more than the 6 in them, for catching up.
+    # 6 iterations of 1.1, and 3 draft steps more than the 6 in them.
     assert found[CHOICES[1]] == pytest.approx(2 * (2.5 + 6 * 1.1 + 3 * 0.1))
     assert found[CHOICES[2]] == pytest.approx(2 * (2.5 + 4 * 1.2 + 2 * 0.1))
     assert found[CHOICES[3]] == pytest.approx(2 * (2.5 + 3.5 * 1.4))

@@ -106,6 +106,12 @@ class ShortNetwork:
         logits, cache = self.network.decode(tokens, positions, cache)
         return logits[..., self.ids], cache
 
+    def decode_states(self, tokens, positions, cache):
+        return self.decode(tokens, positions, cache)
+
+    def head(self, states):
+        return states
+
 
 @flax.struct.dataclass
 class HashNetwork(Headless):

@@ -1,5 +1,6 @@
 """How drafters propose token after token: the loop over a draft, and a token with the law that it is drawn from."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +31,9 @@ def keys_apart(state: DecodeState) -> jax.Array:
 
 def draft_tokens(
     state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0,
-    seen: Callable[[Any], Seen | None] = lambda carry: None,
+    catch_up: Callable | None = None, seen: Callable[[Any], Seen | None] = lambda carry: None,
 ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
-    """Drafts one token after another, preceded by `lag` steps whose tokens are thrown away (a model catching up).
+    """Drafts one token after another; a model that lags behind first catches up, two positions in a call.
 
     A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends the draft; that token
     stays in the draft (dropping it would bias the law).
@@ -40,9 +41,11 @@ def draft_tokens(
     Args:
       state: the committed tokens and what goes with them.
       num_wanted: `[B]`, the most to draft.
-      choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry), for step = −lag …
+      choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry), for step = 0, 1 …
       carry: what `choose` keeps from step to step.
-      lag: scalar.
+      lag: scalar, how many tokens before the last committed one must be fed.
+      catch_up: as `choose`, of the token fed before this step's too: for step = 1 − lag, 3 − lag … up to 0. What it
+        chooses for a step below 0 is thrown away. May be missing where nothing lags.
       seen: what `look` made of the laws so far, out of a carry.
 
     Returns:
@@ -54,7 +57,7 @@ def draft_tokens(
         step, _, num_drafted, _ = loop
         return jnp.any(step < num_drafted)
 
-    def body(loop):
+    def take(choose, loop):
         step, tokens, num_drafted, carry = loop
         token, carry = choose(step, tokens, carry)
         drawing = (step >= 0) & (step < num_drafted)
@@ -67,8 +70,14 @@ def draft_tokens(
             most = jnp.minimum(most, jnp.maximum(limit, step + 1))
         return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
 
-    start = -jnp.asarray(lag, jnp.int32)
-    _, tokens, num_drafted, carry = jax.lax.while_loop(more, body, (start, state.tokens, num_wanted, carry))
+    def take_pair(loop):
+        return take(catch_up, (loop[0] + 1, *loop[1:]))
+
+    loop = -jnp.asarray(lag, jnp.int32), state.tokens, num_wanted, carry
+    if catch_up is not None:
+        # A loop though it mostly runs once or never: the branches of a `lax.cond` would copy the caches.
+        loop = jax.lax.while_loop(lambda loop: loop[0] < 0, take_pair, loop)
+    _, tokens, num_drafted, carry = jax.lax.while_loop(more, functools.partial(take, choose), loop)
     drafted = jnp.minimum(lengths[:, None] + jnp.arange(state.program.gamma), len(slots) - 1)
     return jnp.take_along_axis(tokens, drafted, axis=1), num_drafted, carry
 

@@ -108,10 +108,11 @@ class ModelDrafter:
         return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))
 
     def draft(self, draft_state: ModelDraftState, state: DecodeState, num_wanted) -> tuple[ModelDraftState, Draft]:
-        """Drafts with a loop of single steps, preceded by one for each token that the slowest row must catch up.
+        """Drafts with a loop of single steps; where a row lags, a call over two positions takes the place of the first.
 
-        After a full acceptance the last drafted token was drawn but never fed. Starting the loop a position early
-        costs a step in those iterations only; the other rows feed the same token to the same slot again.
+        After a full acceptance the last drafted token was drawn but never fed: it is fed with the one committed after it.
+        The other rows feed the same tokens to the same slots again. A row that did not draft for a while lags by more,
+        and catches up by two tokens a call.
         """
         last, vocab_size = state.lengths - 1, state.program.vocab_size
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
@@ -121,6 +122,19 @@ class ModelDrafter:
             position = jnp.maximum(last + step, 0)
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             logits, cache = self.network.decode(fed, position, cache)
+            return chosen(step, tokens, logits, (cache, law, seen))
+
+        def catch_up(step, tokens, carry):
+            cache, law, seen = carry
+            position = jnp.maximum(last + step, 0)
+            first = jnp.maximum(position - 1, 0)  # where nothing comes before it, what follows is fed in vain
+            fed = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(2), axis=1)
+            states, cache = self.network.decode_states(fed, first, cache)
+            states = jnp.take_along_axis(states, (position - first)[:, None, None], axis=1)
+            return chosen(step, tokens, self.network.head(states), (cache, law, seen))
+
+        def chosen(step, tokens, logits, carry):
+            cache, law, seen = carry
             bare = state.program.mode.greedy and not state.program.mode.processes and seen is None
             if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
                 return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, law, seen)
@@ -130,13 +144,13 @@ class ModelDrafter:
 
         carry = draft_state.cache, empty_law(state), empty_seen(state.policy, len(last))
         tokens, num_drafted, (cache, law, seen) = draft_tokens(
-            state, num_wanted, choose, carry, jnp.max(lag), seen=lambda carry: carry[2]
+            state, num_wanted, choose, carry, jnp.max(lag), catch_up, seen=lambda carry: carry[2]
         )
         draft = Draft(
             tokens=tokens,
             num_drafted=num_drafted,
             law=law,
-            calls=jnp.where(num_wanted > 0, num_drafted + lag, 0),
+            calls=jnp.where(num_wanted > 0, num_drafted + lag // 2, 0),  # of an odd lag the last call drafts, too
             seen=seen,
         )
         # A row that only watched has cached nothing new; its prefix's padding is no longer hidden by `last`.
