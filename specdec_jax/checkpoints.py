@@ -178,7 +178,8 @@ def convert(
         is T5X's, else 1.
       format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes today), "t5x_legacy", or
         "specdec", this package's own.
-      dtype: "float32" or "bfloat16"; None: bfloat16 if all parameters are stored so, else float32.
+      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8 bits, which rounds them and
+        is read as floating-point numbers. None: bfloat16 if all parameters are stored so, else float32.
       config, vocabulary: as for `load`.
       track: given the parameters' names, yields them: for a progress bar.
 
@@ -187,7 +188,7 @@ def convert(
     """
     _check_format(format)
     if dtype is not None:
-        _check_dtype(dtype)
+        _check_stored(dtype, format)
     target = pathlib.Path(output).absolute()
     _check_empty(target)
     folder = _resolve(source)
@@ -218,8 +219,10 @@ def _write(
         kind = "a decoder-only model" if isinstance(checkpoint.config, GPTConfig) else "one without an encoder"
         raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
     stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))
-    dtype = ("bfloat16" if stored == ("bfloat16",) else "float32") if dtype is None else _check_dtype(dtype)
-    checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, dtype=dtype))
+    default = "bfloat16" if stored == ("bfloat16",) else "float32"
+    dtype = default if dtype is None else _check_stored(dtype, format)
+    computing = "float32" if dtype == "int8" else dtype
+    checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, dtype=computing))
     inner = pathlib.PurePath()
     if format.startswith("t5x") and t5x.step_of(target) is None:
         inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes a step 0 for none
@@ -343,6 +346,11 @@ def _check_memory(config: ModelConfig, dtype: str, path, rules: ShardingRules | 
             f"{path}: got {available / 1e9:.2f} GB of free memory, expected at least {required / 1e9:.2f} GB for "
             f"{parameter_count(config):,} parameters in {dtype}"
         )
+
+
+def _check_stored(dtype, format: str) -> str:
+    """`dtype` of what is written in this format."""
+    return "int8" if format == "specdec" and dtype == "int8" else _check_dtype(dtype)
 
 
 def _check_dtype(dtype) -> str:

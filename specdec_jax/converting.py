@@ -26,7 +26,9 @@ class ConvertOptions:
         None, "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec"
     )
     dtype: str | None = option(
-        None, "float32 or bfloat16; none: bfloat16 if all parameters are stored so, else float32"
+        None,
+        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits, read as floating-point numbers); none: bfloat16 "
+        "if all parameters are stored so, else float32",
     )
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too"

@@ -332,12 +332,26 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.min(jnp.where(logits == best, index, size), axis=-1), size - 1)
 
 
+_FEW = 64
+
+
 def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
     """−inf below the k-th largest logit of each position; `top_k [B]`, 0 keeps all."""
-    k = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None, None]
-    ordered = _ordered_bits(logits)
-    threshold = _largest_threshold(lambda t: jnp.sum(ordered >= t, axis=-1, keepdims=True) >= k, ordered)
-    return jnp.where(ordered >= threshold, logits, -jnp.inf)
+    few = min(_FEW, logits.shape[-1])
+
+    def by_selection(logits):
+        largest = jax.lax.top_k(logits, few)[0]
+        threshold = jnp.take_along_axis(largest, jnp.maximum(top_k - 1, 0)[:, None, None], axis=-1)
+        return jnp.where(logits >= jnp.where(top_k[:, None, None] > 0, threshold, -jnp.inf), logits, -jnp.inf)
+
+    def by_bisection(logits):
+        k = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None, None]
+        ordered = _ordered_bits(logits)
+        threshold = _largest_threshold(lambda t: jnp.sum(ordered >= t, axis=-1, keepdims=True) >= k, ordered)
+        return jnp.where(ordered >= threshold, logits, -jnp.inf)
+
+    # Selecting a few takes a third of the time of bisection on a CPU; k is traced, so both are there.
+    return jax.lax.cond(jnp.all(top_k <= few), by_selection, by_bisection, logits)
 
 
 def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import rich.console
 
 from specdec_jax import checkpoints, corpora, data
+from specdec_jax.deepening import deepened
 from specdec_jax.losses import (
     DIVERGENCES,
     Likeness,
@@ -46,7 +47,8 @@ class TrainConfig:
       output_dir: checkpoints, the log and the final model go here; an existing run in it is resumed.
       data_dir: folder to which the names of those files are relative.
       initialise_from: path of a model of the same shape and vocabulary, or a bundled name, whose parameters a new run starts
-        from; None: random ones. The optimiser's state is new either way.
+        from; None: random ones. The optimiser's state is new either way. Layers that the model has fewer of than `model` are
+        made up by copies of its own that add little at first (`deepening.py`).
       vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, that of `initialise_from`, or
         one trained on the train files. "": `vocabulary.model` in `output_dir`.
       vocabulary_size: ids of the vocabulary: its pieces and, with a model that has them, that model's sentinels.
@@ -438,9 +440,15 @@ def _initial_params(config: TrainConfig) -> dict | None:
     if config.initialise_from is None:
         return None
     model = checkpoints.load(config.initialise_from, "float32")
-    fits = _shape(model.config) == _shape(config.model)
-    _expect(fits, "initialise_from", model.config, f"the shape {config.model}")
-    return model.params
+    params, shape = model.params, model.config
+    for stack in ("encoder", "decoder"):
+        name = f"num_{stack}_layers"
+        layers, wanted = getattr(shape, name, 0), getattr(config.model, name, 0)
+        if 0 < layers < wanted:
+            params, shape = deepened(params, stack, wanted), dataclasses.replace(shape, **{name: wanted})
+    fits = _shape(shape) == _shape(config.model)
+    _expect(fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers")
+    return params
 
 
 def _vocabulary_path(config: TrainConfig) -> pathlib.Path:

@@ -35,7 +35,10 @@ LAYERS = [
         *("drafters.exit", "drafters.cascade", "drafters.heads"),
     },
     {"compatibility", "request", "generate", "jobs"},
-    {"checkpoints", "data", "journal", "losses", "optimizer", "progress", "runs", "corpora", "train", "train_heads"},
+    {
+        *("checkpoints", "corpora", "data", "deepening", "journal", "losses", "optimizer", "progress", "runs", "train"),
+        "train_heads",
+    },
     {"interop", "interop.decoding", "interop.seqio", "interop.t5x", "interop.tasks", "interop.vocabularies"},
     {
         *(

@@ -40,12 +40,13 @@ def some_logits(rng, batch, vocab):
 
 
 @pytest.mark.parametrize("vocab", [5, 130, 300])
-def test_every_filter_equals_a_sort(vocab):
-    """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off row by row."""
+@pytest.mark.parametrize("most", [64, None])
+def test_every_filter_equals_a_sort(vocab, most):
+    """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off row by row. A few are found in another way."""
     rng, batch = np.random.default_rng(vocab), 48
     logits = some_logits(rng, batch, vocab)
     temperature = rng.choice([0.0, 0.3, 1.0, 2.5], batch).astype(np.float32)
-    top_k = rng.choice([0, 1, 2, 3, vocab - 1, vocab, vocab + 7], batch)
+    top_k = rng.choice([0, 1, 2, 3, 63, 64] if most else [0, 1, 2, 3, 63, vocab - 1, vocab, vocab + 7], batch)
     # Thresholds that no mass of float32 sums meets by rounding.
     top_p = rng.choice([1.0, 0.05123, 0.51237, 0.90171, 0.99903], batch).astype(np.float32)
     for use_k, use_p in ((False, False), (True, False), (False, True), (True, True)):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from specdec_jax.formats import tensorstore_arrays
+from specdec_jax.formats import eight_bits, tensorstore_arrays
 from specdec_jax.formats.folders import new_folder
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten
 from specdec_jax.models.gpt import GPTConfig
@@ -33,7 +33,8 @@ def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
     """Opens a folder that `write_folder` wrote, without reading its parameters."""
-    return dataclasses.replace(open_description(folder), leaves=tensorstore_arrays.open_ocdbt(folder / "params"))
+    stored = tensorstore_arrays.open_ocdbt(folder / "params", dtypes_of=eight_bits.dtypes_of)
+    return dataclasses.replace(open_description(folder), leaves=eight_bits.joined(stored, folder))
 
 
 def open_description(folder: pathlib.Path) -> Checkpoint:
@@ -99,10 +100,12 @@ def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, by
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
-    """Writes config.json, the vocabulary and the parameters into an empty folder."""
+    """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" is of matrices (`eight_bits.py`)."""
     write_description(checkpoint, folder)
     names = track(list(checkpoint.leaves))
-    _write_params(((name, checkpoint.leaves[name].load(dtype)) for name in names), folder)
+    load = lambda name: checkpoint.leaves[name].load("float32" if dtype == "int8" else dtype)
+    stored = lambda name: eight_bits.divided(name, load(name)) if dtype == "int8" else {name: load(name)}
+    _write_params((item for name in names for item in stored(name).items()), folder)
 
 
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:

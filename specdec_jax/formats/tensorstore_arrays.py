@@ -4,22 +4,22 @@ import contextlib
 import json
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from specdec_jax.formats.leaves import Leaf, fill_rows
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 _CHUNK_BYTES = 1 << 26  # what T5X aims at
 _COMMIT_BYTES = 1 << 28  # of arrays that are held until they are written to a database together
 
 
-def open_array(spec: dict, name: str, path) -> Leaf:
+def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) -> Leaf:
     """The array of a TensorStore spec; opening reads its metadata only.
 
     Raises:
-      ValueError: there is none, or it holds no floating-point numbers; `read` raises it for a missing or damaged chunk.
+      ValueError: there is none, or its numbers are of none of `dtypes`; `read` raises it for a missing or damaged chunk.
     """
     import tensorstore
 
@@ -30,8 +30,8 @@ def open_array(spec: dict, name: str, path) -> Leaf:
     except ValueError as error:
         raise ValueError(f"{path}: parameter {name}: got {_reason(error)}, expected an array there") from None
     shape, stored = tuple(store.shape), store.dtype.name
-    if stored not in _FLOATS:
-        raise ValueError(f"{path}: parameter {name}: got dtype {stored}, expected one of {', '.join(_FLOATS)}")
+    if stored not in dtypes:
+        raise ValueError(f"{path}: parameter {name}: got dtype {stored}, expected one of {', '.join(dtypes)}")
 
     def read(dtype, transpose: bool) -> np.ndarray:
         source = tensorstore.cast(store, dtype.name)  # so that no copy in the stored dtype is made
@@ -78,8 +78,12 @@ def ocdbt_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
         raise ValueError(f"{folder / '_METADATA'}: got no readable tree_metadata, expected Orbax's") from None
 
 
-def open_ocdbt(folder: pathlib.Path, prefix: tuple[str, ...] = ()) -> dict[str, Leaf]:
-    """The arrays under `prefix` in an Orbax folder, by their `/`-joined names without it."""
+def open_ocdbt(
+    folder: pathlib.Path,
+    prefix: tuple[str, ...] = (),
+    dtypes_of: Callable[[str], tuple[str, ...]] = lambda name: FLOATS,
+) -> dict[str, Leaf]:
+    """The arrays under `prefix` in an Orbax folder, by their `/`-joined names without it; what dtypes each may have."""
     paths, driver = ocdbt_structure(folder)
     # No file:// URL: in one '#', '?' and '%' of the path would have to be quoted.
     base, leaves = {"driver": "file", "path": f"{folder.absolute()}/"}, {}
@@ -88,7 +92,7 @@ def open_ocdbt(folder: pathlib.Path, prefix: tuple[str, ...] = ()) -> dict[str, 
             continue
         name = "/".join(path[len(prefix) :])
         kvstore = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
-        leaves[name] = open_array({"driver": driver, "kvstore": kvstore}, name, folder)
+        leaves[name] = open_array({"driver": driver, "kvstore": kvstore}, name, folder, dtypes_of(name))
     return leaves
 
 
