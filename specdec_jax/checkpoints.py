@@ -350,16 +350,16 @@ def _check_memory(config: ModelConfig, dtype: str, path, rules: ShardingRules | 
 
 def _check_stored(dtype, format: str) -> str:
     """`dtype` of what is written in this format."""
-    return "int8" if format == "specdec" and dtype == "int8" else _check_dtype(dtype)
+    return _check_dtype(dtype, (*DTYPES, "int8") if format == "specdec" else DTYPES)
 
 
-def _check_dtype(dtype) -> str:
+def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
-    if name not in DTYPES:
-        raise ValueError(f"dtype: got {name}, expected {' or '.join(DTYPES)}")
+    if name not in known:
+        raise ValueError(f"dtype: got {name}, expected {' or '.join(known)}")
     return name
 
 

@@ -445,7 +445,8 @@ def _initial_params(config: TrainConfig) -> dict | None:
         name = f"num_{stack}_layers"
         layers, wanted = getattr(shape, name, 0), getattr(config.model, name, 0)
         if 0 < layers < wanted:
-            params, shape = deepened(params, stack, wanted), dataclasses.replace(shape, **{name: wanted})
+            more: dict[str, Any] = {name: wanted}
+            params, shape = deepened(params, stack, wanted), dataclasses.replace(shape, **more)
     fits = _shape(shape) == _shape(config.model)
     _expect(fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers")
     return params

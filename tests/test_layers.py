@@ -21,6 +21,7 @@ LAYERS = [
         *(
             "formats",
             "formats.allocator",
+            "formats.eight_bits",
             "formats.folders",
             "formats.leaves",
             "formats.flax_msgpack",
