@@ -123,7 +123,7 @@ def load_shape(path) -> ModelConfig:
 
 
 def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
-    """Writes a model that `load` reads, in the parameters' own dtype or in `dtype`.
+    """Writes a model that `load` reads, in the parameters' own dtype or in `dtype`, as for `convert`.
 
     The vocabulary's file goes into the folder, unless, for "specdec", the folder above holds the same file. The folder appears
     whole or not at all; an earlier model folder of this package there is replaced.
@@ -178,8 +178,9 @@ def convert(
         is T5X's, else 1.
       format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes today), "t5x_legacy", or
         "specdec", this package's own.
-      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8 bits, which rounds them and
-        is read as floating-point numbers. None: bfloat16 if all parameters are stored so, else float32.
+      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8 bits, the rest in float32,
+        read as floating-point numbers. Drafters and heads that were trained on a target's states do not fit the rounded
+        one. None: bfloat16 if all parameters are stored so, else float32.
       config, vocabulary: as for `load`.
       track: given the parameters' names, yields them: for a progress bar.
 

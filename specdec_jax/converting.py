@@ -27,7 +27,8 @@ class ConvertOptions:
     )
     dtype: str | None = option(
         None,
-        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits, read as floating-point numbers); none: bfloat16 "
+        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits, read as floating-point numbers; not for a target "
+        "whose drafter or heads were trained on its states); none: bfloat16 "
         "if all parameters are stored so, else float32",
     )
     vocabulary: str | None = option(

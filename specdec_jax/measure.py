@@ -112,6 +112,27 @@ def step_arm(network: Network, batch: int, input_length: int, slots: int, width:
     return lambda: decode_steps(network, tokens, positions, cache, steps=STEPS)
 
 
+@functools.partial(jax.jit, static_argnames="steps")
+def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
+    """As `decode_steps` for two tokens `[B, 2]`, but with the head on the second alone, as a drafter that catches up has it."""
+
+    def body(_, carry):
+        tokens, cache = carry
+        states, cache = network.decode_states(tokens, positions, cache)
+        token = sampling.argmax(network.head(states[:, 1:])).astype(jnp.int32)
+        return jnp.concatenate([tokens[:, 1:], token], axis=1), cache
+
+    return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
+
+
+def pair_arm(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
+    """A call of `STEPS` such calls; arguments as for `step_arm`."""
+    inputs, lengths = _inputs(network, batch, input_length)
+    cache = _prefill(network, inputs, lengths, slots=slots)
+    tokens, positions = jnp.ones((batch, 2), jnp.int32), jnp.full(batch, (slots - 2) // 2, jnp.int32)
+    return functools.partial(pair_steps, network, tokens, positions, cache, steps=STEPS)
+
+
 @functools.partial(jax.jit, static_argnames=("gamma", "steps"))
 def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int):
     """γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in turn.
@@ -261,7 +282,7 @@ def step_arms(
             pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = paired_arm(*pair, rows, longest, room, gamma)
     if isinstance(drafter, ModelDrafter):
-        arms["draft pair"] = step_arm(drafter.network, rows, longest, room, 2)
+        arms["draft pair"] = pair_arm(drafter.network, rows, longest, room)
         for name, network in drafter.variants().items():
             arms[f"draft step, {name}"] = step_arm(network, rows, longest, room, 1)
         for length in lengths:

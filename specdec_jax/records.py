@@ -79,7 +79,7 @@ class Work:
     Attributes:
       padded: length that its inputs are padded to.
       calls: target calls.
-      draft_calls: draft steps; None without a drafter, whose encoder then does not run.
+      draft_calls: draft steps, a call over two positions being one; None without a drafter, whose encoder then does not run.
     """
 
     padded: int
@@ -144,7 +144,8 @@ def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: i
 def predictions(
     gamma: int, alpha: float, times: Mapping[str, Spread], padded, lengths, counted: Sequence[Work]
 ) -> dict[str, float]:
-    """Expected improvement, from the paper's formula to one that counts everything but the loop itself.
+    """Expected improvement, from the paper's formula to one that counts everything but the loop itself and the second
+    position of a drafter's first call after a full acceptance.
 
     Returns:
       cost_ratio, verify_cost: the measured c, of draft steps between target calls, and v(γ + 1).
@@ -214,6 +215,9 @@ def summary(record: Mapping[str, Any]) -> str:
         lines.append(
             f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}{of_products}"
         )
+        if "draft pair" in steps:
+            pair = steps["draft pair"]["median"] / steps["draft step"]["median"]
+            lines.append(f"  {pair:.2f} times that over two positions, the first call after a full acceptance")
         lines += reductions(steps)
     elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
         lines.append("draft step     not timed alone (`specdec measure` times whole iterations)")

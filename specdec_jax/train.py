@@ -440,15 +440,16 @@ def _initial_params(config: TrainConfig) -> dict | None:
     if config.initialise_from is None:
         return None
     model = checkpoints.load(config.initialise_from, "float32")
-    params, shape = model.params, model.config
+    more: dict[str, Any] = {}
     for stack in ("encoder", "decoder"):
-        name = f"num_{stack}_layers"
-        layers, wanted = getattr(shape, name, 0), getattr(config.model, name, 0)
+        layers, wanted = (getattr(shape, f"num_{stack}_layers", 0) for shape in (model.config, config.model))
         if 0 < layers < wanted:
-            more: dict[str, Any] = {name: wanted}
-            params, shape = deepened(params, stack, wanted), dataclasses.replace(shape, **more)
-    fits = _shape(shape) == _shape(config.model)
+            more[f"num_{stack}_layers"] = wanted
+    fits = _shape(dataclasses.replace(model.config, **more)) == _shape(config.model)
     _expect(fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers")
+    params = model.params
+    for name, wanted in more.items():
+        params = deepened(params, name.split("_")[1], wanted)
     return params
 
 

@@ -80,7 +80,9 @@ class Choice(NamedTuple):
 def expected_seconds(
     accepted: Acceptance, padded: Sequence[int], choice: Choice, times: Mapping[str, Spread], step: float
 ) -> float:
-    """Seconds for all batches: encoders, iterations, and draft steps more or fewer than γ in each of them.
+    """Seconds for all batches: encoders, iterations, less the draft steps by which the last ones are shorter.
+
+    A drafter that catches up after a full acceptance is counted as if its first call were over one position, not two.
 
     Args:
       padded: input length of each batch.

@@ -115,7 +115,7 @@ def check_stats(result, gamma: int):
     for stats in (total, *total.per_row):
         examined, accepted = stats.examined_by_position, stats.accepted_by_position
         assert len(examined) == len(accepted) == gamma
-        assert stats.accepted == accepted.sum() <= examined.sum() <= stats.drafted <= stats.draft_calls
+        assert stats.accepted == accepted.sum() <= examined.sum() <= stats.drafted == stats.draft_calls
         assert np.all(accepted <= examined) and np.all(examined[1:] <= accepted[:-1])
         assert stats.acceptance_rate == (stats.accepted / examined.sum() if examined.sum() else None)
     for stats, length in zip(total.per_row, result.lengths):

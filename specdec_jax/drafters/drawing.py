@@ -44,8 +44,8 @@ def draft_tokens(
       choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry), for step = 0, 1 …
       carry: what `choose` keeps from step to step.
       lag: scalar, how many tokens before the last committed one must be fed.
-      catch_up: as `choose`, of the token fed before this step's too: for step = 1 − lag, 3 − lag … up to 0. What it
-        chooses for a step below 0 is thrown away. May be missing where nothing lags.
+      catch_up: as `choose`, of the token fed before this step's too: for step = 1 − lag, 3 − lag … up to 0 or −1. What
+        it chooses for a step below 0 is thrown away. May be missing where nothing lags.
       seen: what `look` made of the laws so far, out of a carry.
 
     Returns:

@@ -119,7 +119,7 @@ class ModelDrafter:
 
         def choose(step, tokens, carry):
             cache, law, seen = carry
-            position = jnp.maximum(last + step, 0)
+            position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             logits, cache = self.network.decode(fed, position, cache)
             return chosen(step, tokens, logits, (cache, law, seen))

@@ -19,12 +19,17 @@ def divided(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 
     Column f of a kernel is about `values[:, f] · scales[f]`, row v of an embedding `values[v] · scales[v]`: symmetric, the
     greatest magnitude being 127.
+
+    Raises:
+      ValueError: a number in them is not finite.
     """
     kind = name.rpartition("/")[2]
     if array.ndim != 2 or kind not in ("kernel", "embedding"):
         return {name: array}
+    if not np.all(np.isfinite(array)):
+        raise ValueError(f"parameter {name}: got numbers that are not finite, expected finite ones to store in 8 bits")
     scales = np.max(np.abs(array), axis=0 if kind == "kernel" else 1, keepdims=True).astype(np.float32) / _MOST
-    values = np.rint(array / np.where(scales > 0, scales, 1)).astype(np.int8)
+    values = np.rint(np.clip(array / np.where(scales > 0, scales, 1), -_MOST, _MOST)).astype(np.int8)
     return {f"{name}/{_VALUES}": values, f"{name}/{_SCALES}": scales}
 
 
