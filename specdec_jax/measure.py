@@ -103,15 +103,6 @@ def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, g
     return slots((input_length if decoder_only(target) else 1) + max_new_tokens, gamma)
 
 
-def step_arm(network: Network, batch: int, input_length: int, slots: int, width: int) -> Callable[[], object]:
-    """A call of `STEPS` steps over `width` positions of `batch` rows, with inputs of `input_length` tokens."""
-    inputs, lengths = _inputs(network, batch, input_length)
-    cache = _prefill(network, inputs, lengths, slots=slots)
-    tokens = jnp.ones((batch, width), jnp.int32)
-    positions = jnp.full(batch, (slots - width) // 2, jnp.int32)
-    return lambda: decode_steps(network, tokens, positions, cache, steps=STEPS)
-
-
 @functools.partial(jax.jit, static_argnames="steps")
 def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
     """As `decode_steps` for two tokens `[B, 2]`, but with the head on the second alone, as a drafter that catches up has it."""
@@ -125,12 +116,19 @@ def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache,
     return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
 
 
-def pair_arm(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
-    """A call of `STEPS` such calls; arguments as for `step_arm`."""
+def step_arm(
+    network: Network, batch: int, input_length: int, slots: int, width: int, stepping: Callable = decode_steps
+) -> Callable[[], object]:
+    """A call of `STEPS` steps over `width` positions of `batch` rows, with inputs of `input_length` tokens.
+
+    Args:
+      stepping: what takes the steps: `decode_steps`, or `pair_steps`, of which `width` must be 2.
+    """
     inputs, lengths = _inputs(network, batch, input_length)
     cache = _prefill(network, inputs, lengths, slots=slots)
-    tokens, positions = jnp.ones((batch, 2), jnp.int32), jnp.full(batch, (slots - 2) // 2, jnp.int32)
-    return functools.partial(pair_steps, network, tokens, positions, cache, steps=STEPS)
+    tokens = jnp.ones((batch, width), jnp.int32)
+    positions = jnp.full(batch, (slots - width) // 2, jnp.int32)
+    return lambda: stepping(network, tokens, positions, cache, steps=STEPS)
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "steps"))
@@ -282,7 +280,7 @@ def step_arms(
             pair = target.network_for(rows * (gamma + 1)), drafter.network
             arms[f"draft {gamma} and verify"] = paired_arm(*pair, rows, longest, room, gamma)
     if isinstance(drafter, ModelDrafter):
-        arms["draft pair"] = pair_arm(drafter.network, rows, longest, room)
+        arms["draft pair"] = step_arm(drafter.network, rows, longest, room, 2, pair_steps)
         for name, network in drafter.variants().items():
             arms[f"draft step, {name}"] = step_arm(network, rows, longest, room, 1)
         for length in lengths:

@@ -440,16 +440,17 @@ def _initial_params(config: TrainConfig) -> dict | None:
     if config.initialise_from is None:
         return None
     model = checkpoints.load(config.initialise_from, "float32")
-    more: dict[str, Any] = {}
+    more = {}
     for stack in ("encoder", "decoder"):
         layers, wanted = (getattr(shape, f"num_{stack}_layers", 0) for shape in (model.config, config.model))
         if 0 < layers < wanted:
-            more[f"num_{stack}_layers"] = wanted
-    fits = _shape(dataclasses.replace(model.config, **more)) == _shape(config.model)
+            more[stack] = wanted
+    counts: dict[str, Any] = {f"num_{stack}_layers": wanted for stack, wanted in more.items()}
+    fits = _shape(dataclasses.replace(model.config, **counts)) == _shape(config.model)
     _expect(fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers")
     params = model.params
-    for name, wanted in more.items():
-        params = deepened(params, name.split("_")[1], wanted)
+    for stack, wanted in more.items():
+        params = deepened(params, stack, wanted)
     return params
 
 

@@ -499,3 +499,16 @@ def test_configuration():
     assert model == dataclasses.replace(
         checkpoints.load_shape("ende/drafter"), dtype="float32", matmul_dtype="bfloat16"
     )
+
+
+def test_configuration_of_the_bundled_drafter():
+    gin.clear_config()
+    gin.parse_config_file(str(CONFIGS.parent / "distill" / "ende_drafter.gin"))
+    config = gin.get_configurable(distill.DistillConfig)(target="ende/target", data_dir="data", output_dir="run")
+    gin.clear_config()
+    assert all("test" not in str(path) for name in ("source_files", "validation_files") for path in config.paths(name))
+    target, bundled = (checkpoints.load_shape(f"ende/{name}") for name in ("target", "drafter"))
+    assert dataclasses.replace(config.shape(target), dtype=bundled.dtype) == bundled
+    count = lambda shape: train.parameter_count(jax.eval_shape(lambda: random_params(shape)))
+    assert 8 * count(bundled) <= count(target)  # an eighth of the target's parameters at most
+    config.training(config.shape(target), 6144, ["a"], ["b"])  # which refuses what does not fit

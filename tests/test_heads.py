@@ -482,8 +482,8 @@ def test_the_configuration_of_the_bundled_target(tmp_path):
     gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
     config = gin.get_configurable(train_heads.HeadsTrainConfig)()
     gin.clear_config()
-    shapes = config.heads(dataclasses.replace(TINY, emb_dim=384, vocab_size=6144)).parameter_shapes
-    assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 384**2
+    shapes = config.heads(sd.checkpoints.load_shape(config.target)).parameter_shapes
+    assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
 
 
 def test_the_command_line(settings, finished, tmp_path, capsys):

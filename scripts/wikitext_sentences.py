@@ -1,0 +1,79 @@
+"""Sentences of WikiText, as they would be written: sources for `specdec distill`.
+
+    python scripts/wikitext_sentences.py --input_file=data/wikitext2/train.txt.gz --output_file=data/wikitext.txt.gz \
+        --exclude=data/wiki_pe/validation.tsv.gz,data/wiki_pe/test.tsv.gz
+
+WikiText has a paragraph a line, its words and punctuation apart, rare words replaced by <unk>. What is written is a sentence a
+line, its parts joined again; headings, sentences with <unk> and those of under 4 or over 45 words are left out, and
+those that are sources of the excluded files, whatever their case and punctuation.
+"""
+
+import gzip
+import pathlib
+import re
+
+from absl import app, flags
+
+from specdec_jax import data
+from specdec_jax.runs import write_atomically
+
+_INPUT = flags.DEFINE_string("input_file", None, "WikiText, a paragraph a line, gzip or not.", required=True)
+_OUTPUT = flags.DEFINE_string("output_file", None, "File to write, gzip where it ends in .gz.", required=True)
+_EXCLUDE = flags.DEFINE_list("exclude", [], "TSV files whose sources (what stands before the tab) must not appear.")
+
+_SHORTEST, _LONGEST = 4, 45  # words, punctuation among them
+_BOUNDARY = re.compile(r'(?<=[.!?]) (?=[A-Z"])')
+# In this order: joints inside words and numbers, closing and opening marks, what an apostrophe begins, quotations, ranges.
+_JOINED = tuple(
+    (re.compile(pattern), joined)
+    for pattern, joined in (
+        (r" @([-,.])@ ", r"\1"),
+        (r" ([,.;:!?%)\]])", r"\1"),
+        (r"([(\[$£]) ", r"\1"),
+        (r" '(s|re|ve|ll|d|m|t)\b", r"'\1"),
+        (r" n't", "n't"),
+        (r'" ([^"]*?) "', r'"\1"'),
+        (r"(\w) ' ", r"\1' "),
+        (r" – (?=\d)", "–"),
+    )
+)
+
+
+def as_written(sentence: str) -> str:
+    """A tokenised sentence with its punctuation joined to its words."""
+    for pattern, joined in _JOINED:
+        sentence = pattern.sub(joined, sentence)
+    return sentence
+
+
+def words_of(sentence: str) -> str:
+    """What two sentences have in common that differ in case and punctuation alone."""
+    return re.sub(r"\W+", " ", sentence.lower()).strip()
+
+
+def sentences(lines, excluded: set[str]) -> list[str]:
+    """The sentences of WikiText's lines, but for those of which `words_of` is in `excluded`."""
+    found = []
+    for line in lines:
+        if line.strip().startswith("="):
+            continue
+        for sentence in _BOUNDARY.split(line.strip()):
+            if "<unk>" in sentence or not _SHORTEST <= len(sentence.split()) <= _LONGEST:
+                continue
+            sentence = as_written(sentence)
+            if words_of(sentence) not in excluded:
+                found.append(sentence)
+    return found
+
+
+def main(_) -> None:
+    excluded = {words_of(line.partition("\t")[0]) for path in _EXCLUDE.value for line in data.read_lines(path)}
+    found = sentences(data.read_lines(_INPUT.value), excluded)
+    text = "".join(f"{sentence}\n" for sentence in found).encode()
+    path = pathlib.Path(_OUTPUT.value)
+    write_atomically(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    print(f"{len(found)} sentences")
+
+
+if __name__ == "__main__":
+    app.run(main)
