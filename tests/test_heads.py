@@ -1,6 +1,5 @@
 """Heads on the target's last state: what they look at, draft and learn, their law, files, settings and command."""
 
-import dataclasses
 import functools
 import json
 import math
