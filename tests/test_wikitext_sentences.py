@@ -3,12 +3,12 @@
 import gzip
 
 import pytest
-from absl.testing import flagsaver
+from absl.flags import FLAGS
 
 LINES = """
  = A heading =
 
- She said : " It 's a one @-@ off , is n't it ? " In 2012 – 13 there were 1 @,@ 200 ( about 3 @.@ 5 % ) of them .
+ She said : " It 's a one @-@ off , is n't it " . In 2012 – 13 there were 1 @,@ 200 ( about 3 @.@ 5 % ) of them .
  A sentence with <unk> goes . Too short . The miners ' wives kept the one that is wanted here .
  This one is among those that are held out , again .
 """
@@ -23,13 +23,13 @@ def test_sentences(module, tmp_path, capsys):
     source, held_out, output = (tmp_path / name for name in ("text.txt", "test.tsv", "out.txt.gz"))
     source.write_text(LINES, encoding="utf-8")
     held_out.write_text("this one is among those that are held out: AGAIN\tx\n", encoding="utf-8")
-    with flagsaver.flagsaver(input_file=str(source), output_file=str(output), exclude=[str(held_out)]):
-        module.main([])
+    FLAGS(["wikitext_sentences", f"--input_file={source}", f"--output_file={output}", f"--exclude={held_out}"])
+    module.main([])
     assert gzip.decompress(output.read_bytes()).decode().splitlines() == [
         "She said: \"It's a one-off, isn't it?\" In 2012–13 there were 1,200 (about 3.5%) of them.",
         "The miners' wives kept the one that is wanted here.",
     ]
-    assert capsys.readouterr().out == "2 sentences\n"
+    assert capsys.readouterr().out == "3 sentences\n"
 
 
 def test_lengths_are_counted_in_words(module):
