@@ -26,7 +26,8 @@ def test_sentences(module, tmp_path, capsys):
     FLAGS(["wikitext_sentences", f"--input_file={source}", f"--output_file={output}", f"--exclude={held_out}"])
     module.main([])
     assert gzip.decompress(output.read_bytes()).decode().splitlines() == [
-        "She said: \"It's a one-off, isn't it?\" In 2012–13 there were 1,200 (about 3.5%) of them.",
+        "She said: \"It's a one-off, isn't it\".",
+        "In 2012–13 there were 1,200 (about 3.5%) of them.",
         "The miners' wives kept the one that is wanted here.",
     ]
     assert capsys.readouterr().out == "3 sentences\n"
