@@ -501,14 +501,20 @@ def test_configuration():
     )
 
 
-def test_configuration_of_the_bundled_drafter():
+def test_configuration_of_the_bundled_drafter(tmp_path):
     gin.clear_config()
     gin.parse_config_file(str(CONFIGS.parent / "distill" / "ende_drafter.gin"))
-    config = gin.get_configurable(distill.DistillConfig)(target="ende/target", data_dir="data", output_dir="run")
+    config = gin.get_configurable(distill.DistillConfig)(target="ende/target", data_dir=tmp_path, output_dir="run")
     gin.clear_config()
-    assert all("test" not in str(path) for name in ("source_files", "validation_files") for path in config.paths(name))
+    sources = [str(path.relative_to(tmp_path)) for path in config.paths("source_files")]
+    assert sources == ["ende/train.tsv.gz", "wiki_pe/train.tsv.gz", "wikitext.txt.gz"]
+    for path in config.paths("source_files") + config.paths("validation_files"):
+        assert "test" not in path.name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    config.check()
     target, bundled = (checkpoints.load_shape(f"ende/{name}") for name in ("target", "drafter"))
     assert dataclasses.replace(config.shape(target), dtype=bundled.dtype) == bundled
     count = lambda shape: train.parameter_count(jax.eval_shape(lambda: random_params(shape)))
-    assert 8 * count(bundled) <= count(target)  # an eighth of the target's parameters at most
-    config.training(config.shape(target), 6144, ["a"], ["b"])  # which refuses what does not fit
+    assert count(bundled) == 2_491_392 and 8 * count(bundled) <= count(target)
+    assert config.training(config.shape(target), 6144, ["a"], ["b"]).select == "agreement"
