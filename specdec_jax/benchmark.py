@@ -323,6 +323,7 @@ def _total_stats(arm: Arm) -> dict[str, Any]:
     return totals | {
         "acceptance_rate": totals["accepted"] / examined if examined and has_rate else None,
         "tokens_per_target_call": arm.tokens / max(totals["target_calls"], 1),
+        "accepted_per_target_call": totals["accepted"] / max(totals["target_calls"], 1),
     }
 
 

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import measure, traces
+from specdec_jax.draws import seeded
 from specdec_jax.generate import GenerationResult, generate, trace
 from specdec_jax.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.progress import track
@@ -50,7 +50,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     sentences = list(arguments) or list(SENTENCES)
     target, drafter = options.load()
     encode(target, sentences, options.max_input_length)
-    keys = fold_keys(jax.random.key(options.seed), np.arange(len(sentences)))
+    keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
     speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
     console = Console()
     colours = console.is_terminal and "NO_COLOR" not in os.environ

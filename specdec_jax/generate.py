@@ -12,6 +12,7 @@ import numpy as np
 
 from specdec_jax import speculative
 from specdec_jax.compatibility import UnsupportedCombination
+from specdec_jax.draws import seeded
 from specdec_jax.gamma import Policy
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.request import Request, bucket, prepare
@@ -56,9 +57,11 @@ class Stats(NamedTuple):
       target_calls, draft_calls, drafted, accepted: counts.
       accepted_by_position, examined_by_position: `[G]` arrays.
       acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was examined, and for block
-        verification at T > 0, which judges a draft as a whole and has no such rate.
+        verification at T > 0, which judges a draft as a whole and has no such rate: the next two numbers are always known.
       tokens_per_target_call: new tokens over target calls (equation 1 is its expectation); None without a call.
       per_row: the same for every row, or None.
+      accepted_per_target_call: drafted tokens that stood over target calls; None without a call. Divide
+        `accepted_by_position` by `target_calls` for how often each position of a draft stood.
     """
 
     target_calls: int
@@ -70,6 +73,22 @@ class Stats(NamedTuple):
     acceptance_rate: float | None
     tokens_per_target_call: float | None
     per_row: tuple["Stats", ...] | None = None
+    accepted_per_target_call: float | None = None
+
+
+class NotNumbers(ValueError):
+    """Logits that are not numbers, which no output can be drawn from.
+
+    Attributes:
+      source: whose they are. input: number of the input. token: number of the new token, from 0.
+    """
+
+    def __init__(self, source: str, input: int, token: int):
+        self.source, self.input, self.token = source, input, token
+        super().__init__(
+            f"input {input}: got logits from {source} that are not finite numbers, at new token {token}, expected "
+            "numbers: are its weights damaged?"
+        )
 
 
 class GenerationResult(NamedTuple):
@@ -140,7 +159,8 @@ def generate(
       typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
       forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
-      key: one key (request i gets `fold_in(key, i)`) or B keys; `jax.random.key(0)` if None.
+      key: one key (request i gets `fold_in(key, i)`) or B keys; that of seed 0 if None. Keys of other kinds than threefry
+        (rbg, as T5X uses them) are made into threefry keys first.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input, a prompt
         is read once.
       input_lengths: `[B]`, with an array of inputs only.
@@ -154,6 +174,7 @@ def generate(
 
     Raises:
       UnsupportedCombination: options that make no sense together (a ValueError).
+      NotNumbers: NaN or infinite logits, of damaged weights or a processor (a ValueError, found after decoding).
       ValueError: bad argument; says what was got and what was expected, before anything compiles.
     """
     begun = time.monotonic()
@@ -276,6 +297,7 @@ class Committed(NamedTuple):
     done: np.ndarray
     log_probs: np.ndarray
     adjusted_log_probs: np.ndarray | None
+    draft_failed: np.ndarray
     counts: speculative.Counts
     program: speculative.Program
 
@@ -290,10 +312,15 @@ class Committed(NamedTuple):
 
 
 def finish(target: LanguageModel, state: DecodeState | Committed, request: Request) -> GenerationResult:
-    """Trims and detokenises what has been committed so far."""
+    """Trims and detokenises what has been committed so far.
+
+    Raises:
+      NotNumbers: logits were met that are not.
+    """
     if isinstance(state, DecodeState):
         state = Committed.of(state)
-    tokens, ends, done, log_probs, adjusted, counts, program = state
+    _check_numbers(target, state, request)
+    tokens, ends, done, log_probs, adjusted, _, counts, program = state
     columns, starts = np.arange(max(request.limits)), request.prefix_lengths
     committed = ends - starts
     # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
@@ -314,6 +341,18 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
     stats = _stats(counts, committed, token_by_token=program.verifier != "block" or program.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
+
+
+def _check_numbers(target: LanguageModel, state: Committed, request: Request) -> None:
+    slots = np.arange(state.tokens.shape[1])
+    committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
+    for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[:1]:
+        source = f"the target {target.name}" + (" or the processor" if state.program.mode.processor else "")
+        raise NotNumbers(source, int(request.inputs[row]), int(slot - request.prefix_lengths[row]))
+    for (row,) in np.argwhere(state.draft_failed)[:1]:
+        token = int(state.draft_failed[row] - request.prefix_lengths[row])
+        name = getattr(request.drafter, "name", type(request.drafter).__name__)
+        raise NotNumbers(f"the drafter {name}", int(request.inputs[row]), token)
 
 
 def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:
@@ -356,6 +395,7 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         rejected, corrected = int(draft[stood]) if stood < drafted else None, new[stood] if len(new) > stood else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, :drafted].tolist()
         steps.append(TraceStep(new[:stood], rejected, corrected, int(drafted), entropies))
+    finish(target, state, request)  # which refuses what is not made of numbers
     return steps
 
 
@@ -369,7 +409,7 @@ def warm_up(
     nothing. Options as for `generate`. Returns the number of shapes.
     """
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
-    options = {"key": jax.random.key(0), **options}
+    options = {"key": seeded(0), **options}
     for batch in batch_sizes:
         for length in lengths:
             inputs = np.full(
@@ -386,10 +426,12 @@ def warm_up(
 def _stats(counts: speculative.Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
     def one(counts, new_tokens, per_row=None):
         examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
+        per_call = lambda number: int(number) / calls if calls else None
         return Stats(
             calls, int(counts.draft_calls), int(counts.drafted), int(counts.accepted),
             counts.accepted_by_position, counts.examined_by_position,
-            int(counts.accepted) / examined if examined and token_by_token else None, int(new_tokens) / calls if calls else None, per_row,
+            int(counts.accepted) / examined if examined and token_by_token else None, per_call(new_tokens), per_row,
+            per_call(counts.accepted),
         )  # fmt: skip
 
     rows = range(len(new_tokens))

@@ -12,6 +12,7 @@ import numpy as np
 
 from specdec_jax.compatibility import UnsupportedCombination, check_prompts
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.draws import seeded
 from specdec_jax.generate import Stats, stream
 from specdec_jax.jobs import Output, decode_all, decode_stream, refills, rows_for
 from specdec_jax.journal import Journal, digest
@@ -195,7 +196,7 @@ def _write_file(
     """
     inputs = job.inputs
     rows = rows_for(target, options.rows, len(inputs))
-    how = dict(key=jax.random.key(options.seed), num_samples=options.num_samples, **decoding)
+    how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
     plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)
     with Journal(options.output_file, settings, len(inputs)) as journal:
@@ -252,7 +253,7 @@ def drafter_contents(drafter: NamedDrafter) -> str:
 
 def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:
     """Every sentence alone, its text printed as it is committed."""
-    keys = fold_keys(jax.random.key(options.seed), np.arange(len(inputs)))
+    keys = fold_keys(seeded(options.seed), np.arange(len(inputs)))
     for number, ids in enumerate(inputs):
         held = ""  # spaces at the end: with a line end after them they become one
         for piece in stream(target, [ids], key=keys[number : number + 1], **decoding):

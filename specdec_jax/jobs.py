@@ -20,11 +20,13 @@ import jax
 import numpy as np
 
 from specdec_jax.compatibility import UnsupportedCombination
+from specdec_jax.draws import seeded
 from specdec_jax.generate import (
     FOREVER,
     STOP_EVERY,
     Committed,
     GenerationResult,
+    NotNumbers,
     Stats,
     advance,
     complete,
@@ -103,12 +105,15 @@ def decode_all(
     rows = rows_for(target, batch_size, len(inputs))
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
-        keys = fold_keys(jax.random.key(seed), np.arange(start, start + len(window)) + first)
+        keys = fold_keys(seeded(seed), np.arange(start, start + len(window)) + first)
         outputs = decode_stream(
             target, window, batch_size=rows, refill=refill and refills(rows, len(window), options.get("deadline")),
             key=keys, num_samples=num_samples, **options,
         )  # fmt: skip
-        yield from _in_order(outputs)
+        try:
+            yield from _in_order(outputs)
+        except NotNumbers as error:
+            raise NotNumbers(error.source, error.input + start + first, error.token) from None
 
 
 def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:

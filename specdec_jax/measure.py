@@ -16,6 +16,7 @@ import numpy as np
 from specdec_jax import sampling, speculative
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.draws import seeded
 from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel, Network, decoder_only
 from specdec_jax.models.gpt import GPT
@@ -213,7 +214,7 @@ def verified_state(
     start = (slots - gamma - 1) // 2 + 1
     state = _prefill_state(
         network, None, Program(gamma, config.mode, vocab, verifier), slots, inputs, lengths, rows(0)[:, None], rows(1),
-        fold_keys(jax.random.key(0), np.arange(batch)), config.rows(batch, vocab), None, rows(slots), rows(-1)[:, None],
+        fold_keys(seeded(0), np.arange(batch)), config.rows(batch, vocab), None, rows(slots), rows(-1)[:, None],
         rows(gamma), rows(0).astype(bool),
     )  # fmt: skip
     return state.replace(lengths=rows(start))

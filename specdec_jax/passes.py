@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from specdec_jax import compatibility, measure
+from specdec_jax.draws import seeded
 from specdec_jax.generate import GenerationResult
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
@@ -80,7 +81,7 @@ def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> 
     with empty inputs, so that one number of rows compiles."""
     size = min(batch_size, -(-len(inputs) // parts) * parts)
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
-    keys, batches = fold_keys(jax.random.key(seed), np.arange(len(inputs))), []
+    keys, batches = fold_keys(seeded(seed), np.arange(len(inputs))), []
     for first in range(0, len(order), size):
         chosen = order[first : first + size]
         missing = size - len(chosen)

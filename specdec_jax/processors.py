@@ -78,7 +78,10 @@ def force(logits: jax.Array, context: Context, forced: jax.Array) -> jax.Array:
 
 
 def apply_own(logits: jax.Array, context: Context, processor: Processor) -> jax.Array:
-    """A user's function, given every prefix with what follows it blanked."""
+    """Applies a user's function, which gets every prefix with what follows it blanked.
+
+    +inf means that nothing else may be chosen: the ids that have it share all the mass evenly, at any temperature.
+    """
     batch, positions, vocab = logits.shape
     prefixes = jnp.where(_live(context, positions), context.tokens[:, None], 0)
     lengths = context.prefix_lengths(positions)
@@ -86,6 +89,8 @@ def apply_own(logits: jax.Array, context: Context, processor: Processor) -> jax.
     rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
     if rows.shape != flat.shape:
         raise ValueError(f"processor: got logits of shape {rows.shape}, expected {flat.shape}")
+    chosen = rows == jnp.inf
+    rows = jnp.where(jnp.any(chosen, axis=-1, keepdims=True), jnp.where(chosen, 0.0, -jnp.inf), rows)
     return rows.astype(logits.dtype).reshape(logits.shape)
 
 

@@ -273,8 +273,7 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
     ]
     alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
     if alpha is None:
-        why = "no such rate with block verification" if arm["stats"]["drafted"] else "nothing was drafted"
-        lines.append(f"  {calls or 0:.2f} tokens per target call; {why}: no alpha, no prediction")
+        lines.append(f"  {calls or 0:.2f} tokens per target call; {_without_alpha(arm['stats'])}; no prediction")
     elif predicted is None:
         drafted = f"{arm['mean_gamma']:.2f} drafted for each"
         lines.append(f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call, {drafted}; no prediction")
@@ -297,6 +296,17 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
             f"(margin {item['margin']:.2e}, noise {item['noise']:.2e})"
         )
     return lines
+
+
+def _without_alpha(stats: Mapping[str, Any]) -> str:
+    """Says what is known of acceptance where there is no rate."""
+    if not stats["drafted"]:
+        return "nothing was drafted"
+    standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
+    return (
+        f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {standing} "
+        "(block verification judges a draft as a whole: no alpha)"
+    )
 
 
 def _seconds(spread: Mapping[str, float]) -> str:

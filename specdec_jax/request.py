@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec_jax import speculative, verification
 from specdec_jax.compatibility import UnsupportedCombination, check_pair, check_policy, check_prompts
+from specdec_jax.draws import seeded, threefry
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.models.base import LanguageModel, Network, decoder_only, given_lengths
 from specdec_jax.sampling import SamplingConfig, SamplingRows
@@ -51,6 +52,7 @@ class Request:
       stop: strings that stop a row.
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` rows without input.
+      inputs: `[B]` the number of each row's input; −1 for a row that only fills up.
     """
 
     network: Network
@@ -61,10 +63,11 @@ class Request:
     stop: tuple[str, ...]
     deadline: float | None
     empty: np.ndarray
+    inputs: np.ndarray
 
     def of(self, rows) -> "Request":
         """That of some of the rows."""
-        per_row = {name: getattr(self, name)[rows] for name in ("prefix_lengths", "limits", "empty")}
+        per_row = {name: getattr(self, name)[rows] for name in ("prefix_lengths", "limits", "empty", "inputs")}
         return dataclasses.replace(self, **per_row)
 
 
@@ -159,7 +162,7 @@ class Plan:
         )
         return Request(
             self.network, self.drafter, take(self.prefix_lengths, filler=1), take(self.limits), self.eos_ids, self.stop,
-            self.deadline, take(self.empty, filler=True),
+            self.deadline, take(self.empty, filler=True), np.repeat(places, self.samples),
         )  # fmt: skip
 
 
@@ -411,7 +414,7 @@ def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
 
 @jax.jit
 def fold_keys(key, places):
-    """The keys of the inputs at `places [N]` out of one key, as `generate` gives them."""
+    """The keys of the inputs at `places [N]` out of one threefry key, as `generate` gives them."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
 
 
@@ -438,7 +441,7 @@ def _row_keys(key, batch: int, samples: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=16)
 def _default_keys(batch: int) -> jax.Array:
-    return fold_keys(jax.random.key(0), np.arange(batch))
+    return fold_keys(seeded(0), np.arange(batch))
 
 
 def _input_keys(key, batch: int) -> jax.Array:
@@ -446,8 +449,7 @@ def _input_keys(key, batch: int) -> jax.Array:
         return _default_keys(batch)
     if not isinstance(key, jax.Array):
         raise ValueError(f"key: got {key!r}, expected jax.random.key(seed), or one such key per input")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+    key = threefry(key)
     if key.ndim == 0:
         return fold_keys(key, np.arange(batch))
     if key.shape != (batch,):

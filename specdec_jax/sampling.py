@@ -1,4 +1,4 @@
-"""Sampling laws: which distribution a row's next token is drawn from, and how it is drawn.
+"""Sampling laws: which distribution a row's next token is drawn from (`draws.py` draws from it).
 
 Every way of sampling is "draw from an adjusted distribution" (Leviathan et al. 2023, section 2.2). First come the
 processors, pure functions of the prefix (`processors.py`); then, in T5X's order, temperature, top-k and top-p, then
@@ -300,7 +300,8 @@ def process(logits: jax.Array, context: Context | None, rows: SamplingRows, mode
         processed = processors.forbid_early_end(processed, context, rows.min_new_tokens)
     if mode.forced:
         processed = processors.force(processed, context, rows.forced)
-    return jnp.where(jnp.max(processed, axis=-1, keepdims=True) > -jnp.inf, processed, original)
+    # Not the other way round: NaN must pass, so that it is noticed.
+    return jnp.where(jnp.max(processed, axis=-1, keepdims=True) == -jnp.inf, original, processed)
 
 
 def standardize(
@@ -325,11 +326,15 @@ def standardize(
 
 
 def argmax(logits: jax.Array) -> jax.Array:
-    """First index of the maximum over the last axis, int32; two passes are some six times faster than `jnp.argmax`."""
+    """Returns the first index of the maximum over the last axis, int32; −1 where a logit is not a number.
+
+    Two passes are some six times faster than `jnp.argmax`.
+    """
     size = logits.shape[-1]
-    best = jnp.max(logits, axis=-1, keepdims=True)
+    best = jnp.max(logits, axis=-1, keepdims=True)  # NaN if any logit is
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.minimum(jnp.min(jnp.where(logits == best, index, size), axis=-1), size - 1)
+    first = jnp.min(jnp.where(logits == best, index, size), axis=-1)
+    return jnp.where(first < size, first, -1)
 
 
 _FEW = 64
@@ -390,76 +395,3 @@ def _largest_threshold(enough, ordered: jax.Array) -> jax.Array:
         return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
 
     return jax.lax.fori_loop(0, 8 * ordered.dtype.itemsize, halve, (low, high))[0]
-
-
-_BLOCK = 128
-
-
-def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Draws one id per row by inverting the distribution function.
-
-    Args:
-      weights: `[B, V]`, not negative, not necessarily normalised.
-      uniform: `[B]` in [0, 1).
-
-    Returns:
-      `[B]` int32. An id of weight 0 is never drawn (unless all are 0).
-    """
-    batch, size = weights.shape
-    blocks = -(-size // _BLOCK)
-    weights = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - size))).reshape(batch, blocks, _BLOCK)
-    # Two levels, so that only the sums of the blocks and one block are scanned.
-    block, rest = _invert(jnp.sum(weights, axis=-1), uniform, None)
-    inside, _ = _invert(jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0], None, rest)
-    return jnp.minimum(block * _BLOCK + inside, size - 1)
-
-
-def _invert(weights, uniform, goal):
-    """First index of positive weight whose cumulative weight exceeds `goal` (default uniform · total), and the rest."""
-    size, cumulative = weights.shape[-1], jnp.cumsum(weights, axis=-1)
-    if goal is None:
-        goal = uniform * cumulative[:, -1]
-    # XLA sums long axes in pieces, so that rounding can make the sums rise, or fall, at an id of weight 0.
-    ids, positive = jnp.arange(size, dtype=jnp.int32), weights > 0
-    index = jnp.min(jnp.where(positive & (cumulative > goal[:, None]), ids, size), axis=-1)
-    # Rounding may put the goal at or past the end, or leave a remainder that no longer lies inside its block.
-    index = jnp.minimum(index, jnp.max(jnp.where(positive, ids, 0), axis=-1))
-    before = jnp.where(index > 0, jnp.take_along_axis(cumulative, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0], 0)
-    return index, jnp.maximum(goal - before, 0)
-
-
-# Tags that keep the uses of one row's randomness apart: never shared between uses.
-DRAFT, ACCEPT, RESIDUAL, BONUS, GUMBEL = range(5)
-
-
-def uniforms(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> jax.Array:
-    """Uniforms in [0, 1), `[B, N]`, float32.
-
-    Each is a function of the request's key, the row's committed length at the start of the iteration, the offset in
-    the draft and the use; never of the row's place in the batch.
-
-    Args:
-      keys: `[B]` typed keys, one per request.
-      lengths: `[B]` committed lengths at the start of the iteration.
-      offsets: `[B, N]` int32 offsets in the draft.
-      tag: one of DRAFT, ACCEPT, RESIDUAL, BONUS.
-    """
-
-    def one(key, offset):
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, offset), tag))
-
-    folded = jax.vmap(jax.random.fold_in)(keys, lengths)
-    return jax.vmap(jax.vmap(one, (None, 0)))(folded, offsets)
-
-
-def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """Standard Gumbel noise `[B, N, V]` of absolute positions `[B, N]`: the same whenever a position is visited.
-
-    Only the coupling may key by absolute position: other verifiers condition on draws that they then discard.
-    """
-
-    def one(key, position):
-        key = jax.random.fold_in(jax.random.fold_in(key, position), GUMBEL)
-        return jax.random.gumbel(key, (vocab_size,), mode="high")
-
-    return jax.vmap(jax.vmap(one, (None, 0)))(keys, positions)

@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import sampling, verification
+from specdec_jax import draws, sampling, verification
 from specdec_jax.gamma import Outcome, Policy, Seen
 from specdec_jax.models.base import Network
 from specdec_jax.processors import Context
@@ -100,6 +100,7 @@ class DecodeState:
       last_draft: `[B, G]` int32 tokens drafted in the last iteration.
       last_drafted, last_accepted: `[B]` int32, how many were drafted and how many stood in the last iteration.
       last_seen: the laws of the last draft as the policy reads them; None if it reads none.
+      draft_failed: `[B]` int32, the first slot for which the drafter's law was not one of numbers; 0: none yet.
       program: the static part.
     """
 
@@ -124,6 +125,7 @@ class DecodeState:
     last_drafted: jax.Array
     last_accepted: jax.Array
     last_seen: Seen | None
+    draft_failed: jax.Array
     program: Program = flax.struct.field(pytree_node=False)
 
 
@@ -131,7 +133,7 @@ class Draft(NamedTuple):
     """What a drafter proposes.
 
     Attributes:
-      tokens: `[B, G]` int32.
+      tokens: `[B, G]` int32; −1 where the law to draw from is not one of numbers (NaN): there the draft ends.
       num_drafted: `[B]` int32, how many of them count; at most the number asked for.
       law: the law over `[B, G, V]` that they were really drawn from, a `PointMass` if they were not drawn; None where
         `Program.asks_draft_law` is False.
@@ -215,7 +217,8 @@ def prefill(
         limits=limits, eos_ids=eos_ids, gamma=gamma, policy=policy, policy_state=policy and policy.init(),
         target_cache=cache, draft_state=draft_state,
         counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
-        last_drafted=zeros, last_accepted=zeros, last_seen=empty_seen(policy, batch), program=program,
+        last_drafted=zeros, last_accepted=zeros, last_seen=empty_seen(policy, batch),
+        draft_failed=zeros, program=program,
     )  # fmt: skip
     return pinned(state, target.rules)
 
@@ -249,6 +252,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
     if program.gamma:
         draft_state, draft = drafter.draft(state.draft_state, state, num_wanted)
+        draft, state = _up_to_failure(draft, state)
     else:
         draft_state, draft = None, _no_draft(batch, program)
 
@@ -264,6 +268,18 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
         return pinned(after, target.rules)
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
     return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+
+
+def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
+    """Ends drafts before the first token that came from no law of numbers, and notes where that was.
+
+    Where it ends does not depend on what was drawn, so that the output law stays the target's.
+    """
+    first = jnp.min(jnp.where(draft.tokens < 0, jnp.arange(state.program.gamma), state.program.gamma), axis=1)
+    failed = (first < draft.num_drafted) & (state.draft_failed == 0)
+    state = state.replace(draft_failed=jnp.where(failed, state.lengths + first, state.draft_failed))
+    num_drafted = jnp.minimum(draft.num_drafted, first)
+    return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), state
 
 
 def _score(target: Network, state: DecodeState, tokens: jax.Array, num_drafted: jax.Array):
@@ -325,7 +341,7 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
         tokens = sampling.argmax(processed)
         if not forced:
             return verification.verify_greedy(tokens, draft.tokens, draft.num_drafted), None
-        accept = sampling.uniforms(keys, lengths, offsets[:, :-1], sampling.ACCEPT)
+        accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
         return verification.verify_greedy_forced(tokens, draft.num_drafted, accept, state.settings.forced_alpha), None
     law = sampling.standardize(logits, prefixes, state.sampling, program.mode)
     greedy = None
@@ -335,14 +351,14 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
         )
         if program.mode.greedy:
             return greedy, law
-    accept = sampling.uniforms(keys, lengths, offsets[:, :-1], sampling.ACCEPT)
+    accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
     # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
-    residual = sampling.uniforms(keys, lengths, offsets, sampling.RESIDUAL)
-    bonus = sampling.uniforms(keys, lengths, offsets, sampling.BONUS)
-    final = jnp.where(offsets < draft.num_drafted[:, None], residual, bonus)
+    residual = draws.words(keys, lengths, offsets, draws.RESIDUAL)
+    bonus = draws.words(keys, lengths, offsets, draws.BONUS)
+    final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
     noise = None
     if program.verifier == "gumbel":
-        noise = sampling.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size)
+        noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size)
     judge = verification.verify_forced if forced else verification.VERIFIERS[program.verifier]
     verified = judge(law, draft.law, draft.tokens, draft.num_drafted, Draws(accept, final, noise), state.settings)
     if greedy is not None:
@@ -354,7 +370,10 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
 def _commit(
     state: DecodeState, draft: Draft, verified: Verification, logits: jax.Array, adjusted: Law | None
 ) -> DecodeState:
-    """Writes the accepted tokens and the next one, stops rows at EOS or limit, and counts."""
+    """Writes the accepted tokens and the next one, stops rows at EOS, limit or a law that is not one of numbers, and counts.
+
+    Such a law leaves −1 as token, and NaN as its log-probability.
+    """
     width = state.program.gamma + 1
     active, num_accepted = ~state.done, verified.num_accepted
     offsets = jnp.arange(width)
@@ -366,12 +385,13 @@ def _commit(
     num_new = jnp.where(active, jnp.minimum(num_accepted, first_eos) + 1, 0)
 
     token_logits = jnp.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
-    log_probs = token_logits - jax.nn.logsumexp(logits, axis=-1)
+    log_probs = jnp.where(new < 0, jnp.nan, token_logits - jax.nn.logsumexp(logits, axis=-1))
     adjusted_log_probs = state.adjusted_log_probs
     if adjusted is not None:
         adjusted_log_probs = _write(adjusted_log_probs, adjusted.log_prob(new), state.lengths, num_new)
     lengths = state.lengths + num_new
-    done = state.done | (first_eos < width) & active | (lengths >= state.limits)
+    ended = (first_eos < width) | (verified.next_token < 0)
+    done = state.done | ended & active | (lengths >= state.limits)
 
     examined = active[:, None] & (offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None])
     examined &= offsets[:-1] <= first_eos[:, None]

@@ -22,7 +22,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.sampling import Law, PointMass, argmax, draw
+from specdec_jax.draws import draw
+from specdec_jax.sampling import Law, PointMass, argmax
 
 
 class Verification(NamedTuple):
@@ -30,7 +31,8 @@ class Verification(NamedTuple):
 
     Attributes:
       num_accepted: τ, `[B]` int32, drafted tokens that stand, at most `num_drafted`.
-      next_token: `[B]` int32, the token after them: the correction at a rejection, else the bonus token.
+      next_token: `[B]` int32, the token after them: the correction at a rejection, else the bonus token; −1 where the
+        target's law there is not one of numbers.
     """
 
     num_accepted: jax.Array
@@ -42,7 +44,7 @@ class Draws(NamedTuple):
 
     Attributes:
       accept: `[B, G]` uniforms in [0, 1).
-      final: `[B, G + 1]` uniforms in [0, 1), the n-th for the token that follows n accepted ones (residual or bonus).
+      final: `[B, G + 1, 2]` random words, the n-th two for the token that follows n accepted ones (residual or bonus).
       noise: `[B, G + 1, V]` standard Gumbel noise of the absolute positions, shared with the drafter; None but for
         `verify_coupled`.
     """
@@ -133,7 +135,7 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Draws, settin
     if not gamma:
         return _correct(target, draft, num_drafted, num_drafted, draws.final)
     target_probs, draft_probs = _leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
-    ratios = jnp.where(draft_probs > 0, target_probs / draft_probs, target_probs > 0)  # p(x) = 0 never stands
+    ratios = jnp.where(draft_probs == 0, target_probs > 0, target_probs / draft_probs)  # p(x) = 0 never stands
     ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
     weight, weights = jnp.ones_like(ratios[:, 0]), []
     for i in range(gamma):
@@ -143,7 +145,7 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Draws, settin
 
     excess = _excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
     total = excess + 1 - pi[:, :-1]
-    stand = jnp.where(total > 0, excess / jnp.where(total > 0, total, 1), 1)
+    stand = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))  # NaN stays: it never stands
     index = jnp.arange(1, gamma + 1)
     stand = jnp.where(index == num_drafted[:, None], pi, jnp.pad(stand, ((0, 0), (0, 1))))
     stands = (draws.accept < stand) & (index <= num_drafted[:, None])
@@ -234,7 +236,8 @@ def _leading_law(target: Law) -> Law:
 
 
 def _at(values: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+    """Returns what is at place `index [B]` of each row of `values [B, N, …]`."""
+    return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
 
 def _count_leading(accepted: jax.Array, num_drafted: jax.Array) -> jax.Array:
@@ -259,10 +262,10 @@ def _excess(target: Law, draft: Law | PointMass, draft_tokens: jax.Array, scale:
     return jnp.sum(jnp.maximum(scale[..., None] * here.probs() - there.probs(), 0), axis=-1)
 
 
-def _correct(target, draft, num_accepted, num_drafted, final_uniforms, scale=1.0) -> Verification:
+def _correct(target, draft, num_accepted, num_drafted, final, scale=1.0) -> Verification:
     """Draws the next token: from norm(max(scale · p − q, 0)) after a rejection, else from p."""
     weights = target.row(num_accepted)
-    gamma = final_uniforms.shape[1] - 1
+    gamma = final.shape[1] - 1
     if gamma:
         rejected = (num_accepted < num_drafted)[:, None]
         draft_probs = draft.row(jnp.minimum(num_accepted, gamma - 1))
@@ -270,4 +273,4 @@ def _correct(target, draft, num_accepted, num_drafted, final_uniforms, scale=1.0
         # p ≡ q up to rounding leaves no residual mass: then p itself is right.
         some = rejected & (jnp.sum(residual, axis=-1, keepdims=True) > 0)
         weights = jnp.where(some, residual, weights)
-    return Verification(num_accepted, draw(weights, _at(final_uniforms, num_accepted)))
+    return Verification(num_accepted, draw(weights, _at(final, num_accepted)))

@@ -13,7 +13,7 @@ from test_law_statistics import INPUTS as ONE_INPUT
 from toy_models import HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, passes, records, sampling
+from specdec_jax import benchmark, draws, passes, records
 from specdec_jax.compatibility import check_pair
 from specdec_jax.drafters import cascade
 from specdec_jax.request import prepare
@@ -309,8 +309,8 @@ def test_later_parts_draw_with_keys_of_their_own():
     """At one length and offset: the part of a draft that begins there, and an iteration that does; PITFALLS row 31."""
     state, _ = prepare(TARGET, INPUTS, drafter=model, gamma=3, sampling=SPREAD, max_new_tokens=LIMIT, key=KEY)
     offsets = np.tile(np.arange(200, dtype=np.int32), (B, 1))
-    draws = [
-        np.asarray(sampling.uniforms(keys, lengths, offsets, sampling.DRAFT)).ravel()
+    drawn = [
+        np.asarray(draws.uniforms(keys, lengths, offsets, draws.DRAFT)).ravel()
         for lengths in (state.lengths, state.lengths + 1)
         for keys in (
             state.keys,
@@ -318,8 +318,8 @@ def test_later_parts_draw_with_keys_of_their_own():
             cascade.keys_apart(state.replace(lengths=state.lengths + 1)),
         )
     ]
-    for i, ours in enumerate(draws):
-        for theirs in draws[:i]:
+    for i, ours in enumerate(drawn):
+        for theirs in drawn[:i]:
             assert scipy.stats.pearsonr(ours, theirs).pvalue > 1e-6 and not np.any(np.all(ours == theirs))
 
 

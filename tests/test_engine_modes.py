@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy_models import HashModel, Words, compilations, tiny_t5
 
-from specdec_jax import sampling
+from specdec_jax import draws, sampling
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance, generate, trace, warm_up
 from specdec_jax.request import MAX_GAMMA, bucket, prefill, prepare
@@ -35,7 +35,7 @@ def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept,
     """standardize → draw → verify, as the engine composes them."""
     target, draft = (sampling.standardize(logits, None, rows, mode) for logits in (target_logits, draft_logits))
     gamma = draft_logits.shape[1]
-    drafted = [sampling.draw(draft.probs()[:, i], drafted_at[:, i]) for i in range(gamma)]
+    drafted = [draws.draw(draft.probs()[:, i], drafted_at[:, i]) for i in range(gamma)]
     drafted = jax.numpy.stack(drafted, axis=1) if gamma else jax.numpy.zeros((len(wanted), 0), jax.numpy.int32)
     return drafted, *verify_tokens(target, draft, drafted, wanted, Draws(accept, final))
 
@@ -58,14 +58,14 @@ def test_full_product_of_modes(vocab, gamma):
     final = rng.random((size, gamma + 1))
     with jax.enable_x64():
         rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
-        found = one_iteration(p_logits, q_logits, rows, drafted_at, wanted, accept, final, mode=config.mode)
+        at = toy.words(drafted_at), wanted, accept, toy.words(final)
+        found = one_iteration(p_logits, q_logits, rows, *at, mode=config.mode)
         drafted, accepted, token = jax.device_get(found)
     for row, (mode, count) in enumerate(cases):
         # The parameters travel as float32.
         exact = {name: float(np.float32(value)) if name != "top_k" else value for name, value in MODES[mode].items()}
         p, q = (toy.adjusted_probs(logits[row], **exact) for logits in (p_logits, q_logits))
-        cumulative = np.cumsum(q, axis=-1)
-        assert drafted[row].tolist() == [int(np.sum(c <= u * c[-1])) for c, u in zip(cumulative, drafted_at[row])]
+        assert drafted[row].tolist() == [toy.invert(law, u) for law, u in zip(q, drafted_at[row])]
         expected = toy.TOKEN.decide(p, q, drafted[row, :count], accept[row], final[row])
         assert (accepted[row], token[row]) == expected, (mode, count)
 
@@ -195,12 +195,12 @@ def test_the_returned_law_is_the_law_that_was_drawn_from():
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
     np.testing.assert_array_equal(draft.num_drafted, wanted)
     probs = np.asarray(draft.law.probs())
-    uniforms = sampling.uniforms(state.keys, state.lengths, np.broadcast_to(np.arange(3), (3, 3)), sampling.DRAFT)
+    words = draws.words(state.keys, state.lengths, np.broadcast_to(np.arange(3), (3, 3)), draws.DRAFT)
     for row in range(3):
         n, tokens = wanted[row], np.asarray(draft.tokens[row])
         logits = MODELS["other"].logits([INPUTS[row]], [[0, *tokens[: n - 1]]], [len(INPUTS[row])])[0]
         np.testing.assert_allclose(probs[row, :n], toy.adjusted_probs(logits, **MODES["top-k and top-p"]), atol=1e-5)
-        np.testing.assert_array_equal(sampling.draw(probs[row, :n], uniforms[row, :n]), tokens[:n])
+        np.testing.assert_array_equal(draws.draw(probs[row, :n], words[row, :n]), tokens[:n])
 
 
 def test_nothing_compiles_after_warm_up():

@@ -14,7 +14,7 @@ from toy_models import HashModel, compilations, tiny_t5
 from toy_training import CONFIGS, TINY, random_params
 
 import specdec_jax as sd
-from specdec_jax import cli, data, sampling, train_heads
+from specdec_jax import cli, data, draws, sampling, train_heads
 from specdec_jax.drafters.heads import HeadsState
 from specdec_jax.formats.leaves import flatten
 from specdec_jax.models import heads as heads_module
@@ -172,9 +172,9 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(verifier):
     def drawn(keys, lengths):
         offsets = np.broadcast_to(np.arange(3), (rows, 3))
         if verifier == "gumbel":
-            return sampling.argmax(np.log(expected) + sampling.gumbel_noise(keys, lengths[:, None] + offsets, V))
-        uniforms = sampling.uniforms(keys, lengths, offsets, sampling.DRAFT)
-        return sampling.draw(expected.reshape(-1, V).astype(np.float32), uniforms.ravel()).reshape(rows, 3)
+            return sampling.argmax(np.log(expected) + draws.gumbel_noise(keys, lengths[:, None] + offsets, V))
+        words = draws.words(keys, lengths, offsets, draws.DRAFT)
+        return draws.draw(expected.reshape(-1, V).astype(np.float32), words.reshape(-1, 2)).reshape(rows, 3)
 
     with np.errstate(divide="ignore"):
         again = np.asarray(drawn(state.keys, state.lengths))

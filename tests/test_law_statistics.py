@@ -14,7 +14,7 @@ import scipy.stats
 import toy
 from toy_models import HashModel, tiny_t5
 
-from specdec_jax import sampling, verification
+from specdec_jax import draws, sampling, verification
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import advance, generate, prepare
 from specdec_jax.models.base import LanguageModel, decoder_only
@@ -82,11 +82,11 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
     return float(scipy.stats.chi2.sf(statistic / correction, freedom))
 
 
-def sample(target, drafter, config, draws: int, run=advance, **options):
+def sample(target, drafter, config, draws: int, run=advance, impl="threefry2x32", **options):
     """Joint counts `[V³]` over `draws` rows, each with a key of its own, in batches."""
     counts, stats, options = np.zeros(V**POSITIONS), [], {"verifier": "token", "gamma": GAMMA} | options
     for start in range(0, draws, ROWS):
-        key = jax.random.fold_in(jax.random.key(0), start)
+        key = jax.random.fold_in(jax.random.key(0, impl=impl), start)
         state, request = prepare(
             target, np.tile(INPUTS, (ROWS, 1)), input_lengths=np.full(ROWS, 3), drafter=drafter,
             sampling=config, max_new_tokens=POSITIONS, eos_ids=[EOS], key=key, **options,
@@ -111,7 +111,7 @@ def hash_pair():
 
 
 # The functions as they are: some tests put others in their place.
-verify_tokens, uniforms, draw = verification.verify_tokens, sampling.uniforms, sampling.draw
+verify_tokens, words, draw = verification.verify_tokens, draws.words, draws.draw
 
 
 def traced_anew():
@@ -161,6 +161,16 @@ def test_law_under_top_k_and_top_p(speculative_):
     assert g_test(counts, probs) > FALSE_ALARM
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
+def test_law_with_keys_of_another_kind(impl, speculative_):
+    """JAX batches rbg keys by drawing for all rows from the first row's: rows that share it would be one draw."""
+    target, draft = hash_pair()
+    counts, _ = sample(target, ModelDrafter(draft) if speculative_ else None, SPREAD, 2 * ROWS, impl=impl)
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_law(draft, SPREAD)) < FALSE_ALARM
+
+
 @pytest.mark.parametrize("vocab", [11, 23], ids=["narrower", "wider"])
 def test_law_with_a_drafter_of_another_width(vocab):
     """Ids that the drafter lacks have draft probability 0, ids that the target lacks are never drafted."""
@@ -205,8 +215,8 @@ def test_law_of_every_verifier(verifier, draws):
 
 
 def keyed_by_absolute_position(monkeypatch):
-    patched = lambda keys, lengths, offsets, tag: uniforms(keys, lengths * 0, lengths[:, None] + offsets, tag)
-    monkeypatch.setattr(sampling, "uniforms", patched)
+    patched = lambda keys, lengths, offsets, tag: words(keys, lengths * 0, lengths[:, None] + offsets, tag)
+    monkeypatch.setattr(draws, "words", patched)
 
 
 def test_block_verification_must_not_meet_discarded_draws_again(monkeypatch):
@@ -278,29 +288,28 @@ def always_accept(monkeypatch):
 
 
 def tag_shared(a, b):
-    return lambda monkeypatch: monkeypatch.setattr(sampling, a, getattr(sampling, b))
+    return lambda monkeypatch: monkeypatch.setattr(draws, a, getattr(draws, b))
 
 
 def same_at_every_offset(monkeypatch):
-    patched = lambda keys, lengths, offsets, tag: uniforms(keys, lengths, offsets * 0, tag)
-    monkeypatch.setattr(sampling, "uniforms", patched)
+    patched = lambda keys, lengths, offsets, tag: words(keys, lengths, offsets * 0, tag)
+    monkeypatch.setattr(draws, "words", patched)
 
 
 def same_at_every_iteration(monkeypatch):
-    patched = lambda keys, lengths, offsets, tag: uniforms(keys, lengths * 0, offsets, tag)
-    monkeypatch.setattr(sampling, "uniforms", patched)
+    patched = lambda keys, lengths, offsets, tag: words(keys, lengths * 0, offsets, tag)
+    monkeypatch.setattr(draws, "words", patched)
 
 
 def draft_by_argmax(monkeypatch):
     """The drafter returns its softmax law but drafts the most probable id."""
-    monkeypatch.setattr(sampling, "draw", lambda weights, uniform: sampling.argmax(weights))
+    monkeypatch.setattr(draws, "draw", lambda weights, random: sampling.argmax(weights))
 
 
 def draft_from_another_law(monkeypatch):
     """The law that is returned lacks the filters that the draft was drawn with."""
-    monkeypatch.setattr(
-        sampling, "draw", lambda weights, uniform: draw(jax.numpy.where(weights < 0.1, 0, weights), uniform)
-    )
+    cut = lambda weights, random: draw(jax.numpy.where(weights < 0.1, 0, weights), random)
+    monkeypatch.setattr(draws, "draw", cut)
 
 
 MUTANTS = {

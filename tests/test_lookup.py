@@ -12,7 +12,7 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import EchoModel, HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import cli, sampling
+from specdec_jax import cli, draws, sampling
 from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
@@ -134,10 +134,10 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name, verifier):
     def drawn(keys, lengths, probs):
         offsets = np.broadcast_to(np.arange(3), (B, 3))
         if verifier == "gumbel":
-            noise = sampling.gumbel_noise(keys, lengths[:, None] + offsets, V)
+            noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, V)
             return sampling.argmax(jax.numpy.log(probs) + noise)
-        uniforms = sampling.uniforms(keys, lengths, offsets, sampling.DRAFT)
-        return sampling.draw(probs.reshape(-1, V), uniforms.ravel()).reshape(B, 3)
+        words = draws.words(keys, lengths, offsets, draws.DRAFT)
+        return draws.draw(probs.reshape(-1, V), words.reshape(-1, 2)).reshape(B, 3)
 
     if verifier == "gumbel":
         assert draft.law is None

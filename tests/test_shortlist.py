@@ -11,7 +11,7 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, measure, records, sampling
+from specdec_jax import benchmark, cli, draws, measure, records
 from specdec_jax.models import packing
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
@@ -124,8 +124,8 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name):
 
     @jax.jit
     def drawn(keys, lengths, probs):
-        uniforms = sampling.uniforms(keys, lengths, np.broadcast_to(np.arange(3), (B, 3)), sampling.DRAFT)
-        return sampling.draw(probs.reshape(-1, V), uniforms.ravel()).reshape(B, 3)
+        words = draws.words(keys, lengths, np.broadcast_to(np.arange(3), (B, 3)), draws.DRAFT)
+        return draws.draw(probs.reshape(-1, V), words.reshape(-1, 2)).reshape(B, 3)
 
     again = np.asarray(drawn(state.keys, state.lengths, expected.astype(np.float32)))
     np.testing.assert_array_equal(again[live], tokens[live])

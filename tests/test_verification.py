@@ -170,7 +170,7 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
             np.array(drafted, np.int32).reshape(size, gamma),
             np.array(wanted, np.int32),
             np.array(accept, dtype).reshape(size, gamma),
-            final.astype(dtype),
+            toy.words(final),
         )
         found = jax.device_get(found)
     expected = [toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
@@ -183,7 +183,7 @@ def test_the_grid_catches_a_comparison_that_is_not_strict():
     assert toy.TOKEN.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
     found = verified(
         as_law(p[None], "float32"), as_law(q[None], "float32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
-        np.zeros((1, 1), np.float32), np.full((1, 2), 0.5, np.float32),
+        np.zeros((1, 1), np.float32), toy.words(np.full((1, 2), 0.5)),
     )  # fmt: skip
     assert [int(x[0]) for x in found] == [0, 1]
 
@@ -214,7 +214,9 @@ def test_verify_tokens_properties(seed, gamma):
     drafted = rng.integers(vocab, size=(batch, gamma)).astype(np.int32)
     wanted = rng.integers(gamma + 1, size=batch).astype(np.int32)
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
-    found = verified(as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, uniform[:, :gamma], uniform[:, ::-1])
+    found = verified(
+        as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, uniform[:, :gamma], toy.words(uniform[:, ::-1])
+    )
     accepted, token = map(np.asarray, found)
     assert np.all((accepted >= 0) & (accepted <= wanted))
     assert np.all((token >= 0) & (token < vocab))
@@ -231,7 +233,7 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
     q[:, 1] = -np.inf
     found = verified(
         law_of(np.float32(p)), law_of(np.float32(q)), np.zeros((2, 2), np.int32),
-        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), np.array([[9, 0.3, 9], [0.6, 9, 9]], np.float32),
+        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), toy.words([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
     )  # fmt: skip
     np.testing.assert_array_equal(found.num_accepted, [1, 0])
     np.testing.assert_array_equal(found.next_token, [1, 2])

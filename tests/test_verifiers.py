@@ -248,24 +248,35 @@ def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=N
     with jax.enable_x64(dtype == "float64"):
         drafted = jnp.asarray(drafted, jnp.int32)
         draft = PointMass(drafted, p.shape[-1]) if draft is None else as_law(draft, dtype)
-        draws = Draws(*(None if x is None else jnp.asarray(x, dtype) for x in (accept, final, noise)))
+        accept, noise = (None if x is None else jnp.asarray(x, dtype) for x in (accept, noise))
+        draws = Draws(accept, toy.words(final), noise)
         # The size of the vocabulary stays out of what is traced.
         verify = jax.jit(lambda target, *rest: VERIFIERS[name](target, draft, *rest))
         found = verify(as_law(p, dtype), drafted, jnp.asarray(wanted, jnp.int32), draws, settings(len(p), dtype))
         return np.stack(jax.device_get(found), axis=1)
 
 
-def edges(breaks):
-    """Points just below the upper ends of the intervals that `breaks` cut [0, 1) into, and their widths."""
+def intervals(breaks):
+    """Lower and upper ends of the intervals that `breaks` cut [0, 1) into."""
     ends = np.unique(np.clip([0.0, *breaks, 1.0], 0, 1))
     ends = ends[np.append(True, np.diff(ends) > 1e-9)]
-    return list(zip(ends[1:] - 1e-10, np.diff(ends)))
+    return list(zip(ends[:-1], ends[1:]))
+
+
+def edges(breaks):
+    """Points just below the upper ends of the intervals, and their widths."""
+    return [(high - 1e-10, high - low) for low, high in intervals(breaks)]
+
+
+def middles(breaks):
+    """Points in the middle of the intervals, and their widths: a draw takes words of 32 bits, which have no edges."""
+    return [((low + high) / 2, high - low) for low, high in intervals(breaks)]
 
 
 @pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_decisions_integrate_to_the_kernel(name, point):
-    """Every draft and every outcome, with uniforms just below each place where the decision changes: exactly the law."""
+    """Every draft and outcome, with uniforms just below each place where the decision to accept changes: exactly the law."""
     verifier, gamma = ENUMERATED[name], 3
     for zeros in (0.0, 0.5):
         target, draft = laws(3, zeros)
@@ -274,7 +285,7 @@ def test_jax_decisions_integrate_to_the_kernel(name, point):
             p, q = toy.along((), drafted, target, draft)
             # One uniform for all places of the next id: cut where any of their laws cuts it.
             cuts = np.concatenate([np.cumsum(law) for _, law in verifier.outcomes(p, q, drafted)])
-            axes = [edges([height]) for height in verifier.stand(p, q, drafted)] + [edges(cuts)]
+            axes = [edges([height]) for height in verifier.stand(p, q, drafted)] + [middles(cuts)]
             for cell in itertools.product(*axes):
                 uniforms, widths = zip(*cell)
                 rows.append((p, q, drafted, uniforms[:-1], uniforms[-1:] * (gamma + 1), prob * np.prod(widths)))
@@ -297,7 +308,8 @@ def grid(name, point, gamma=3, size=400):
     drafted = rng.integers(4, size=(3 * size, gamma))
     q = np.eye(4)[drafted] if point else q
     accept = np.where(rng.random(drafted.shape) < 0.2, 0, rng.choice(GRID, drafted.shape))
-    return p, q, drafted, rng.integers(gamma + 1, size=3 * size), accept, rng.choice(GRID, (3 * size, gamma + 1))
+    final = rng.choice(GRID, (3 * size, gamma + 1)) + 0.3 / 13  # residuals of a point mass are cut at thirteenths
+    return p, q, drafted, rng.integers(gamma + 1, size=3 * size), accept, final
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -388,7 +400,7 @@ def test_properties_of_every_verifier(seed, gamma, live):
     q[np.arange(gamma) >= wanted[:, None]] = np.nan
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
     noise = rng.gumbel(size=p.shape).astype(np.float32)
-    draws = Draws(uniform[:, :gamma], uniform[:, ::-1], noise)
+    draws = Draws(uniform[:, :gamma], toy.words(uniform[:, ::-1]), noise)
     found = jax.device_get(everything(as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, draws))
     row = np.arange(batch)
     for of_law in found:
@@ -404,7 +416,7 @@ def test_properties_of_every_verifier(seed, gamma, live):
 def test_lenience_of_one_is_token_verification():
     p, q, drafted, wanted, accept, final = grid("lenient", False)
     with jax.enable_x64(False):
-        asked, draws = settings(len(p), np.float32, 1.0), Draws(np.float32(accept), np.float32(final))
+        asked, draws = settings(len(p), np.float32, 1.0), Draws(np.float32(accept), toy.words(final))
         args = as_law(p, "float32"), as_law(q, "float32"), np.int32(drafted), np.int32(wanted), draws, asked
         lenient, token = (jax.jit(VERIFIERS[name])(*args) for name in ("lenient", "token"))
     np.testing.assert_array_equal(np.stack(lenient), np.stack(token))

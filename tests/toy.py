@@ -112,13 +112,23 @@ class Verifier:
 
 
 def invert(weights: np.ndarray, uniform: float) -> int:
-    """The id at `uniform` of the cumulated weights."""
+    """The id at `uniform` of the cumulated weights; of more than 128 first the block of 128, then the id inside, at the same."""
+    if len(weights) > 128:
+        blocks = [weights[start : start + 128] for start in range(0, len(weights), 128)]
+        block = invert(np.array([block.sum() for block in blocks]), uniform)
+        return 128 * block + invert(blocks[block], uniform)
     goal, total = uniform * weights.sum(), 0.0
     for y in np.flatnonzero(weights):
         total += weights[y]
         if total > goal:
             return int(y)
     return int(np.flatnonzero(weights)[-1])
+
+
+def words(uniform) -> np.ndarray:
+    """`[..., 2]` uint32: the random words with which `draw` takes the id that `invert` finds at `uniform [...]`."""
+    word = np.floor(np.asarray(uniform, np.float64) * 2**32).astype(np.uint32)
+    return np.stack([word, word], axis=-1)
 
 
 def block_weights(p, q, x) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import sampling
+from specdec_jax import draws, sampling
 from specdec_jax.gamma import Seen
 from specdec_jax.sampling import Law
 from specdec_jax.speculative import DecodeState, context
@@ -109,11 +109,11 @@ def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Arra
     """
     if state.program.verifier == "gumbel":
         positions = (state.lengths + jnp.maximum(step, 0))[:, None]
-        noise = sampling.gumbel_noise(state.keys, positions, state.program.vocab_size)
+        noise = draws.gumbel_noise(state.keys, positions, state.program.vocab_size)
         return sampling.argmax(here.logits + noise)[:, 0], law
     offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
-    uniform = sampling.uniforms(state.keys, state.lengths, offsets, sampling.DRAFT)[:, 0]
-    drawn = sampling.draw(here.probs()[:, 0], uniform)
+    random = draws.words(state.keys, state.lengths, offsets, draws.DRAFT)[:, 0]
+    drawn = draws.draw(here.probs()[:, 0], random)
     if law is not None:
         # While catching up position 0 is written, which step 0 then overwrites.
         write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.compatibility import check_policy
+from specdec_jax.draws import seeded, threefry
 from specdec_jax.formats.leaves import check_shapes, flatten, parameter_shapes
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.generate import advance
@@ -34,7 +35,7 @@ class Decoded(NamedTuple):
 
     Attributes:
       tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
-      scores: `[B]` float32, log-probability of the new tokens.
+      scores: `[B]` float32, log-probability of the new tokens; NaN where the target's logits are not numbers.
       target_calls, drafted, accepted: `[B]` int32, as in `speculative.Counts`.
     """
 
@@ -131,7 +132,7 @@ class Decoder:
           prompts: `[B, L]` int32, the start token 0, a prompt to repeat and continue (up to its first 0), then 0: L tokens at
             most come out.
           eos_id: ends a row, but not in its prompt.
-          rng: key of the batch; `jax.random.key(0)` if None.
+          rng: key of the batch, of any kind; that of seed 0 if None.
           decoder_params: what T5X's `temperature_sample` takes, for this call: `temperature`, `topk`, `topp` (one number, or
             one per row), `max_decode_steps`, `max_decode_steps_hard_limit`, `rescale_log_probs`, `eos_id`, `decode_rng`.
           prompted: False says that there is no prompt in any row.
@@ -219,8 +220,5 @@ def _ends(eos_id, batch: int) -> jax.Array:
 
 
 def _keys(rng: jax.Array | None, batch: int) -> jax.Array:
-    if rng is None:
-        rng = jax.random.key(0)
-    elif not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        rng = jax.random.wrap_key_data(rng)
-    return fold_keys(rng, jnp.arange(batch))
+    """`[B]` keys of the rows out of the batch's, of whatever kind T5X was told to use."""
+    return fold_keys(seeded(0) if rng is None else threefry(rng), jnp.arange(batch))

@@ -30,10 +30,14 @@ class Shortlist:
         return cls(jax.device_put(filled.astype(np.int32)), jax.device_put(places.astype(np.int32)))
 
     def argmax(self, logits: jax.Array, vocab_size: int) -> jax.Array:
-        """The id below `vocab_size` of the greatest of `logits [..., F]`; nothing as wide as the vocabulary is made."""
+        """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 where one is not a number.
+
+        Nothing as wide as the vocabulary is made.
+        """
         if vocab_size < len(self.places):
             logits = jnp.where(self.ids < vocab_size, logits, -jnp.inf)
-        return self.ids[sampling.argmax(logits)]
+        place = sampling.argmax(logits)
+        return jnp.where(place < 0, -1, self.ids[place])
 
     def widen(self, logits: jax.Array) -> jax.Array:
         """Logits `[..., V]` of `logits [..., F]`: −inf, probability 0, for ids that are not on the list."""

@@ -1,0 +1,138 @@
+"""Random draws: the keys of the requests, the random words of every use, and one id out of a distribution.
+
+Every draw is a function of a request's key, its committed length, the offset in the draft and the use; so a request's
+sample does not depend on its batch.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# Every key is brought to this kind: JAX batches the others (rbg, unsafe_rbg) by drawing for all rows from the first key.
+KEY_IMPL = "threefry2x32"
+
+
+def seeded(seed) -> jax.Array:
+    """Returns the key of a seed, whatever kind of key JAX is set to make by default."""
+    return jax.random.key(seed, impl=KEY_IMPL)
+
+
+def threefry(key: jax.Array) -> jax.Array:
+    """Returns a key, or an array of them, as threefry keys; those that are threefry keys already stay what they are.
+
+    Args:
+      key: typed keys of any kind, or raw ones `[..., words]`: of two words a threefry key, of four an rbg key. Of other
+        kinds than threefry all words count: the first two make a key, into which the others are folded.
+
+    Raises:
+      ValueError: neither.
+    """
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if typed and str(jax.random.key_impl(key)) == KEY_IMPL:
+        return key
+    words = jax.random.key_data(key) if typed else key
+    if words.dtype != jnp.uint32 or words.ndim == 0 or words.shape[-1] < 2:
+        raise ValueError(
+            f"key: got an array of shape {key.shape} and type {key.dtype}, expected jax.random.key(seed), or raw keys of "
+            "2 words of uint32 (threefry) or 4 (rbg)"
+        )
+    return _from_words(words)
+
+
+@jax.jit
+def _from_words(words: jax.Array) -> jax.Array:
+    fold = jnp.vectorize(jax.random.fold_in)
+    keys = jax.random.wrap_key_data(words[..., :2], impl=KEY_IMPL)
+    for place in range(2, words.shape[-1]):
+        keys = fold(keys, words[..., place])
+    return keys
+
+
+# Tags that keep the uses of one row's randomness apart: never shared between uses.
+DRAFT, ACCEPT, RESIDUAL, BONUS, GUMBEL = range(5)
+
+
+def words(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> jax.Array:
+    """Returns random words `[B, N, 2]` uint32, what `draw` takes.
+
+    Each pair is a function of the request's key, the row's committed length at the start of the iteration, the offset in
+    the draft and the use; never of the row's place in the batch.
+
+    Args:
+      keys: `[B]` threefry keys, one per request.
+      lengths: `[B]` committed lengths at the start of the iteration.
+      offsets: `[B, N]` int32 offsets in the draft.
+      tag: one of DRAFT, ACCEPT, RESIDUAL, BONUS.
+    """
+
+    def one(key, offset):
+        # A key that nothing is drawn from: its own two words are as random as what would be.
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, offset), tag))
+
+    folded = jax.vmap(jax.random.fold_in)(keys, lengths)
+    return jax.vmap(jax.vmap(one, (None, 0)))(folded, offsets)
+
+
+def uniforms(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> jax.Array:
+    """Returns uniforms in [0, 1), `[B, N]`, multiples of 2⁻²⁴; args as for `words`."""
+    return (words(keys, lengths, offsets, tag)[..., 1] >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns standard Gumbel noise `[B, N, V]` of absolute positions `[B, N]`: the same whenever one is visited.
+
+    Only the coupling may key by absolute position: other verifiers condition on draws that they then discard.
+    """
+
+    def one(key, position):
+        key = jax.random.fold_in(jax.random.fold_in(key, position), GUMBEL)
+        return jax.random.gumbel(key, (vocab_size,), mode="high")
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(keys, positions)
+
+
+_BLOCK = 128
+
+
+def draw(weights: jax.Array, random: jax.Array) -> jax.Array:
+    """Draws one id per row: a block of ids by the first random word, one of its ids by the second.
+
+    A single float32 uniform has too few bits for a large vocabulary, and float32 sums round: both would shift the
+    probabilities of 256,000 ids by 1e-5 to 1e-2 in all. Sums of integers are exact, and two words of 32 bits leave less
+    than 1e-6.
+
+    Args:
+      weights: `[B, V]`, not negative, not necessarily normalised.
+      random: `[B, 2]` uint32, as from `words`.
+
+    Returns:
+      `[B]` int32; −1 where no weight is positive, or one is not a number. An id of weight 0 is never drawn, an id of
+      positive weight always can be.
+    """
+    batch, size = weights.shape
+    blocks = -(-size // _BLOCK)
+    weights = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - size))).reshape(batch, blocks, _BLOCK)
+    block = choose(jnp.sum(weights, axis=-1), random[:, 0])
+    inside = choose(jnp.take_along_axis(weights, jnp.maximum(block, 0)[:, None, None], axis=1)[:, 0], random[:, 1])
+    return jnp.where((block < 0) | (inside < 0), -1, block * _BLOCK + inside)
+
+
+def choose(weights: jax.Array, word: jax.Array) -> jax.Array:
+    """Returns the place `[B]` int32 in the cumulated `weights [B, N]` at which `word [B]` of 2³² points.
+
+    Weights count as multiples of 2⁻³¹ of their sum, rounded up, so that none that is positive is lost.
+    """
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    sound = (total > 0) & (total < jnp.inf)  # False for NaN too
+    shares = jnp.where(sound, weights / jnp.where(sound, total, 1), 0)
+    cumulative = jnp.cumsum(jnp.ceil(shares * 2.0**31).astype(jnp.uint32), axis=-1, dtype=jnp.uint32)
+    goal = _high_word(word[:, None], cumulative[:, -1:])
+    place = jnp.sum(cumulative <= goal, axis=-1, dtype=jnp.int32)
+    return jnp.where(sound[:, 0], place, -1)
+
+
+def _high_word(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns ⌊a · b / 2³²⌋ of uint32, by halves: JAX has no 64-bit integers unless asked for them."""
+    low, high = lambda x: x & 0xFFFF, lambda x: x >> 16
+    middle = high(a) * low(b) + high(low(a) * low(b))
+    other = low(a) * high(b) + low(middle)
+    return high(a) * high(b) + high(middle) + high(other)
