@@ -8,7 +8,18 @@ from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
 from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
-from specdec_jax.generate import GenerationResult, Piece, Stats, advance, finish, generate, stream, trace, warm_up
+from specdec_jax.generate import (
+    GenerationResult,
+    NotNumbers,
+    Piece,
+    Stats,
+    advance,
+    finish,
+    generate,
+    stream,
+    trace,
+    warm_up,
+)
 from specdec_jax.jobs import Output, decode_stream
 from specdec_jax.models.base import PRESETS, LanguageModel
 from specdec_jax.models.gpt import GPTConfig
@@ -36,6 +47,7 @@ __all__ = [
     "LanguageModel",
     "ModelDrafter",
     "NGramDrafter",
+    "NotNumbers",
     "Output",
     "Piece",
     "PromptLookupDrafter",

@@ -75,6 +75,19 @@ def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
     assert got.accepted.sum() == stats.accepted
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
+    """Raw or typed, as the argument or among the decoder's; T5X's trainer makes them of the kind that JAX is set to."""
+    target, drafter = pair
+    key, options = jax.random.key(5, impl=impl), CASES["sampled"]
+    tokens, *_ = expected(target, drafter, key=key, **options)
+    decoder = Decoder(target.config, drafter, **options)
+    np.testing.assert_array_equal(decode(decoder, target, rng=key).tokens, tokens)
+    raw = jax.random.key_data(key)
+    np.testing.assert_array_equal(decode(decoder, target, rng=raw).tokens, tokens)
+    np.testing.assert_array_equal(decode(decoder, target, traced={"decode_rng": raw}).tokens, tokens)
+
+
 def test_without_a_drafter_or_a_prompt(pair):
     target, _ = pair
     got = decode(Decoder(target.config), target, prompted=False)

@@ -143,11 +143,16 @@ def test_an_ngram_longer_than_the_buffer_changes_nothing():
     np.testing.assert_array_equal(alone(process, [3.0, 2, 1], [0, 0, 0, 0], no_repeat_ngram=S + 1), [3, 2, 1])
 
 
+def test_nan_of_a_processor_stays():
+    """It must be noticed, not taken for a processor that leaves nothing."""
+    processor = lambda prefixes, lengths, logits: logits.at[:, 1].set(jnp.nan)
+    assert np.isnan(alone(process, np.zeros(5, np.float32), [0, 1], processor=processor)[1])
+
+
 NOTHING_LEFT = {
     "1-grams": dict(no_repeat_ngram=1),
     "minimum length of EOS ids alone": dict(min_new_tokens=9, forbidden_tokens=(0, 2, 3)),
     "own": dict(processor=lambda prefixes, lengths, logits: jnp.full_like(logits, -jnp.inf)),
-    "own gives NaN": dict(processor=lambda prefixes, lengths, logits: logits * jnp.nan),
 }
 
 
