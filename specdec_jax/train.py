@@ -31,14 +31,7 @@ from specdec_jax.models.base import LanguageModel, ModelConfig, initial_params, 
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.optimizer import make_optimizer
-from specdec_jax.runs import (
-    Checkpoints,
-    Reporter,
-    changed_settings,
-    deferred_signals,
-    record_settings,
-    record_target,
-)
+from specdec_jax.runs import Checkpoints, Reporter, changed_settings, deferred_signals, record_settings, record_target
 
 _ENCODER = "encoder_fingerprint"  # file in the folder of a run: of the model whose encoder output is read
 
