@@ -126,11 +126,18 @@ def _main(argv: list[str]) -> int:
     options = _options(name, cls, given, values, bindings)
     settings = _operative(options, given if values.gin_file or bindings else None)
     _use_compilation_cache(values.compilation_cache_dir)
+
+    def record() -> None:
+        if path := _beside_output(options):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(settings, encoding="utf-8")
+
+    if hasattr(options, "output_dir"):  # takes hours, and may be killed
+        run(options, begun=record)
+        return 0
     run(options, *([arguments] if command.arguments else []))
     sys.stdout.flush()  # a closed pipe shows here, not at exit
-    if path := _beside_output(options):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(settings, encoding="utf-8")
+    record()
     return 0
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import rich.console
@@ -165,8 +165,11 @@ class Job(NamedTuple):
         return self.path.with_suffix(f".{start:09}.tsv")
 
 
-def run(config: DistillConfig) -> dict:
+def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> dict:
     """`specdec distill`: writes the target's outputs, trains on them, writes the model `output_dir/model`.
+
+    Args:
+      begun: called once nothing is left that could refuse the run, before an output is written and before the first step.
 
     Returns: the parameters of the last step.
     Raises:
@@ -200,8 +203,9 @@ def run(config: DistillConfig) -> dict:
     )
     _record(config, parts)
     if not all(job.path.exists() for job in jobs):
+        begun()
         _write_all(config, jobs, console)
-    return train.fit(training)
+    return train.fit(training, begun)
 
 
 def _vocabulary(config: DistillConfig) -> data.Vocabulary:

@@ -20,7 +20,7 @@ from specdec_jax.draws import seeded
 from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel, Network, decoder_only
 from specdec_jax.models.gpt import GPT
-from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.layers import apply_kernel, product
 from specdec_jax.request import Request, fold_keys, prepare, slots
 from specdec_jax.sampling import Law, SamplingConfig
 from specdec_jax.speculative import DecodeState, Draft, Drafter, Program
@@ -384,13 +384,8 @@ def bare_products(kernels: list[jax.Array], x: jax.Array, *, axes: tuple[int, ..
             first = kernel[0] if packing.in_pieces(kernel) else kernel
             width = first.shape[-1] if axis else first.shape[-2]  # panels are [F/P, D, P]
             operand = (x[:, :width] + carry).astype(first.dtype)
-            if axis:
-                product = jax.lax.dot_general(
-                    operand, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-                )
-            else:
-                product = apply_kernel(operand, kernel, jnp.float32)
-            carry = jnp.max(product) * 1e-9
+            y = product(operand, kernel, ((1,), (1,))) if axis else apply_kernel(operand, kernel, jnp.float32)
+            carry = jnp.max(y) * 1e-9
         return carry
 
     return jax.lax.fori_loop(0, steps, body, jnp.float32(0))

@@ -68,15 +68,14 @@ class Checkpoints:
         return True
 
 
-def record_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
-    """Writes `config.json`; returns what differs from the run that is resumed. Raises ValueError if it cannot be.
+def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
+    """Returns what differs from the run that is resumed at `step`. Raises ValueError if it cannot be.
 
     `fixed` picks what must not differ out of the settings.
     """
     if step is not None and step > config.steps:
         raise ValueError(f"steps: got {config.steps}, expected at least the {step} steps that are saved in it")
     path, settings = output / "config.json", json.loads(json.dumps(dataclasses.asdict(config)))
-    lines = []
     if step is not None and path.exists():
         # What a setting did before it was one, its default says.
         before = {field.name: field.default for field in dataclasses.fields(config)} | json.loads(path.read_text())
@@ -85,9 +84,13 @@ def record_settings(config, output: pathlib.Path, step: int | None, fixed: Calla
                 expected = f"that of the run in {config.output_dir}: {before[name]}"
                 raise ValueError(f"{name}: got {settings[name]!r}, expected {expected}")
         changed = [name for name in settings if name != "output_dir" and before[name] != settings[name]]
-        lines = [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
-    write_atomically(path, json.dumps(settings, indent=1).encode())
-    return lines
+        return [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
+    return []
+
+
+def record_settings(config, output: pathlib.Path) -> None:
+    """Writes `config.json`, from which a run is resumed and exported."""
+    write_atomically(output / "config.json", json.dumps(dataclasses.asdict(config), indent=1).encode())
 
 
 def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: int | None) -> None:

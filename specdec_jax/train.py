@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from specdec_jax.models.base import LanguageModel, ModelConfig, initial_params, 
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.optimizer import make_optimizer
-from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, record_settings, record_target
+from specdec_jax.runs import Checkpoints, Reporter, changed_settings, deferred_signals, record_settings, record_target
 
 _ENCODER = "encoder_fingerprint"  # file in the folder of a run: of the model whose encoder output is read
 
@@ -172,11 +173,14 @@ def _expect(condition: bool, name: str, got, expected: str) -> None:
 # The run.
 
 
-def fit(config: TrainConfig) -> dict:
+def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
     """Trains, or goes on where an earlier run into `output_dir` stopped, and writes the model `output_dir/model`.
 
     `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters that did best on the validation files
     (`best`, judged by `select`), which become the model, and `log.jsonl`. SIGINT and SIGTERM end the step in progress and save it.
+
+    Args:
+      begun: called once nothing is left that could refuse the run, before its first step.
 
     Returns: the parameters of the last step.
     Raises:
@@ -187,17 +191,22 @@ def fit(config: TrainConfig) -> dict:
     output = pathlib.Path(config.output_dir).absolute()
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     saved = Checkpoints(output, resume=True, select=config.select)
-    for line in record_settings(config, output, saved.newest.latest_step(), _fixed):
+    for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
         console.print(line, markup=False)
-    state = go_on(Run(config, saved), console)
+    state = go_on(Run(config, saved), console, config, begun)
     export(output, output / "model")
     console.print(f"wrote {output / 'model'}", markup=False)
     return state.params
 
 
-def go_on(run: "Run", console: rich.console.Console) -> TrainState:
-    """Takes the steps of a run that are left; the state of its last step."""
+def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[], object]) -> TrainState:
+    """Records `settings`, now that nothing can refuse the run, calls `begun`, and takes the steps that are left.
+
+    Returns: the state of the last step.
+    """
     config, state = run.config, run.initial_state()
+    record_settings(settings, pathlib.Path(config.output_dir).absolute())
+    begun()
     start = int(state.step)
     console.print(
         f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "

@@ -7,6 +7,7 @@ targets.
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from specdec_jax.models.base import LanguageModel, ModelConfig, Network, t5_only
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.optimizer import learning_rate
-from specdec_jax.runs import Checkpoints, record_settings, record_target
+from specdec_jax.runs import Checkpoints, changed_settings, record_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _owners(params: dict) -> dict:
     return {name: jax.tree.map(lambda _: name, tree) for name, tree in params.items()}
 
 
-def fit(settings: HeadsTrainConfig) -> dict:
+def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
     """Trains heads, or goes on where an earlier run into `output_dir` stopped, and writes them; see `train.fit`.
 
     Returns: the parameters of the last step.
@@ -264,10 +265,10 @@ def fit(settings: HeadsTrainConfig) -> dict:
     saved = Checkpoints(output, resume=True)
     step = saved.newest.latest_step()
     record_target(output / "target_fingerprint", "target", target, step)
-    for line in record_settings(settings, output, step, _fixed):
+    for line in changed_settings(settings, output, step, _fixed):
         console.print(line, markup=False)
     run = HeadsRun(settings, target, saved)
-    state = train.go_on(run, console)
+    state = train.go_on(run, console, settings, begun)
     for folder in run.export():
         console.print(f"wrote {folder}", markup=False)
     return state.params

@@ -305,7 +305,7 @@ def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
     from specdec_jax import train
 
     seen = []
-    monkeypatch.setattr(train, "fit", seen.append)
+    monkeypatch.setattr(train, "fit", lambda options, begun: (seen.append(options), begun()))
     config = pathlib.Path(__file__).parent.parent / "configs/train/smoke.gin"
     settings = [f"--gin.DATA_DIR='{tmp_path}'", f"--gin.OUTPUT_DIR='{tmp_path / 'run'}'", "--gin.TrainConfig.seed=5"]
     assert specdec("train", f"--gin_file={config}", f"--gin_search_paths={config.parent},/", *settings) == (0, "", "")

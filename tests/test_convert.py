@@ -311,3 +311,43 @@ def test_bad_input(case, tmp_path, capsys):
     assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("specdec: error: ")
     assert message in err
     assert not (tmp_path / "out").exists()
+
+
+# What transformers makes of it.
+
+
+def test_a_decoder_of_another_depth_is_exported_with_it(tmp_path):
+    """transformers' caches count layers by `decoder_layers`, its network by `num_decoder_layers`."""
+    config = dataclasses.replace(TINY, num_encoder_layers=1, num_decoder_layers=3)
+    sd.save(sd.LanguageModel.random(config), tmp_path / "hf", format="huggingface")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert [written[name] for name in ("num_layers", "num_decoder_layers", "decoder_layers")] == [1, 3, 3]
+    assert checkpoints.load_shape(tmp_path / "hf").num_decoder_layers == 3
+
+
+SENTENCES = [
+    "The dog sleeps under the table.", "We will meet again tomorrow morning.", "I have never seen such a big house.",
+    "Where did you buy that coat?", "She speaks three languages.", "It has been raining since Monday.",
+    "My brother works in a hospital.", "Please close the door.", "The train leaves at seven o'clock.",
+    "Nobody knew what had happened.", "He wanted to become a teacher.", "Can you help me with my homework?",
+    "The old bridge was built by the Romans.", "They laughed until they cried.", "There is no milk left in the fridge.",
+    "I would rather stay at home tonight.", "The children are playing in the garden.", "Why are you always late?",
+    "Most people here live from fishing.", "If you are tired, you should go to bed.",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_generates_the_same_from_the_exported_target(tmp_path):
+    """With its own cache, of the decoder's four layers, where the encoder has two."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    convert("ende/target", tmp_path / "hf", "huggingface")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    target = sd.load("ende/target", "float32")
+    ours = sd.generate(target, SENTENCES, max_new_tokens=40)
+    with torch.no_grad():
+        for number, text in enumerate(SENTENCES):
+            inputs = tokenizer([text], return_tensors="pt")
+            theirs = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=40)[0, 1:]
+            assert theirs.tolist() == ours.tokens[number, : ours.lengths[number]].tolist(), text

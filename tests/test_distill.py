@@ -288,12 +288,9 @@ def outputs(output):
     return {path.name: path.read_bytes() for path in pathlib.Path(output).glob("outputs-*")}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(models, language, tmp_path_factory):
-    """A run through the command line that nothing disturbed."""
-    output = tmp_path_factory.mktemp("distill") / "run"
-    config, default = distill_config(models, language, output), distill.DistillConfig()
-    flags = []
+def arguments(config):
+    """The command line with these settings."""
+    flags, default = [], distill.DistillConfig()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value == getattr(default, field.name):
@@ -301,10 +298,30 @@ def undisturbed(models, language, tmp_path_factory):
         several = field.type == tuple[str, ...]
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         flags += [f"--{field.name}={item}" for item in (value if several else [text])]
+    return ["distill", "--compilation_cache_dir=", *flags]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models, language, tmp_path_factory):
+    """A run through the command line that nothing disturbed."""
+    output = tmp_path_factory.mktemp("distill") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "make_optimizer", _optimizer)
-        assert cli.main(["distill", "--compilation_cache_dir=", *flags]) == 0
+        assert cli.main(arguments(distill_config(models, language, output))) == 0
     return output
+
+
+def test_settings_are_there_before_the_outputs(models, language, tmp_path, monkeypatch):
+    """Writing the outputs may take hours. A run that is refused leaves the settings as they are."""
+
+    def stops(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distill, "_write_all", stops)
+    assert cli.main(arguments(distill_config(models, language, tmp_path))) == 130
+    before = (tmp_path / "operative.gin").read_text()
+    assert cli.main(arguments(distill_config(models, language, tmp_path, max_new_tokens=9))) == 2
+    assert (tmp_path / "operative.gin").read_text() == before
 
 
 def test_the_outputs_are_the_targets_own(undisturbed, models, language):

@@ -415,7 +415,10 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
         (dict(steps=5), "steps: got 5, expected at least the 12 steps"),
     ):
         with pytest.raises(ValueError, match=message):
-            train_heads.fit(settings(tmp_path, **change))
+            train_heads.fit(settings(tmp_path, **change), begun=pytest.fail)
+    begun = []
+    train_heads.fit(settings(tmp_path), begun=lambda: begun.append(1))
+    assert begun == [1]
 
 
 def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_path):

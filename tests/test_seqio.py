@@ -1,10 +1,13 @@
 """seqio tasks through `specdec generate`: what is read, written and evaluated, beside T5X's and seqio's own; what is refused."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import pathlib
+import re
+import subprocess
 import sys
 import types
 import warnings
@@ -512,3 +515,18 @@ def test_split_and_module_do_not_decide_alone(pair):
     assert settings() == settings(module_import=("b",), tfds_data_dir="c") != settings(split="train")
     without = sd.LanguageModel(target.config, target.params)
     assert inference._deciding(inference.GenerateOptions(task="a"), without, None, ["x"]) != settings()
+
+
+@needs_seqio
+def test_the_oldest_protobuf_that_tensorflow_takes_is_enough():
+    """seqio imports SentencePiece's generated code, which may refuse a protobuf older than the one that it was made with."""
+    (bound,) = (line for line in importlib.metadata.requires("tensorflow") if line.startswith("protobuf"))
+    oldest = re.search(r">=(\d+)\.(\d+)\.(\d+)", bound).groups()
+    program = (
+        "from google.protobuf import descriptor_pool, symbol_database, runtime_version as runtime\n"
+        "from google.protobuf.internal import builder\n"
+        f"runtime.MAJOR, runtime.MINOR, runtime.PATCH = {', '.join(oldest)}\n"
+        "from sentencepiece import sentencepiece_model_pb2\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,10 +1,12 @@
 """Inside T5X: its checkpointers restore what is exported, and it decodes what it would decode, by its own commands too.
 
-Needs t5x with its dependencies, among them TensorFlow; skipped without.
+Needs the extra t5x, with which TensorFlow comes; skipped where T5X is not installed, and fails where it is but cannot be
+imported.
 """
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -24,9 +26,10 @@ from specdec_jax import benchmark, cli, passes, records
 from specdec_jax.data import ByteVocabulary
 from specdec_jax.formats.leaves import flatten
 
+if importlib.util.find_spec("t5x") is None:
+    pytest.skip("t5x is not installed", allow_module_level=True)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TensorFlow's
-    pytest.importorskip("t5x.utils", reason="t5x is not installed", exc_type=ImportError)
     from t5x import decoding, models, partitioning, utils
 
     from specdec_jax.interop import t5x as interop

@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 import rich.console
 from toy_training import CONFIGS, TINY, config_of
 
-from specdec_jax import checkpoints, data, losses, runs, train
+from specdec_jax import checkpoints, cli, data, losses, runs, train
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -266,6 +267,35 @@ def unfinished(output):
     return False
 
 
+def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, monkeypatch, capsys):
+    """Of a run that stops in its first step, too. One that is refused writes none, and leaves those that are there."""
+
+    def command(output, *settings):
+        names = [f"--gin.DATA_DIR={str(language)!r}", f"--gin.OUTPUT_DIR={str(output)!r}", *settings]
+        return cli.main(["train", "--compilation_cache_dir=", f"--gin_file={CONFIGS / 'smoke.gin'}", *names])
+
+    def stops(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_loop", stops)
+    assert command(tmp_path / "run") == 130
+    written, config = (tmp_path / "run" / name for name in ("operative.gin", "config.json"))
+    before = config.read_text()
+    config.unlink()
+    assert cli.main(["train", "--compilation_cache_dir=", f"--gin_file={written}", "--gin_search_paths=/"]) == 130
+    assert config.read_text() == before, "what was written gives the same settings"
+    assert command(tmp_path / "refused", "--gin.TrainConfig.train_files=['none.tsv']") == 2
+    assert not (tmp_path / "refused" / "operative.gin").exists()
+    shutil.copytree(finished[0].output_dir, tmp_path / "another")
+    kept = [tmp_path / "another" / path.name for path in (config, written)]
+    kept[1].write_text("# its own")
+    before = [path.read_text() for path in kept]
+    capsys.readouterr()
+    assert command(tmp_path / "another") == 2
+    assert "expected vocabulary_size = 48" in capsys.readouterr().err
+    assert [path.read_text() for path in kept] == before
+
+
 def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     reference = command(straight)
@@ -273,6 +303,7 @@ def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tm
     wait_for(process, lambda: unfinished(broken))
     process.kill()  # while a checkpoint is being written
     assert process.communicate() and process.returncode == -signal.SIGKILL
+    assert (broken / "operative.gin").is_file()
     process = command(broken)
     finished = lambda: {int(p.name) for p in (broken / "checkpoints").glob("*[0-9]")}
     first = max(finished(), default=0)

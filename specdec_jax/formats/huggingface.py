@@ -369,11 +369,13 @@ def _options(config: T5Config, dtype: str) -> dict[str, Any]:
         known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
         raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
     tied, scale = config.logits_via_embedding, config.scale_decoder_outputs
+    # transformers builds the network by `num_decoder_layers`, its caches by `decoder_layers` and without it `num_layers`.
     return {
         "model_type": "t5", "architectures": [_T5_ARCHITECTURES[0]], "is_encoder_decoder": True,
         "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,
         "d_kv": config.head_dim, "num_layers": config.num_encoder_layers,
-        "num_decoder_layers": config.num_decoder_layers, "d_ff": config.mlp_dim, "feed_forward_proj": names[0],
+        "num_decoder_layers": config.num_decoder_layers, "decoder_layers": config.num_decoder_layers,
+        "d_ff": config.mlp_dim, "feed_forward_proj": names[0],
         "tie_word_embeddings": tied, "scale_decoder_outputs": tied if scale is None else scale,
         "relative_attention_num_buckets": config.num_buckets, "relative_attention_max_distance": config.max_distance,
         "layer_norm_epsilon": 1e-6, "dropout_rate": config.dropout_rate, "torch_dtype": dtype,

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 import flax.linen as nn
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from specdec_jax.cache import KVCache
-from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, LayerNorm
+from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, LayerNorm, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +171,7 @@ class GPTDecoder(nn.Module):
         """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
         if not self.config.logits_via_embedding:
             return self.logits_dense(x)
-        embedding = embedding.astype(x.dtype)
-        return jax.lax.dot_general(x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
 
 class GPT(nn.Module):

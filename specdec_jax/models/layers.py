@@ -102,15 +102,26 @@ def apply_kernel(x: jax.Array, kernel, output_dtype) -> jax.Array:
     if isinstance(kernel, tuple):
         return jnp.concatenate([apply_kernel(x, piece, output_dtype) for piece in kernel], axis=-1)
     if kernel.ndim == 2:
-        return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=output_dtype)
+        return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
     rows = x.reshape(-1, x.shape[-1])
     batched = jnp.broadcast_to(rows, (kernel.shape[0], *rows.shape))
-    y = jax.lax.dot_general(batched, kernel, (((2,), (1,)), ((0,), (0,))), preferred_element_type=output_dtype)
+    y = product(batched, kernel, ((2,), (1,)), ((0,), (0,)), dtype=output_dtype)
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
 
 
-def _product(a, b, axes):
-    return jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)
+def product(a: jax.Array, b: jax.Array, contracted, batch=((), ()), dtype=jnp.float32) -> jax.Array:
+    """Returns `lax.dot_general` of `a` and `b` at the precision of their dtype, which is the same; the result is in `dtype`."""
+    return jax.lax.dot_general(a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype)
+
+
+def precision_of(dtype) -> jax.lax.Precision | None:
+    """Returns what every product of operands of this dtype asks of its device: the highest precision for float32.
+
+    Unasked, a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU to TF32, while it may not do so in a product over
+    a single row: calls over one position and over several would then differ by more than float32's rounding. A CPU
+    computes the same either way.
+    """
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -119,17 +130,17 @@ def _rounded_product(x, kernel, dtype):
 
     JAX's own transpose rule would multiply float32 cotangents, which costs twice the time where bfloat16 is native.
     """
-    return _product(x.astype(dtype), kernel.astype(dtype), ((1,), (0,)))
+    return product(x.astype(dtype), kernel.astype(dtype), ((1,), (0,)))
 
 
 def _rounded_forward(x, kernel, dtype):
     x, kernel = x.astype(dtype), kernel.astype(dtype)
-    return _product(x, kernel, ((1,), (0,))), (x, kernel)
+    return product(x, kernel, ((1,), (0,))), (x, kernel)
 
 
 def _rounded_backward(dtype, operands, cotangent):
     (x, kernel), cotangent = operands, cotangent.astype(dtype)
-    return _product(cotangent, kernel, ((1,), (1,))), _product(x, cotangent, ((0,), (0,)))
+    return product(cotangent, kernel, ((1,), (1,))), product(x, cotangent, ((0,), (0,)))
 
 
 _rounded_product.defvjp(_rounded_forward, _rounded_backward)
@@ -217,11 +228,12 @@ class Attention(nn.Module):
           bias: position bias broadcastable to `[B, H, T, S]`, or None.
         """
         batch, query = query.shape[0], query if cache.key.ndim == 4 else query[0]
-        scores = jnp.einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
+        einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
+        scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
         shape = scores.shape
         scores = scores if bias is None else scores + bias.astype(jnp.float32)
         weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype)
-        output = jnp.einsum("...hts,...hsk->...thk", weights.reshape(shape), cache.value)
+        output = einsum("...hts,...hsk->...thk", weights.reshape(shape), cache.value)
         return self.out(output.reshape(batch, -1, self.heads * self.features))
 
 

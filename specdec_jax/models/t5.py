@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.cache import MAX_UNROLLED_ROWS, KVCache
-from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm
+from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,8 +278,7 @@ class Decoder(nn.Module):
             x = x / jnp.sqrt(config.emb_dim).astype(x.dtype)
         if not config.logits_via_embedding:
             return self.logits_dense(x)
-        embedding = embedding.astype(x.dtype)
-        return jax.lax.dot_general(x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
 
 class TokenEmbedder(nn.Module):
