@@ -56,7 +56,8 @@ def check_pair(target: LanguageModel, drafter) -> None:
     if reads is not None and reads != target.config.emb_dim:
         expected = f"the target's width, {target.config.emb_dim}"
         raise ValueError(f"drafter: got a model that reads encoder outputs of width {reads}, expected {expected}")
-    if reads is not None and model.encoder_fingerprint not in (None, target.fingerprint):
+    trained_on = model.encoder_fingerprint if reads is not None else None
+    if trained_on is not None and not target.has(trained_on):
         raise ValueError(
             f"drafter: got a model that was trained on another target's encoder output, expected one trained on "
             f"{target.name or 'the target'}'s"

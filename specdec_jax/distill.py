@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import rich.console
 
 from specdec_jax import checkpoints, corpora, data, train
+from specdec_jax.formats import own
 from specdec_jax.jobs import decode_all
+from specdec_jax.journal import digest
 from specdec_jax.losses import DIVERGENCES
 from specdec_jax.models.base import LanguageModel, t5_only
 from specdec_jax.models.t5 import T5Config
@@ -30,6 +32,7 @@ _DECIDING = (
     "target", "max_sources", "greedy", "samples", "temperature", "max_new_tokens", "batch_size", "shard_size", "seed",
     "dtype",
 )  # fmt: skip
+_CONTENTS = ("vocabulary's contents", "target's contents")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,10 +204,13 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like padding",
         markup=False,
     )
-    _record(config, parts)
+    contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
+    _record(config, parts, contents)
     if not all(job.path.exists() for job in jobs):
+        target_model = checkpoints.load(config.target, config.dtype)
+        _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
         begun()
-        _write_all(config, jobs, console)
+        _write_all(config, target_model, jobs, console)
     return train.fit(training, begun)
 
 
@@ -248,27 +254,29 @@ def _jobs(config: DistillConfig, vocabulary, parts: dict[str, list[str]]) -> lis
     return jobs
 
 
-def _record(config: DistillConfig, parts: dict[str, list[str]]) -> None:
-    """Writes what decides the outputs, or compares it with that of the run that goes on."""
+def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]) -> None:
+    """Writes what decides the outputs, or compares it with that of the run that goes on.
+
+    Args:
+      contents: of models and vocabulary, as far as they are known; what was not recorded of them before is taken as it is.
+    """
     path = pathlib.Path(config.output_dir, _RECORD)
     settings: dict[str, Any] = {name: getattr(config, name) for name in _DECIDING}
     settings["longest bucket"] = config.buckets[-1]
     for part, texts in parts.items():
-        digest = hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
-        settings[f"{part} sources"] = f"{len(texts)} lines, {digest[:16]}"
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        for name in before | settings:
-            got, expected = settings.get(name), before.get(name)
-            if got != expected:
-                raise ValueError(f"{name}: got {got}, expected {expected}: the outputs in {path.parent} are of that")
-        return
+        found = hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+        settings[f"{part} sources"] = f"{len(texts)} lines, {found[:16]}"
+    before = contents | (json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings)
+    settings |= {name: before[name] for name in _CONTENTS if name in before} | contents
+    for name in before | settings:
+        got, expected = settings.get(name), before.get(name)
+        if got != expected:
+            raise ValueError(f"{name}: got {got}, expected {expected}: the outputs in {path.parent} are of that")
     write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
 
 
-def _write_all(config: DistillConfig, jobs: list[Job], console: rich.console.Console) -> None:
+def _write_all(config: DistillConfig, target: LanguageModel, jobs: list[Job], console: rich.console.Console) -> None:
     """Every file of outputs that is not there yet."""
-    target = checkpoints.load(config.target, config.dtype)
     total = sum(len(job.texts) * job.per_source for job in jobs)
     with deferred_signals() as signals, Progress("outputs", total, console, lines=False) as progress:
         for job in jobs:

@@ -1,6 +1,7 @@
 """`specdec generate`: many sentences, or the examples of a task, decoded; outputs in order."""
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import sys
@@ -11,8 +12,12 @@ import jax
 import numpy as np
 
 from specdec_jax.compatibility import UnsupportedCombination, check_prompts
+from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
+from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.draws import seeded
+from specdec_jax.formats import own
 from specdec_jax.generate import Stats, stream
 from specdec_jax.jobs import Output, decode_all, decode_stream, refills, rows_for
 from specdec_jax.journal import Journal, digest
@@ -230,25 +235,34 @@ def _deciding(
     settings = {
         field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in apart
     }
-    vocabulary = target.vocabulary.fingerprint().encode() if target.vocabulary else b""
     return settings | {
+        "versions": {name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
         "dtype": target.config.dtype,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
-        "target": digest([target.fingerprint.encode(), vocabulary]),
+        "target": digest([target.contents.encode(), own.vocabulary_contents(target.vocabulary)]),
         "drafter": None if drafter is None else drafter_contents(drafter),
         "sentences": digest(text.encode() for text in sentences),
     }
 
 
-def drafter_contents(drafter: NamedDrafter) -> str:
-    """Tells drafters apart by what they are made of: the fingerprint of a model, the arrays of others."""
-    model, listed = getattr(drafter, "model", None), getattr(drafter, "shortlist", None)
-    parts = [type(drafter).__name__, "" if isinstance(drafter, ModelDrafter) else drafter.name]
-    parts.append(str(getattr(drafter, "sampled", "")))
-    parts.append("" if model is None else model.fingerprint)
-    leaves = jax.tree.leaves(drafter if model is None else listed)
-    return digest([*(part.encode() for part in parts), *(np.asarray(leaf).tobytes() for leaf in leaves)])
+def drafter_contents(drafter) -> str:
+    """Tells drafters apart by what they are made of: kind, settings, and every number of models, heads, tables and shortlists."""
+    settings: list[Any]
+    arrays: Any = None
+    match drafter:
+        case ModelDrafter():
+            settings, arrays = [drafter.model.contents, drafter.int8], drafter.shortlist
+        case EarlyExitDrafter():
+            settings, arrays = [drafter.model.contents, drafter.layers], drafter.network.kernel
+        case HeadsDrafter():
+            settings, arrays = [drafter.fingerprint, drafter.config], drafter.params
+        case HorizontalCascade() | VerticalCascade():
+            settings = [drafter.number, *map(drafter_contents, drafter.parts)]
+        case _:
+            settings, arrays = [jax.tree.structure(drafter)], drafter
+    parts = [type(drafter).__name__, *map(str, settings)]
+    return digest([*map(str.encode, parts), *(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))])
 
 
 def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import orbax.checkpoint as ocp
 import rich.console
@@ -41,6 +42,11 @@ class Checkpoints:
         self.best = ocp.CheckpointManager(
             output / "best", options=options(max_to_keep=1, best_fn=self._score, best_mode="min")
         )
+        if resume and self.newest.latest_step() is None:
+            for (
+                step
+            ) in self.best.all_steps():  # of a run that was killed before it saved a state: perhaps of other files
+                self.best.delete(step)
 
     def restore(self, state: TrainState) -> TrainState:
         """The newest state; `state` gives shapes and dtypes."""
@@ -93,9 +99,32 @@ def record_settings(config, output: pathlib.Path) -> None:
     write_atomically(output / "config.json", json.dumps(dataclasses.asdict(config), indent=1).encode())
 
 
+def record_contents(
+    output: pathlib.Path, step: int | None, vocabulary: str, files: Mapping[str, pathlib.Path]
+) -> list[str]:
+    """Writes `contents.json`, digests of what a run reads; returns which files were others for the steps up to `step`.
+
+    Args:
+      vocabulary: its digest. files: by their names in the settings.
+
+    Raises:
+      ValueError: the run began with a vocabulary that makes other ids of the same text.
+    """
+    path, digests = output / "contents.json", {"vocabulary": vocabulary}
+    for name, file in files.items():
+        with open(file, "rb") as opened:
+            digests[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    before = json.loads(path.read_text()) if step is not None and path.is_file() else {}
+    changed = [name for name, digest in digests.items() if before.get(name, digest) != digest]
+    if "vocabulary" in changed:
+        raise ValueError(f"vocabulary: got another, expected the one with which the run in {output} began")
+    write_atomically(path, json.dumps(digests, indent=1).encode())
+    return [f"changed since step {step}: contents of {name}" for name in changed]
+
+
 def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: int | None) -> None:
     """Writes the fingerprint of the model that a run, which is at `step`, depends on; refuses another than before."""
-    if step is not None and path.is_file() and path.read_text() != target.fingerprint:
+    if step is not None and path.is_file() and not target.has(path.read_text()):
         raise ValueError(f"{name}: got {target.name}, expected the one on which the run in {path.parent} began")
     write_atomically(path, target.fingerprint.encode())
 

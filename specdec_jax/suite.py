@@ -147,7 +147,8 @@ def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, lis
         passes.check_prompts(target, drafter, batches, row)
         contents.append(drafter_contents(drafter))
         if len(contents) == 2:
-            contents += [target.fingerprint, digest(str(batch.ids).encode() for batch in batches)]
+            ids = digest(str(batch.ids).encode() for batch in batches)
+            contents += [digest([target.contents.encode()]), ids]
     return target, contents
 
 

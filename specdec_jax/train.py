@@ -16,6 +16,8 @@ import rich.console
 
 from specdec_jax import checkpoints, corpora, data
 from specdec_jax.deepening import deepened
+from specdec_jax.formats import own
+from specdec_jax.journal import digest
 from specdec_jax.losses import (
     DIVERGENCES,
     Likeness,
@@ -31,9 +33,18 @@ from specdec_jax.models.base import LanguageModel, ModelConfig, initial_params, 
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.optimizer import make_optimizer
-from specdec_jax.runs import Checkpoints, Reporter, changed_settings, deferred_signals, record_settings, record_target
+from specdec_jax.runs import (
+    Checkpoints,
+    Reporter,
+    changed_settings,
+    deferred_signals,
+    record_contents,
+    record_settings,
+    record_target,
+)
 
-_ENCODER = "encoder_fingerprint"  # file in the folder of a run: of the model whose encoder output is read
+# Files in the folder of a run: of the model whose encoder output is read, or of another teacher.
+_ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +216,12 @@ def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[
     Returns: the state of the last step.
     """
     config, state = run.config, run.initial_state()
+    changed = run.record()
     record_settings(settings, pathlib.Path(config.output_dir).absolute())
     begun()
     start = int(state.step)
+    for line in changed:
+        console.print(line, markup=False)
     console.print(
         f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
         f"epoch, {config.corpus.summary(run.batches)}; {parameter_count(state.params):,} parameters, "
@@ -271,9 +285,9 @@ class Run:
         network = computing(config, config.model)
         self.objective = Objective(module_of(network), config.label_smoothing)
         self.teacher_params = None
-        if teacher is not None and config.model.encoder_dim is not None:
-            record_target(pathlib.Path(config.output_dir, _ENCODER), "teacher", teacher, saved.newest.latest_step())
         if teacher is not None:
+            name = _TEACHER if config.model.encoder_dim is None else _ENCODER
+            record_target(pathlib.Path(config.output_dir, name), "teacher", teacher, saved.newest.latest_step())
             shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
                 self.objective, teacher=module_of(computing(config, shape)), distill_weight=config.distill_weight,
@@ -287,6 +301,14 @@ class Run:
         config, batches = self.config, lambda path: _batches(self.config, vocabulary, [path])
         self.batches = _batches(config, vocabulary, config.paths("train_files"))
         self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
+        self.vocabulary = vocabulary
+
+    def record(self) -> list[str]:
+        """Records what the run reads; returns what of it was another for the steps before, in lines for the user."""
+        config, names = self.config, ("train_files", "validation_files")
+        files = {file: path for name in names for file, path in zip(getattr(config, name), config.paths(name))}
+        output, step = pathlib.Path(config.output_dir), self.saved.newest.latest_step()
+        return record_contents(output, step, digest([own.vocabulary_contents(self.vocabulary)]), files)
 
     def initial_state(self) -> TrainState:
         if self._initial is not None:

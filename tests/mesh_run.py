@@ -90,6 +90,10 @@ def printed(command: str, *arguments: str) -> str:
     return out.getvalue()
 
 
+def identity(model: sd.LanguageModel) -> list[str]:
+    return [model.fingerprint, model.contents, model._fingerprint_of_corners]
+
+
 def meshes(folder: pathlib.Path) -> dict:
     """Tokens on several meshes, and where what lies on one of two times two."""
     alone, first, four = load(folder, None), load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
@@ -100,7 +104,7 @@ def meshes(folder: pathlib.Path) -> dict:
     stored = flatten(alone[0].params)
     for name, models in (("1x1", first), ("2x2", (target, drafter)), ("1x4", four)):
         found["of " + name] = described(*models, stored)
-    found["fingerprint"] = alone[0].fingerprint == four[0].fingerprint
+    found["identity"] = [identity(model) for model in (alone[0], first[0], target, four[0])]
     state, request = sd.prepare(target, INPUTS, drafter=drafter, **options(range(4)))
     state = advance(request.network, request.drafter, state, np.int32(2**31 - 1))
     found["on every device"] = all(
@@ -158,7 +162,7 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
     return decode(target, drafter) | {
         "processes": jax.process_count(), "largest read": max(part.size for part in reads[len(reads) // 2 :]),
         "kernel": [kernel.shape, [shard.data.shape for shard in kernel.addressable_shards]],
-        "refused": refused(lambda: sd.generate(target, INPUTS, deadline=1.0)),
+        "refused": refused(lambda: sd.generate(target, INPUTS, deadline=1.0)), "identity": identity(target),
     }  # fmt: skip
 
 

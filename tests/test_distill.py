@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 import re
+import shutil
 import signal
 
 import gin
@@ -245,6 +246,13 @@ def test_the_best_by_another_measure_gives_way(tmp_path):
     assert runs.Checkpoints(tmp_path, select="acceptance").keep_best(6, params, 2.0, acceptance=0.1, agreement=0.1)
 
 
+def test_the_best_of_a_run_that_never_saved_a_state_goes(tmp_path):
+    params = {"a": np.zeros(2, np.float32)}
+    runs.Checkpoints(tmp_path).keep_best(0, params, 1.0)
+    assert runs.Checkpoints(tmp_path).best.best_step() == 0
+    assert runs.Checkpoints(tmp_path, resume=True).best.best_step() is None
+
+
 # Files with ids.
 
 
@@ -456,6 +464,34 @@ def test_settings_that_contradict_what_is_there(undisturbed, models, language, s
     with pytest.raises(ValueError, match=message):
         distill.run(distill_config(models, language, undisturbed, **settings))
     assert outputs(undisturbed) == before
+
+
+def test_other_files_under_the_same_paths_are_refused(undisturbed, models, language, tmp_path, monkeypatch):
+    """A target of which one array of the encoder differs, before outputs are written and before training; a vocabulary."""
+    shutil.copytree(undisturbed, tmp_path / "run")
+    config, load = distill_config(models, language, tmp_path / "run"), checkpoints.load
+
+    def changed(path, *arguments, **options):
+        model = load(path, *arguments, **options)
+        params = model.params
+        params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"] *= 2
+        return LanguageModel(model.config, params, model.vocabulary)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "load", changed)
+        with pytest.raises(ValueError, match="teacher: got .*, expected the one on which the run in .*run began"):
+            distill.run(config)
+        (tmp_path / "run/outputs-train-greedy.tsv").unlink()
+        with pytest.raises(ValueError, match="target's contents: got .*: the outputs in .*run are of that"):
+            distill.run(config)
+    path = tmp_path / "run/distill.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "vocabulary's contents": "x"}))
+    with pytest.raises(ValueError, match="vocabulary's contents: got .*, expected x: the outputs"):
+        distill.run(config)
+    path.write_text(json.dumps({name: value for name, value in stored.items() if "contents" not in name}))
+    distill.run(config)
+    assert json.loads(path.read_text()) == stored and outputs(config.output_dir) == outputs(undisturbed)
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,10 @@ def test_pairwise_cover(case):
         logits = target.logits([INPUTS[row]], [[0, *prefix, *new[:-1]]], [len(INPUTS[row])])[0, len(prefix) :]
         own = np.log(toy.adjusted_probs(logits))[np.arange(length), new]
         np.testing.assert_allclose(result.log_probs[row, :length], own, atol=1e-5)
-        law = toy.adjusted_probs(logits, **MODES[case["mode"]])
-        assert np.all(law[np.arange(length), new] > 0), "an id that the law excludes"
+        law = toy.adjusted_probs(logits, **MODES[case["mode"]])[np.arange(length), new]
+        assert np.all(law > 0), "an id that the law excludes"
+        np.testing.assert_allclose(result.adjusted_log_probs[row, :length], np.log(law), atol=1e-5)
+        assert not result.adjusted_log_probs[row, length:].any()
     if case["drafter"] == "self" and result.stats.drafted:
         assert result.stats.acceptance_rate == 1.0
 

@@ -256,16 +256,6 @@ def test_saved_heads_draft_the_same(tmp_path):
     assert set(json.loads((tmp_path / "heads/config.json").read_text())["heads"]) >= {"num_heads", "share_head"}
 
 
-def test_a_fingerprint_is_of_the_weights_not_of_their_dtype_or_layout(tmp_path):
-    sd.save(t5(), tmp_path / "model")
-    for dtype in ("float32", "bfloat16"):
-        assert sd.load(tmp_path / "model", dtype).fingerprint == t5().fingerprint
-    assert tiny_t5(2).fingerprint != t5().fingerprint
-    changed = t5().params
-    changed["decoder"]["layers_1"]["mlp"]["wo"]["kernel"] *= 1.5
-    assert sd.LanguageModel(t5().config, changed).fingerprint != t5().fingerprint
-
-
 def test_heads_that_do_not_fit_are_refused(tmp_path):
     path, model = tmp_path / "heads", tmp_path / "model"
     drafter(False).save(path)

@@ -40,8 +40,9 @@ CASES = {
         sampling=sd.SamplingConfig(temperature=[n % 3 / 2 for n in range(N)], forbidden_tokens=(4,)),
         decoder_prefix=[[3] * (n % 3) for n in range(N)],
     ),
-    "token, copies, samples, stop strings": dict(
+    "token, copies, samples, stop strings, prefixes with them": dict(
         drafter=sd.PromptLookupDrafter(), gamma=2, sampling=WARM, verifier="token", num_samples=2, stop=["w5", "w7 w2"],
+        decoder_prefix=[[5, 3][: n % 3] for n in range(N)], eos_ids=(1,), max_new_tokens=30,  # past the first look at texts
     ),
     "gumbel, own γ": dict(drafter=DRAFT, gamma=[n % 4 for n in range(N)], sampling=WARM, verifier="gumbel"),
     "lenient, a drafter that learns": dict(

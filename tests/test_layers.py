@@ -14,7 +14,16 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = [
     {"draws", "processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping"},
     {
-        *("models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"),
+        *(
+            "models",
+            "models.identity",
+            "models.int8",
+            "models.layers",
+            "models.packing",
+            "models.shortlist",
+            "models.t5",
+            "models.base",
+        ),
         *("models.heads", "models.gpt"),
     },
     {

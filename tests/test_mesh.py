@@ -99,7 +99,7 @@ def test_parameters_are_restored_into_parts(runs):
             "decoder/decoder_norm/scale": [WIDTH],
         }
         assert {name: found["parts"][name] for name in shapes} == shapes
-    assert runs["fingerprint"]
+    assert all(found == runs["identity"][0] for found in runs["identity"])
     wo = "decoder/layers_0/mlp/wo/kernel"
     assert runs["of 2x2"]["drafter parts"][wo] == [HIDDEN, WIDTH], "whole on every device"
     assert runs["of 1x4"]["drafter parts"][wo] == [HIDDEN // 4, WIDTH], "divided, as asked for"
@@ -144,6 +144,7 @@ def test_two_processes(folder, runs):
         assert found["tokens"] == runs["none"]["tokens"] and found["processes"] == 2
         assert found["kernel"] == [[HIDDEN, WIDTH], [[HIDDEN // 2, WIDTH]]]
         assert found["largest read"] == V * WIDTH // 2
+        assert found["identity"] == runs["identity"][0]
         assert found["refused"].startswith("deadline: got one for several processes")
 
 

@@ -13,6 +13,7 @@ import toy
 import toy_processors
 from toy_models import HashModel, HashNetwork, tiny_t5
 from toy_options import (
+    ALL,
     DRAFT,
     EOS,
     FILTERS,
@@ -136,6 +137,15 @@ def test_gumbel_plain_and_speculative_are_the_same_tokens(name):
     np.testing.assert_allclose(plain.log_probs, result.log_probs, atol=1e-5)
     assert 0 < result.stats.accepted and result.stats.acceptance_rate < 0.95
     assert_log_probs(result, PROCESSORS[name], filters)
+
+
+@pytest.mark.parametrize("verifier", ["token", "block", "plain"])
+def test_log_probabilities_of_samples_are_those_of_a_slow_computation(verifier):
+    """All processors and filters, rows of several lengths and ends."""
+    options = {} if verifier == "plain" else {"verifier": verifier}
+    result = decode(ALL, verifier != "plain", key=jax.random.key(2), **options)
+    assert_log_probs(result, PROCESSORS["all"])
+    assert len(set(result.lengths.tolist())) > 1 and (verifier == "plain" or result.stats.accepted > 0)
 
 
 # --- The joint law, and several samples of one input ---

@@ -11,7 +11,9 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, draws, measure, records
+from specdec_jax import benchmark, cli, draws, measure, records, sampling
+from specdec_jax.drafters.drawing import match_width
+from specdec_jax.generate import advance
 from specdec_jax.models import packing
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
@@ -85,6 +87,20 @@ def test_a_draft_holds_what_is_most_probable_on_the_list():
 
 
 # --- Laws ---
+
+
+def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
+    """Not a small one: at a temperature of 1000 a finite logit would be drawn."""
+    logits, ids = np.float32([[3.0, -2.0, 0.5]]), np.array([1, 4, 5])
+    widened = Shortlist.of(ids, 8).widen(np.pad(logits, ((0, 0), (0, 61)), mode="edge"))
+    np.testing.assert_array_equal(widened[:, ids], logits)
+    assert np.all(np.isneginf(np.delete(widened, ids, axis=1)))
+    np.testing.assert_array_equal(match_width(logits, 5), [[3.0, -2.0, 0.5, -np.inf, -np.inf]])
+    drafter = sd.ModelDrafter(DRAFT, LISTED)
+    state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=GAMMA, sampling=SamplingConfig(temperature=1000.0))
+    state = advance(TARGET.network, request.drafter, state, np.int32(1))
+    drafted = np.asarray(state.last_draft)[np.arange(GAMMA) < state.last_drafted[:, None]]
+    assert set(drafted.tolist()) <= set(LISTED) and len(set(drafted.tolist())) > 3
 
 
 def test_law_through_the_engine():

@@ -1,5 +1,6 @@
 """Stop strings, streamed text and the deadline: ids, text and log-probabilities always say the same."""
 
+import collections
 import functools
 import importlib
 import io
@@ -21,7 +22,7 @@ from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary
 pytestmark = pytest.mark.usefixtures("quick")
 
 LETTERS = "aab bü€𝄞c "
-STOPS = [("b",), ("ab", "b"), ("€", "ü€"), ("abc", "b", "c "), (" ",), ("𝄞a", "aa"), ("zz",)]
+STOPS = [("b",), ("ab", "b"), ("€", "ü€"), ("abc", "b", "c "), (" ",), ("𝄞a", "aa"), ("b𝄞a", "𝄞"), ("zz",)]
 
 
 @functools.cache
@@ -36,14 +37,17 @@ def vocabulary(name: str):
     return SentencePieceVocabulary(out.getvalue())
 
 
-def some_text(rng, most: int) -> str:
-    """Letters of one to four bytes, words that repeat."""
-    return "".join(rng.choice(list(LETTERS), rng.integers(1, most))).strip() or "a"
+def some_text(rng, most: int, stops=()) -> str:
+    """Letters of one to four bytes, words that repeat; mostly with one of `stops` among them."""
+    letters = rng.choice(list(LETTERS), rng.integers(1, most)).tolist()
+    if stops and rng.random() < 0.7:
+        letters.insert(rng.integers(len(letters) + 1), rng.choice(stops))
+    return "".join(letters).strip() or "a"
 
 
-def some_ids(rng, name: str) -> list[int]:
+def some_ids(rng, name: str, stops=()) -> list[int]:
     """A text's ids, or those of a text torn to pieces: bytes that are no characters."""
-    ids = vocabulary(name).encode(some_text(rng, 14))
+    ids = vocabulary(name).encode(some_text(rng, 14, stops))
     return [token for token in ids if rng.random() < 0.8] if rng.random() < 0.5 else ids
 
 
@@ -61,16 +65,21 @@ def first_stop(text: str, stops) -> int | None:
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
 def test_cut_keeps_all_whole_tokens_before_the_first_stop_string(name):
-    decode, rng, found = vocabulary(name).decode, np.random.default_rng(0), 0
+    decode, rng, met = vocabulary(name).decode, np.random.default_rng(0), collections.Counter()
     for stops, _ in itertools.product(STOPS, range(40)):
-        ids = some_ids(rng, name)
+        ids = some_ids(rng, name, stops)
         text = decode(ids)
         kept, start = cut(vocabulary(name), ids, stops), first_stop(text, stops)
         assert (kept is None) == (start is None)
         if kept is None:
             continue
-        found += 1
         part = decode(ids[:kept])
+        places = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+        met["any"] += 1
+        met["one that begins first and ends later"] += any(place < start for _, place in places)
+        met["two that end together"] += sum(end == min(places)[0] for end, _ in places) > 1
+        met["a token that reaches into it"] += len(part) < start
+        met["bytes of a character that is cut"] += decode(ids[: kept + 1]) == part
         assert text[:start].startswith(part) and not any(stop in part for stop in stops)
         assert not kept or decode(ids[: kept - 1]) != part, "an id that adds nothing to the text before the stop string"
         for more in range(kept + 1, len(ids) + 1):
@@ -79,7 +88,8 @@ def test_cut_keeps_all_whole_tokens_before_the_first_stop_string(name):
         # However far the decoding went beyond it.
         complete = next(n for n in range(len(ids) + 1) if first_stop(decode(ids[:n]), stops) is not None)
         assert all(cut(vocabulary(name), ids[:n], stops) == kept for n in range(complete, len(ids)))
-    assert found > 50
+    impossible = {"bytes": {"a token that reaches into it"}, "pieces": set()}
+    assert len(met) == 5 and all(count > 5 for rule, count in met.items() if rule not in impossible[name]), met
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])

@@ -99,6 +99,15 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, langua
     assert [r["step"] for r in records(output)] == [4, 6, 8, 12, 12, 16, 18, 20, 20]
     train.fit(config)
     assert "resumed at step 20 of 20" in capsys.readouterr().err and len(records(output)) == 9
+    digests = json.loads((output / "contents.json").read_text())
+    assert set(digests) == {"vocabulary", "train.tsv", "validation.tsv", "more.tsv"}
+    (output / "contents.json").write_text(json.dumps({**digests, "train.tsv": "of others"}))
+    train.fit(config)
+    assert "changed since step 20: contents of train.tsv\n" in capsys.readouterr().err
+    assert json.loads((output / "contents.json").read_text()) == digests
+    (output / "contents.json").write_text(json.dumps({**digests, "vocabulary": "of others"}))
+    with pytest.raises(ValueError, match="vocabulary: got another, expected the one with which the run in .* began"):
+        train.fit(config)
     with pytest.raises(ValueError, match="steps: got 12, expected at least the 20 steps"):
         train.fit(dataclasses.replace(config, steps=12))
     with pytest.raises(ValueError, match="model: got .*, expected that of the run"):

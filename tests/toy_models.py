@@ -151,6 +151,9 @@ class HashModel:
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, start_token, tuple(eos_ids), "hash"
 
+    def has(self, fingerprint):
+        return fingerprint == self.fingerprint
+
     def network_for(self, rows):
         return self.network
 

@@ -55,7 +55,7 @@ class HeadsDrafter:
         Raises:
           ValueError: their widths are not the target's.
         """
-        _check(target, config, target.fingerprint)
+        _check_widths(target, config)
         config = dataclasses.replace(config, dtype=target.config.dtype, matmul_dtype=None)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), params)
         head = target.network.head_alone() if config.share_head else None
@@ -126,9 +126,13 @@ class HeadsDrafter:
 
 
 def _check(target: LanguageModel, config: HeadsConfig, fingerprint: str) -> None:
+    _check_widths(target, config)
+    if not target.has(fingerprint):
+        raise ValueError("heads: got those of a target with other weights, expected heads trained on this one")
+
+
+def _check_widths(target: LanguageModel, config: HeadsConfig) -> None:
     for name in ("emb_dim", "vocab_size"):
         got, expected = getattr(config, name), getattr(target.config, name)
         if got != expected:
             raise ValueError(f"heads: got {name} {got}, expected the target's {expected}")
-    if fingerprint != target.fingerprint:
-        raise ValueError("heads: got those of a target with other weights, expected heads trained on this one")

@@ -84,6 +84,12 @@ def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
     return SentencePieceVocabulary.load(path, extra_ids)
 
 
+def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:
+    """All that decides how text becomes ids and ids become text, of which the pieces are but a part."""
+    entry, contents = _describe_vocabulary(vocabulary)
+    return json.dumps(entry).encode() + contents
+
+
 def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, bytes]:
     """The entry of config.json and the contents of the vocabulary's file."""
     if vocabulary is None:

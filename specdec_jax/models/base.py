@@ -1,7 +1,6 @@
 """What the rest of the package sees of a model: `Network` inside jit, `LanguageModel` outside; linen stays hidden."""
 
 import functools
-import hashlib
 
 import flax.struct
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.cache import KVCache
-from specdec_jax.models import packing
+from specdec_jax.models import identity, packing
 from specdec_jax.models.gpt import GPT, GPT_PRESETS, GPTCache, GPTConfig
 from specdec_jax.models.t5 import PRESETS as T5_PRESETS
 from specdec_jax.models.t5 import T5, DecoderCache, T5Config
@@ -189,15 +188,23 @@ class LanguageModel:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Tells models with different weights apart, whatever their dtype or layout: what was trained on the states of one
-        fits no other. Made of the corners of the last decoder layer's and the head's arrays, rounded to bfloat16."""
-        params = self.network.params
-        names = (f"layers_{self.config.num_decoder_layers - 1}", "decoder_norm", "logits_dense")
-        decoder = {name: params["decoder"][name] for name in names if name in params["decoder"]}
-        corners = _corners({"token_embedder": params["token_embedder"], "decoder": decoder}, self.network.rules)
-        digest = hashlib.sha256()
-        for path, leaf in jax.tree.leaves_with_path(corners):
-            digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} ".encode() + np.asarray(leaf).tobytes())
-        return digest.hexdigest()
+        fits no other."""
+        return identity.rounded(self.network.params, self.network.rules)
+
+    @functools.cached_property
+    def contents(self) -> str:
+        """Tells models apart that may compute different numbers: by their weights to the last bit, dtype and shape."""
+        return f"{identity.exact(self.network.params, self.network.rules)} {self.config}"
+
+    def has(self, fingerprint: str) -> bool:
+        """Whether a `fingerprint` that was stored is this model's; earlier versions stored one of a part of the weights."""
+        whole = str(fingerprint).startswith(identity.ROUNDED)
+        return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
+
+    @functools.cached_property
+    def _fingerprint_of_corners(self) -> str:
+        last = f"layers_{self.config.num_decoder_layers - 1}"
+        return identity.of_corners(self.network.params, self.network.rules, last)
 
     def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> jax.Array:
         """Teacher-forced logits `[B, T, V]` float32 of the token after each of `decoder_tokens`.
@@ -322,13 +329,6 @@ def padded_lengths(tokens: np.ndarray) -> np.ndarray:
     if not length:
         return np.zeros(len(tokens), np.int32)
     return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(np.int32)
-
-
-@functools.partial(jax.jit, static_argnames="rules")
-def _corners(packed, rules):
-    """The first 8 of every axis of every array, in bfloat16."""
-    corner = lambda leaf: leaf[tuple(slice(8) for _ in leaf.shape)].astype(jnp.bfloat16)
-    return pinned(jax.tree.map(corner, packing.unpack(packed)), rules)
 
 
 def _expected_encoder(config: ModelConfig) -> str:

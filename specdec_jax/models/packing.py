@@ -9,8 +9,10 @@ processor and on the number of rows (`layout_for`).
 """
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,22 +121,26 @@ def in_pieces(node) -> bool:
 
 def unpack(packed: dict) -> dict:
     """T5X's tree again (new arrays where kernels were packed)."""
-    return {name: _unpack(name, node) for name, node in packed.items()}
+    return flax.traverse_util.unflatten_dict(dict(parameters(packed)))
 
 
-def _unpack(name: str, node):
-    if not isinstance(node, dict):
-        return node
-    result = {}
-    fused, parts = _FUSED.get(name, _GATED)
-    for child, value in node.items():
-        if child == fused:
-            kernel = _from_panels(value["kernel"])
-            for part, piece in zip(parts, jnp.split(kernel, len(parts), axis=1)):
-                result[part] = {"kernel": piece}
+def parameters(packed: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
+    """The arrays of T5X's tree with their paths, one after the other: no two that were packed need be there at a time.
+
+    Args:
+      path: of `packed` in the tree.
+    """
+    fused, parts = _FUSED.get(path[-1], _GATED) if path else _GATED
+    for name, value in packed.items():
+        if name == fused:
+            for part, piece in zip(parts, jnp.split(_from_panels(value["kernel"]), len(parts), axis=1)):
+                yield (*path, part, "kernel"), piece
+        elif name == "kernel":
+            yield (*path, name), _from_panels(value)
+        elif isinstance(value, dict):
+            yield from parameters(value, (*path, name))
         else:
-            result[child] = _from_panels(value) if child == "kernel" else _unpack(child, value)
-    return result
+            yield (*path, name), value
 
 
 def relaid(packed: dict, layout: Layout) -> dict:
