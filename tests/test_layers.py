@@ -57,6 +57,7 @@ LAYERS = [
             "distill",
         ),
         *("passes", "acceptance", "measuring", "tuning", "plots", "results", "figures", "traces"),
+        *("markup", "record_types"),
     },
     {"cli"},
 ]
