@@ -8,10 +8,11 @@ from specdec_jax.generate import TraceStep, trace
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 
-# What each kind of text in a line is, in the style of its kind.
+# What the kinds of text in a line are called, each in the style of its kind.
 LEGEND = (
-    ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"), ("committed", " tokens of the drafter; the target's own: "),
-    ("corrected", "correction"), ("committed", " after a rejection, "), ("bonus", "bonus"), ("committed", " after a draft that stands as a whole"),
+    ("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
+    ("committed", "; the target's own: "), ("corrected", "correction"), ("committed", " after a rejection, "),
+    ("bonus", "bonus"), ("committed", " where nothing was rejected"),
 )  # fmt: skip
 
 

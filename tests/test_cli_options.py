@@ -218,11 +218,6 @@ def test_demo_takes_the_verifier_and_the_seed(specdec):
     assert demo("--temperature=1", "--seed=1") != demo("--temperature=1", "--seed=2")
 
 
-def test_demo_of_nothing(specdec):
-    code, out, err = specdec("demo", *test_cli.MODELS, "--repeats=1", "", " ")
-    assert (code, err) == (0, "") and "nothing to time" in out
-
-
 def test_benchmark_takes_the_options(specdec, monkeypatch):
     """What they then do to its arms is tested with it."""
     seen = []
