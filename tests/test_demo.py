@@ -8,12 +8,12 @@ import types
 import numpy as np
 import pytest
 import rich.console
+import test_cli
 
 import specdec_jax as sd
 from specdec_jax import demo, progress, sentences, traces
 from specdec_jax.generate import TraceStep
 from specdec_jax.request import bucket
-from tests import test_cli
 
 pytestmark = pytest.mark.usefixtures("quick")
 cache, pair, specdec = test_cli.cache, test_cli.pair, test_cli.specdec

@@ -9,9 +9,9 @@ import typing
 from unittest import mock
 
 import pytest
+from test_figures import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE
 
 from specdec_jax import cli, figures, markup, plots, record_types, verification
-from tests.test_figures import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE
 
 SAME = {"positions": 9, "counted": 0.5, "overlap": 0.5, "difference": 0.0, "standard_error": None}
 LENIENT = BENCHMARK["options"] | {"verifier": "lenient", "lenience": 0.5}
