@@ -34,10 +34,10 @@ next: specdec demo "A sentence of your own."
 class DemoOptions(DecodingOptions):
     """Options of `specdec demo`."""
 
-    target: str | None = option(
-        "ende/target", "the model whose outputs are wanted: a checkpoint's folder or a bundled name"
+    target: str | None = option("ende/target", "model whose output you want: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(
+        "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
     )
-    drafter: str | None = option("ende/drafter", "the smaller model that drafts")
     gamma: int = option(4, "tokens drafted per target call")
     repeats: int = option(3, "timed passes over the sentences")
 
