@@ -131,10 +131,10 @@ def test_pairs_to_try_training_on_are_whole():
     assert [source for source, _ in rows][: len(sentences.built_in())] == sentences.built_in()
 
 
-def test_examples_run_anywhere(tmp_path):
+def test_examples_run_anywhere(tmp_path, quick_environment):
     """Of a package that is installed, from any folder: no file is needed."""
     line = "generate --target=ende/target --drafter=lookup --input_file=ende/sentences.txt --max_new_tokens=2 --json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **quick_environment, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "specdec_jax.cli", *shlex.split(line)],
         cwd=tmp_path,
