@@ -38,33 +38,35 @@ class CheckFailed(RuntimeError):
 class BenchmarkOptions(DecodingOptions):
     """Options of `specdec benchmark`."""
 
-    gamma: tuple[int, ...] = option((4,), "tokens drafted per target call; several, comma-separated, make one arm each")
+    gamma: tuple[int, ...] = option((4,), "tokens drafted per target call; several, comma-separated, are timed in turn")
     input_file: str | None = option(
-        None, "UTF-8 text, one sentence a line, gzip or not; none: a few built-in sentences"
+        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
     limit: int = option(0, "take only the first lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(3, "passes over the sentences; medians and spread are over them")
-    preset: str | None = option(None, "time a target of this shape with random weights instead: " + ", ".join(PRESETS))
-    drafter_preset: str | None = option(None, "the same for the drafter")
-    input_length: int | None = option(None, "tokens of the input, with --preset (none: 64)")
+    preset: str | None = option(
+        None, "time a target of this shape with random weights instead of --target: " + ", ".join(PRESETS)
+    )
+    drafter_preset: str | None = option(None, "the same for the drafter, instead of --drafter")
+    input_length: int | None = option(None, "with --preset: length of the input, in tokens (default: 64)")
     forced_alpha: tuple[float, ...] = option(
         (),
-        "accept drafted tokens by coin with this probability, whatever the models say: whole decodes can be timed with "
-        "random weights; several, comma-separated, make one arm each",
+        "accept drafted tokens by coin with this probability, whatever the models say, so that whole decodes can be timed "
+        "with random weights; several, comma-separated, are timed in turn",
     )
     against: str | None = option(
         None,
-        "time another implementation in turn with ours, argmax on the same weights and inputs: t5x (which must be installed)",
+        "time another implementation in turn with ours, argmax, same weights and inputs: t5x, which must be installed",
     )
     suite: str | None = option(
         None,
-        "a record for every row of what the paper reports (paper), one a line in --output, which goes on after a kill; "
-        "--drafter and --drafter_preset then take several, comma-separated",
+        "paper: measure every row that the paper reports, one record a line in --output, and go on after a kill; --drafter "
+        "and --drafter_preset then take several, comma-separated",
     )
     report: str | None = option(
         None,
-        "with --suite, HTML page of the records and the paper's tables and figures; needs matplotlib, the extra `plots`",
+        "with --suite: HTML file for the records beside the paper's tables and figures",
     )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")

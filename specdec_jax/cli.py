@@ -21,6 +21,7 @@ import jax
 from absl import flags
 
 import specdec_jax
+from specdec_jax import help_page
 from specdec_jax.benchmark import CheckFailed
 
 
@@ -78,9 +79,6 @@ COMMANDS = {
 }
 
 
-COMMON_FLAGS = ("gin_file", "gin_search_paths", "compilation_cache_dir", "debug", "help")
-
-
 class UsageError(ValueError):
     """A command line that cannot be understood."""
 
@@ -118,7 +116,7 @@ def _main(argv: list[str]) -> int:
     values = _define_flags(cls, fields)
     arguments = values(["specdec", *rest])[1:]
     if values.help:
-        print(_help(name, cls, fields, values))
+        print(help_page.page(name, command.summary, command.arguments, cls, [field.name for field in fields], values))
         return 0
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
@@ -153,10 +151,10 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
         _define_flag(values, field, kinds[field.name])
     common: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_multi_string("gin_file", [], "gin file with settings; repeatable, later files win", **common)
-    flags.DEFINE_list("gin_search_paths", ["."], "comma-separated folders in which gin files are looked up", **common)
+    flags.DEFINE_list("gin_search_paths", ["."], "folders in which gin files are looked up, comma-separated", **common)
     flags.DEFINE_string(
         "compilation_cache_dir", None,
-        "where compiled programs are kept between runs; empty: nowhere (default: specdec_jax in the user's cache folder)",
+        "folder in which compiled programs are kept between runs; empty: nowhere (default: specdec_jax in your cache folder)",
         **common,
     )  # fmt: skip
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)
@@ -322,19 +320,6 @@ def _overview() -> str:
     lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family and GPT-like models.", ""]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
-
-
-def _help(name: str, cls: type, fields, values: flags.FlagValues) -> str:
-    command, first_line = COMMANDS[name], lambda text: text.splitlines()[0].rstrip(";")  # absl appends to some
-    lines = [f"usage: specdec {name} [flags] {command.arguments}".rstrip(), "", command.summary, "", "flags:"]
-    for flag in [field.name for field in fields] + list(COMMON_FLAGS):
-        default = values[flag].default
-        shown = ",".join(default) if isinstance(default, list) else default
-        suffix = "" if shown is None or shown is False or shown == "" else f" (default: {shown})"
-        lines += [f"  --{flag}", f"      {first_line(values[flag].help)}{suffix}"]
-    settings = ", ".join(field.name for field in dataclasses.fields(cls))
-    lines += ["  --gin.NAME=value", f"      one gin binding; repeatable. {cls.__name__} has: {settings}"]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

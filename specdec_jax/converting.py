@@ -20,7 +20,8 @@ class ConvertOptions:
         None, "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a bundled name"
     )
     output: str | None = option(
-        None, "folder to write, which must not exist or be empty; for T5X checkpoint_<step>, or what is to hold it"
+        None,
+        "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the folder that is to hold it",
     )
     format: str | None = option(
         None, "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec"
@@ -35,7 +36,8 @@ class ConvertOptions:
         None, "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too"
     )
     gated_activation: str | None = option(
-        None, "of a T5X source, which does not say: the activation of its gated feed-forward, silu for UL2 (none: gelu)"
+        None,
+        "activation of a T5X source's gated feed-forward, which the source does not name: silu for UL2 (default: gelu)",
     )
 
     def check(self) -> None:

@@ -15,15 +15,15 @@ from specdec_jax.progress import track
 class CountOptions:
     """Options of `specdec count`."""
 
-    target: str | None = option(None, "the model that the table is to draft for, whose vocabulary splits the text")
+    target: str | None = option(None, "model that the table is to draft for; its vocabulary splits the text")
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)"
     )
     input_file: tuple[str, ...] = option(
-        (), "UTF-8 text, gzip or not, one output a line, or source, tab, output; repeatable"
+        (), "UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable"
     )
     order: int = option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
-    continuations: int = option(8, "how many tokens are kept for each context, the most frequent ones")
+    continuations: int = option(8, "how many of the most frequent next tokens are kept for each context")
     sampled: bool = option(False, "draw drafts from the frequencies instead of taking the most frequent token")
     output: str | None = option(None, "file (.npz) that the table is written to, for --drafter")
 

@@ -1,8 +1,8 @@
 """`specdec demo`: speculative decoding as one can see it, after the paper's Figure 1, and the time it takes."""
 
+import contextlib
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,23 +14,30 @@ from specdec_jax import measure, traces
 from specdec_jax.draws import seeded
 from specdec_jax.generate import GenerationResult, generate, trace
 from specdec_jax.options import DecodingOptions, at_least, check_gamma, option
-from specdec_jax.progress import track
-from specdec_jax.request import fold_keys
-from specdec_jax.sentences import SENTENCES, check_text, encode
+from specdec_jax.progress import track, waiting
+from specdec_jax.request import bucket, fold_keys
+from specdec_jax.sentences import built_in, check_text, encode
 
-# Styles in a terminal, and marks where there are no colours (those of wdiff).
-_STYLES = {"committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold"}
-_MARKS = {"committed": "{}", "accepted": "{}", "rejected": "[-{}-]", "corrected": "{{+{}+}}"}
+# Styles in a terminal, and marks where there are no colours (wdiff's, and one for the bonus).
+_STYLES = {
+    "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
+}  # fmt: skip
+_MARKS = {"committed": "{}", "accepted": "{}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
+_SENTENCES = 8  # of the built-in ones
+_NEXT = """
+next: specdec demo "A sentence of your own."
+      specdec generate --help      decodes files, with models of your own
+      specdec benchmark --help     times a pair carefully, with its acceptance rate and what limits it"""
 
 
 @dataclasses.dataclass(frozen=True)
 class DemoOptions(DecodingOptions):
     """Options of `specdec demo`."""
 
-    target: str | None = option(
-        "ende/target", "the model whose outputs are wanted: a checkpoint's folder or a bundled name"
+    target: str | None = option("ende/target", "model whose output you want: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(
+        "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
     )
-    drafter: str | None = option("ende/drafter", "the smaller model that drafts")
     gamma: int = option(4, "tokens drafted per target call")
     repeats: int = option(3, "timed passes over the sentences")
 
@@ -47,28 +54,50 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     """`specdec demo`: a trace of every sentence, then the wall time of plain and speculative decoding."""
     options.check()
     check_text("sentence", arguments)
-    sentences = list(arguments) or list(SENTENCES)
-    target, drafter = options.load()
-    encode(target, sentences, options.max_input_length)
-    keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
-    speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
+    sentences = list(arguments) or built_in()[:_SENTENCES]
     console = Console()
     colours = console.is_terminal and "NO_COLOR" not in os.environ
     show = lambda parts: console.print(render(parts, colours), soft_wrap=True)
-    show([("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
-          ("committed", "; by the target: "), ("corrected", "corrected")])  # fmt: skip
+    print(
+        f"{options.drafter} drafts up to {options.gamma} tokens, {options.target} checks them all in one call and adds one of "
+        "its own. One line for each such call:",
+    )
+    show(traces.LEGEND)
+    console.file.flush()
+    with waiting(f"loading {options.target} and {options.drafter}"):
+        target, drafter = options.load()
+        ids = encode(target, sentences, options.max_input_length)
+    keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
+    speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
+    shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
     for number, sentence in enumerate(sentences):
-        steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
+        new = shapes.setdefault(bucket(len(ids[number])), number) == number
+        with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():
+            steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
         console.print(Text(f"\n{sentence}"), soft_wrap=True)
         for parts in traces.lines(steps, target):
             show(parts)
-    print(file=sys.stdout)
+        console.file.flush()
+    print()
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
     arms: dict[str, Callable[[int], GenerationResult]] = {
         "plain": lambda number: decode(number, **options.decoding(plain=True)),
         "speculative": lambda number: decode(number, **speculative),
     }
-    print(comparison(arms, [number for number, text in enumerate(sentences) if text.strip()], options.repeats))
+    numbers = [number for number, text in enumerate(sentences) if text.strip()]
+    if not numbers:
+        print("nothing to time: no sentence has any text")
+        return
+    for number in {*shapes.values()} & {*numbers}:
+        with compiling("plain decoding", len(ids[number])):
+            for arm in arms.values():
+                arm(number)
+    print(comparison(arms, numbers, options.repeats), _NEXT, sep="\n")
+
+
+def compiling(what: str, tokens: int):
+    """Returns a context that says what compiles."""
+    return waiting(f"compiling {what} for inputs of up to {bucket(tokens)} tokens (some seconds the first time)")
 
 
 def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
@@ -77,24 +106,19 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
     for kind, text in parts:
         space = text[: len(text) - len(text.lstrip(" "))]
         line.append(space)
-        body = text[len(space) :]
+        body = text[len(space) :] or "␣"  # a token may be a space alone
         line.append(body, _STYLES[kind]) if colours else line.append(_MARKS[kind].format(body))
     return line
 
 
 def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
-    """Wall time of both arms on the same sentences, interleaved, after a warm-up that compiles every shape.
+    """Returns the times of both arms on the same sentences, interleaved, in the pass whose ratio is in the middle.
 
     Args:
-      arms: from the number of a sentence to its result, "plain" and "speculative".
+      arms: from the number of a sentence to its result, "plain" and "speculative"; compiled.
       numbers: of the sentences that have anything to decode.
       repeats: passes.
     """
-    if not numbers:
-        return "nothing to time: no sentence has any text"
-    for number in track(numbers, len(numbers), "compiling"):
-        for arm in arms.values():
-            arm(number)
     seconds: dict[str, list[float]] = {name: [0.0] * repeats for name in arms}
     results: dict[str, list[GenerationResult]] = {}
     for repeat in range(repeats):
@@ -107,10 +131,16 @@ def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
     tokens = {name: int(sum(result.lengths.sum() for result in results[name])) for name in arms}
     calls = sum(result.stats.target_calls for result in results["speculative"])
     per_token = {name: np.array(seconds[name]) / tokens[name] for name in arms}
-    ratio = measure.Spread.of(per_token["plain"] / per_token["speculative"])
-    lines = [f"{name:<12} {np.median(seconds[name]):7.3f} s  {tokens[name]} tokens" for name in arms]
+    ratios = per_token["plain"] / per_token["speculative"]
+    middle = int(np.argsort(ratios)[repeats // 2])
+    lines = [
+        f"{name:<12} {1e3 * per_token[name][middle]:8.4g} ms a token: {tokens[name]} tokens in "
+        f"{seconds[name][middle]:.4g} s"
+        for name in arms
+    ]
     return "\n".join([
         *lines,
-        f"ratio        {ratio.median:7.2f}    ({ratio.least:.2f} to {ratio.most:.2f} over {repeats} passes)",
-        f"tokens per target call {tokens['speculative'] / calls:.2f}",
+        f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} passes ({min(ratios):.2f} to {max(ratios):.2f}); the times "
+        "are that pass's",
+        f"{tokens['speculative'] / calls:.2f} tokens per target call",
     ])  # fmt: skip

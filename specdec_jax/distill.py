@@ -39,29 +39,33 @@ _CONTENTS = ("vocabulary's contents", "target's contents")
 class DistillConfig:
     """Settings of `specdec distill`; each field's help is in its metadata."""
 
-    target: str | None = option(None, "the model that is distilled: a checkpoint's folder or a bundled name")
-    drafter: str | None = option(None, "a model to start from, of the target's vocabulary; or see --drafter_shape")
+    target: str | None = option(None, "model to learn from: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(
+        None, "model to start from, of the target's vocabulary; a new one is made with --drafter_shape instead"
+    )
     drafter_shape: tuple[int, ...] = option(
         (),
-        f"comma-separated {', '.join(_SHAPE)} of a new drafter, for the rest like the target; with no "
+        f"{', '.join(_SHAPE)} of a new drafter, comma-separated; the rest is as in the target; with 0 "
         "encoder layers it attends to the target's encoder output",
     )
     source_files: tuple[str, ...] = option(
-        (), "UTF-8 text, gzip or not, a source a line, what follows a tab is ignored; repeatable"
+        (), "UTF-8 text, gzip or not, a source a line (what follows a tab is ignored); repeatable"
     )
-    validation_files: tuple[str, ...] = option((), "the same, for validation; repeatable")
+    validation_files: tuple[str, ...] = option((), "the same for validation; repeatable")
     data_dir: str = option("", "folder to which the names of those files are relative")
     output_dir: str | None = option(None, "folder of the run; a run that is there goes on")
-    max_sources: int = option(0, "sources taken from each of the files, evenly spread; 0: all")
+    max_sources: int = option(0, "sources to take from each file, evenly spread; 0: all")
     greedy: bool = option(True, "train and validate on the target's argmax output for every source")
-    samples: int = option(0, "train and validate on so many samples of the target for every source")
-    temperature: float = option(1.0, "of those samples")
-    max_new_tokens: int = option(64, "longest output, in tokens; a longer one is learnt as far as it goes")
+    samples: int = option(0, "train and validate on this many samples of the target for every source")
+    temperature: float = option(1.0, "temperature of those samples")
+    max_new_tokens: int = option(64, "maximum length of an output, in tokens; of a longer one the beginning is learnt")
     batch_size: int = option(64, "sources decoded together")
     shard_size: int = option(2048, "sources whose outputs are written together: what a kill loses at most")
     distill_weight: float = option(1.0, "w in (1 - w) * cross-entropy + w * divergence, for every token")
-    divergence: str = option("forward_kl", f"from the target's law: {', '.join(DIVERGENCES)} (1 - alpha)")
-    distill_temperature: float = option(1.0, "of the target's law in the divergence; below 1 its argmax counts more")
+    divergence: str = option("forward_kl", f"divergence from the target's law: {', '.join(DIVERGENCES)} (1 - alpha)")
+    distill_temperature: float = option(
+        1.0, "temperature of the target's law in the divergence; below 1 its argmax counts more"
+    )
     select: str = option(
         "loss", "which parameters are kept, by validation: loss, acceptance (alpha at temperature 1), agreement (at 0)"
     )
@@ -73,7 +77,7 @@ class DistillConfig:
     buckets: tuple[int, ...] = option(
         (8, 10, 12, 14, 16, 20, 24, 32, 48, 64), "padded lengths, ascending; longer sources are left out"
     )
-    seed: int = option(0, "of the samples, the drafter's initial parameters and the order of the batches")
+    seed: int = option(0, "seed of the samples, the drafter's initial parameters and the order of the batches")
     log_every: int = option(20, "steps between two records")
     save_every: int = option(100, "steps between two checkpoints")
     evaluate_every: int = option(200, "steps between two validations")

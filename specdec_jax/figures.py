@@ -1,15 +1,26 @@
 """`specdec figures`: one HTML page of the paper's tables and figures, computed, and of what was measured here."""
 
 import dataclasses
-import html
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax import analysis, measuring, paper, plots
+from specdec_jax import analysis, measuring, paper, plots, traces
+from specdec_jax.markup import Markup, element, joined
 from specdec_jax.measure import Spread
 from specdec_jax.options import check_output, option
-from specdec_jax.results import Row, estimated, measured_at, memory_estimate, placed, read_records, rows, time_estimates
+from specdec_jax.record_types import MOST_ITEMS, Benchmark, Measured, kind_of
+from specdec_jax.results import (
+    Row,
+    estimated,
+    measured_at,
+    memory_estimate,
+    placed,
+    read_records,
+    rows,
+    spread_of,
+    time_estimates,
+)
 from specdec_jax.verification import FORCED, LOSSY
 
 
@@ -19,15 +30,12 @@ class FiguresOptions:
 
     records: tuple[str, ...] = option(
         (),
-        "record (.json) of `benchmark`, `measure`, scripts/compare_drafters.py or scripts/tpu_aot.py --times; repeatable",
+        "file with a record of `specdec benchmark` or `measure`, scripts/compare_drafters.py or scripts/tpu_aot.py --times; repeatable",
     )
-    output: str = option(
-        "report.html", "HTML file that is written, with nothing beside it; needs matplotlib, the extra `plots`"
-    )
+    output: str = option("report.html", "HTML file that is written; it needs nothing beside it")
 
     def check(self) -> None:
         check_page("output", self.output)
-        plots.check_matplotlib("figures")
 
 
 def check_page(name: str, path: str) -> None:
@@ -45,12 +53,9 @@ def run(options: FiguresOptions) -> None:
     """`specdec figures`."""
     options.check()
     read = [(pathlib.Path(path), record) for path in options.records for record in read_records(path)]
-    try:
-        page = report(read)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        names = ", ".join(options.records)
-        raise ValueError(f"records: got {names} ({type(error).__name__}: {error}), expected whole records") from None
-    pathlib.Path(options.output).write_text(page, encoding="utf-8")
+    if len(read) > MOST_ITEMS:
+        raise ValueError(f"records: got {len(read)} records, expected at most {MOST_ITEMS}")
+    pathlib.Path(options.output).write_text(report(read), encoding="utf-8")
     print(f"wrote {options.output}")
 
 
@@ -64,36 +69,40 @@ _STYLE = """body { font-family: sans-serif; margin: 2em auto; max-width: 72em; p
 table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; white-space: nowrap; font-weight: bold; padding: 0.3em 0 }
 th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.7em; text-align: right; font-size: 0.9em } td { white-space: nowrap } th { background: #f3f3f3 }
 td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }
-pre { white-space: pre-wrap } .committed { color: #777 } .accepted { color: #188038 } .corrected { color: #1a56c4; font-weight: bold }
-.rejected { color: #c5221f; text-decoration: line-through }"""
+pre { white-space: pre-wrap } .committed { color: #777 } .accepted { color: #188038 } .corrected, .bonus { color: #1a56c4; font-weight: bold }
+.bonus { text-decoration: underline } .rejected { color: #c5221f; text-decoration: line-through }"""
+_TITLE = "Speculative decoding: theory and measurements"
+_HEAD = f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{_TITLE}</title><style>{_STYLE}</style></head>\n"
 
 
 def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
-    """The page as text.
+    """Returns the page as text.
 
     Args:
-      read: (file, record).
+      read: (file, record) of records that `read_records` has checked.
     """
     parts = [
-        "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>Speculative decoding: theory and measurements</title>"
-        f"<style>{_STYLE}</style></head><body><h1>Speculative decoding: theory and measurements</h1>",
-        "<p class='note'>Leviathan, Kalman and Matias, <i>Fast Inference from Transformers via Speculative Decoding</i>, 2023: "
-        "“printed” is what the paper says, “computed” what this package's formulas give.</p>",
+        element("h1", _TITLE),
+        _note(
+            "Leviathan, Kalman and Matias, ", element("i", "Fast Inference from Transformers via Speculative Decoding"),
+            ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
+        ),
         *_theory(),
-        "<h2>Measured</h2>",
-    ]
+        element("h2", "Measured"),
+    ]  # fmt: skip
     if not read:
-        parts.append("<p>Nothing: no records were given (<code>--records</code>).</p>")
+        parts.append(element("p", "Nothing: no records were given (", element("code", "--records"), ")."))
     found = [record for _, record in read]
     for path, record in read:
         parts += [] if estimated(record) else _measured(path, record)
     parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
     for record in filter(estimated, found):
         parts += _estimate(record)
-    return "\n".join([*parts, *_missing(found), "</body></html>", ""])
+    body = "\n".join([*parts, *_missing(found)])
+    return f"{_HEAD}{element('body', Markup(body))}</html>\n"
 
 
-def _theory() -> list[str]:
+def _theory() -> list[Markup]:
     table_1 = [
         (f"{row.alpha:.1f}", row.gamma, f"{row.operations:.2f}", f"{analysis.operations(row.alpha, row.gamma):.2f}",
          f"{row.speed:.2f}", f"{analysis.improvement(row.alpha, row.gamma, 0.0):.2f}")
@@ -106,13 +115,13 @@ def _theory() -> list[str]:
         for row in paper.TABLE_4
     ]  # fmt: skip
     return [
-        "<h2>Theory</h2>",
+        element("h2", "Theory"),
         _table("Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
                ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"), table_1),
         _table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
                ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ", "oracle of γ"),
                table_4),
-        f"<p class='note'>Computed from the digits of α and c that were printed. They are not enough for {_blurred()}.</p>",
+        _note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
         _drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
         _drawing("Figure 3. The best γ", plots.optimal_gammas()),
         _drawing("Figure 4. Speed and arithmetic operations, c = ĉ = 0", plots.speed_and_operations()),
@@ -130,8 +139,8 @@ def _blurred() -> str:
     )
 
 
-def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
-    found, where = rows(record), measured_at(record)
+def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
+    found, kind = rows(record), kind_of(record)
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
@@ -153,54 +162,57 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[str]:
         "measured / predicted",
         "outputs that differ",
     )
-    parts = [f"<h3>{html.escape(path.name)}</h3><p>{html.escape(about)}</p><p class='note'>{html.escape(where)}</p>"]
+    parts = [element("h3", path.name), element("p", about), _note(measured_at(record))]
     parts.append(_table("Improvement over plain decoding", head, lines))
-    if "table" in record:
+    if kind is Measured:
         parts.append(plots.svg(plots.improvement(record)))
-    if record.get("same_positions"):
-        parts.append(f"<p>{html.escape(measuring.same_positions(record['same_positions']))}.</p>")
+        if record.get("same_positions"):
+            parts.append(element("p", f"{measuring.same_positions(record['same_positions'])}."))
     bars = [(_name(row), row.improvement, row.predicted) for row in found if row.improvement]
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
-    return parts + _against(record.get("against")) + _example(record.get("example"))
+    if kind is Benchmark:
+        parts += [*_against(record.get("against")), *_example(record.get("example"))]
+    return parts
 
 
 def _reached(row: Row) -> Spread | None:
     """The measured improvement over the predicted one."""
-    if row.improvement is None or row.predicted is None:
+    if row.improvement is None or not row.predicted:
         return None
     return Spread(*(value / row.predicted for value in row.improvement))
 
 
-def _against(against: Mapping[str, Any] | None) -> list[str]:
-    """How many times as fast as another implementation."""
+def _against(against: Mapping[str, Any] | None) -> list[Markup]:
+    """Returns how many times as fast as another implementation ours is."""
     if not against:
         return []
-    lines = [(ours, _spread(Spread(**times))) for ours, times in against["improvement"].items()]
+    lines = [(ours, _spread(spread_of(times))) for ours, times in against["improvement"].items()]
     return [
         _table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours", "factor"), lines),
-        f"<p class='note'>Inputs with other tokens than plain decoding: {len(against['differences'])}.</p>",
+        _note(f"Inputs with other tokens than plain decoding: {len(against['differences'])}."),
     ]  # fmt: skip
 
 
-def _example(example: Mapping[str, Any] | None) -> list[str]:
-    """Figures 1 and 5 of one input."""
+def _example(example: Mapping[str, Any] | None) -> list[Markup]:
+    """Returns figures 1 and 5 of one input."""
     if not example or len(example["arms"]) < 2:
         return []
     parts = [
-        "<h4>As in figure 1: one line per target call</h4>"
-        f"<p>{html.escape(example['input'])}</p><p class='note'>Drafted tokens: <span class='accepted'>accepted</span>, "
-        "<span class='rejected'>rejected</span>; by the target: <span class='corrected'>corrected</span>.</p>"
+        element("h4", "As in figure 1: one line per target call"),
+        element("p", example["input"]),
+        _note(*(_piece(kind, text) for kind, text in traces.LEGEND)),
     ]
     for arm in example["arms"]:
         if arm["lines"]:
-            lines = "\n".join(
-                "".join(f"<span class='{kind}'>{html.escape(text)}</span>" for kind, text in line)
-                for line in arm["lines"]
-            )
-            parts.append(f"<p>γ = {arm['gamma']}</p><pre>{lines}</pre>")
+            lines = [joined(*(_piece(kind, text) for kind, text in line)) for line in arm["lines"]]
+            parts += [element("p", f"γ = {arm['gamma']}"), element("pre", Markup("\n".join(lines)))]
     timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
-    return [*parts, "<h4>As in figure 5: its calls, by the medians of single steps</h4>", plots.svg(timeline)]
+    return [*parts, element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
+
+
+def _piece(kind: str, text: str) -> Markup:
+    return element("span", text, class_=kind)
 
 
 def _arm_name(gamma: int) -> str:
@@ -216,7 +228,7 @@ def _is_forced(row: Row) -> bool:
     return row.verifier.startswith(FORCED)
 
 
-def _rates(found: Sequence[Row]) -> list[str]:
+def _rates(found: Sequence[Row]) -> list[Markup]:
     """Table 3: the paper's α, then those of the records."""
     lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
     ours: dict[tuple[str, str, str], dict[bool, float]] = {}
@@ -234,14 +246,15 @@ def _rates(found: Sequence[Row]) -> list[str]:
     return [_table("Table 3. α at temperature 0 and 1", ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
 
 
-def _leniences(found: Sequence[Mapping[str, Any]]) -> list[str]:
+def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
     """Table 5 of the records whose verifier is lenient: α and improvement by lenience."""
     by_pair: dict[tuple, dict[float, Row]] = {}
     for record in found:
-        if record.get("options", {}).get("verifier") == "lenient":
+        options = record["options"] if kind_of(record) in (Benchmark, Measured) else {}
+        if options.get("verifier") == "lenient" and options.get("lenience") is not None:
             for row in rows(record):
                 pair = row.target, row.drafter, row.sentences, row.temperature, row.gamma
-                by_pair.setdefault(pair, {})[record["options"]["lenience"]] = row
+                by_pair.setdefault(pair, {})[options["lenience"]] = row
     if not by_pair:
         return []
     values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
@@ -254,17 +267,17 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return [_table("Table 5. α and improvement over lenience", head, lines)]
 
 
-def _estimate(record: Mapping[str, Any]) -> list[str]:
+def _estimate(record: Mapping[str, Any]) -> list[Markup]:
     head = ("drafter", "T", "γ", "α (paper)", "c (paper)", "c", "v", "improvement", "c, plain step of two positions", "v",
             "improvement", "expected (paper)", "measured (paper)")  # fmt: skip
-    parts = [f"<h2>Estimated, not measured</h2><p>{html.escape(memory_estimate(record))}</p>"]
+    parts = [element("h2", "Estimated, not measured"), element("p", memory_estimate(record))]
     if lines := time_estimates(record):
         caption = f"Table 2 by the compiler's estimates: T5-XXL on {placed(record)}, batch {record['batch_size']}"
         parts.append(_table(caption, head, lines))
-        parts.append(
-            "<p class='note'>The compiler's own estimates of single calls; the improvement is what they and the paper's α let expect: "
-            "with the plain step as it is compiled, and as if it took what a call over two positions takes.</p>"
-        )
+        parts.append(_note(
+            "The compiler's own estimates of single calls; the improvement is what they and the paper's α let expect: "
+            "with the plain step as it is compiled, and as if it took what a call over two positions takes."
+        ))  # fmt: skip
     return parts
 
 
@@ -272,12 +285,14 @@ def _estimate(record: Mapping[str, Any]) -> list[str]:
 _EXPECTED = (
     (
         "T5-XXL with T5-small on an accelerator",
-        lambda record: "speculative" in record and record["target"]["name"] == "t5_1_1/xxl" and not _on_cpu(record),
+        lambda record: (
+            kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl" and not _on_cpu(record)
+        ),
         "specdec benchmark --preset=t5_1_1/xxl --drafter_preset=t5_1_1/small --gamma=5,7 --forced_alpha=0.62,0.75 --output=gpu.json",
     ),
     (
         "T5X's own decoding beside ours",
-        lambda record: bool(record.get("against")),
+        lambda record: kind_of(record) is Benchmark and bool(record.get("against")),
         "specdec benchmark --target=ende/target --drafter=ende/drafter --against=t5x --output=t5x.json",
     ),
     (
@@ -292,19 +307,22 @@ def _on_cpu(record: Mapping[str, Any]) -> bool:
     return record["machine"]["device"].startswith("cpu")
 
 
-def _missing(found: Sequence[Mapping[str, Any]]) -> list[str]:
+def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
     lines = [(what, "not measured", command) for what, there, command in _EXPECTED if not any(map(there, found))]
     return [_table("Not measured: no such record was given", ("what", "", "command"), lines)] if lines else []
 
 
-def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    cells = lambda values, tag: "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values)
-    body = "".join(f"<tr>{cells(line, 'td')}</tr>" for line in lines)
-    return f"<table><caption>{html.escape(caption)}</caption><tr>{cells(head, 'th')}</tr>{body}</table>"
+def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> Markup:
+    line = lambda values, tag: element("tr", *(element(tag, value) for value in values))
+    return element("table", element("caption", caption), line(head, "th"), *(line(values, "td") for values in lines))
 
 
-def _drawing(caption: str, figure) -> str:
-    return f"<h3>{html.escape(caption)}</h3>{plots.svg(figure)}"
+def _note(*children: object) -> Markup:
+    return element("p", *children, class_="note")
+
+
+def _drawing(caption: str, figure) -> Markup:
+    return joined(element("h3", caption), plots.svg(figure))
 
 
 def _shown(value: float | None, digits: int) -> str:

@@ -33,26 +33,32 @@ class GenerateOptions(DecodingOptions):
     """Options of `specdec generate`."""
 
     gamma: int = option(4, "tokens drafted per target call")
-    batch_size: int | None = option(None, "sentences decoded together (none: 8, with --stream 1)")
+    batch_size: int | None = option(None, "sentences decoded together (default: 8, with --stream 1)")
     num_samples: int = option(1, "outputs for every sentence, one after the other")
     stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
     deadline: float | None = option(
-        None, "seconds for each batch, after which its outputs are taken as they are; its rows are not refilled then"
+        None,
+        "seconds for each batch, after which its outputs are taken as far as they are; its rows are not refilled then",
     )
-    input_file: str | None = option(None, "UTF-8 text, one sentence a line, gzip or not; -: standard input")
+    input_file: str | None = option(
+        None,
+        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt: English that comes with the package",
+    )
     output_file: str | None = option(
         None,
-        "where outputs go instead of standard output; results are kept beside it (.partial) as they are finished, so that "
-        "the same command goes on after a kill",
+        "file for the outputs instead of standard output; what is finished is kept beside it (.partial), so that the same "
+        "command goes on after a kill",
     )
     task: str | None = option(
-        None, "a seqio task or mixture instead of sentences: every example's line is a JSON object as T5X's infer writes it, "
-        "with the prediction's ids, and the task's metrics follow; its inputs are cut to --max_input_length"
+        None, "seqio task or mixture to decode instead of sentences: for every example a JSON object as T5X's infer writes it, "
+        "with the prediction's ids, then the task's metrics; inputs are cut to --max_input_length"
     )  # fmt: skip
-    split: str | None = option(None, "which examples of --task (none: test)")
-    module_import: tuple[str, ...] = option((), "a module that registers --task; repeatable")
-    score_targets: bool = option(False, "lines of --task have the log-likelihood of their targets too")
-    tfds_data_dir: str | None = option(None, "where TensorFlow Datasets keeps the data of --task (none: where it says)")
+    split: str | None = option(None, "split of --task (default: test)")
+    module_import: tuple[str, ...] = option((), "Python module that registers --task; repeatable")
+    score_targets: bool = option(False, "add the log-likelihood of the targets to the lines of --task")
+    tfds_data_dir: str | None = option(
+        None, "folder in which TensorFlow Datasets keeps the data of --task (default: its own)"
+    )
     json: bool = option(False, "one JSON object a line: text, tokens, log-probabilities, why it ended, statistics")
     stream: bool = option(False, "print each output while it is decoded; with --json, one object for each piece")
 

@@ -20,23 +20,24 @@ from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_ou
 class MeasureOptions(DecodingOptions):
     """Options of `specdec measure`."""
 
-    gamma_max: int = option(8, "the improvement is given for every number of drafted tokens up to this one")
+    gamma_max: int = option(8, "give the improvement for every number of drafted tokens up to this one")
     widths: tuple[int, ...] = option(
-        (2, 3, 5, 9), "positions of the target calls that are timed, up to gamma_max + 1; in between v is interpolated"
+        (2, 3, 5, 9),
+        "widths of the target calls that are timed, in positions, up to gamma_max + 1; v is interpolated in between",
     )
     input_file: str | None = option(
-        None, "UTF-8 text, one sentence a line, gzip or not; none: a few built-in sentences"
+        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
     limit: int = option(0, "take only the first lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
-        False, "decode by token verification with gamma_max too, and compare alpha by counting with alpha by the models' laws on "
-        "the same positions; for a model that drafts, in full precision and with its whole head"
+        False, "also decode by token verification with gamma_max, and compare alpha by counting with alpha by the models' laws on "
+        "the same positions; only for a drafting model in full precision without a shortlist"
     )  # fmt: skip
     repeats: int = option(3, "passes over the single steps; medians and spread are over them")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
-    plot: str | None = option(None, "file (.png, .pdf or .svg) for a figure; needs matplotlib, the extra `plots`")
+    plot: str | None = option(None, "file (.png, .pdf or .svg) for a figure")
 
     def check(self) -> None:
         check_measured(self)

@@ -39,57 +39,69 @@ def option(default, text: str):
 class DecodingOptions:
     """What every decoding command takes; each field's help is in its metadata."""
 
-    target: str | None = option(None, "the model whose outputs are wanted: a checkpoint's folder or a bundled name")
+    target: str | None = option(
+        None, "model whose output you want: a checkpoint's folder or a bundled name (ende/target)"
+    )
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, like --target; heads: a folder of `specdec train_heads`; exit:K: the first K decoder "
-        "layers of the target; lookup: copies from input and output; assisted: n-grams of input, output and what the "
-        "target thought probable; a table of `specdec count` (.npz); random: random tokens; none is plain decoding",
+        "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the target's "
+        "first K decoder layers; lookup, copies from input and output; assisted, n-grams gathered while decoding; a table "
+        "(.npz) that `specdec count` wrote; random, random tokens (default: nothing drafts, which is plain decoding)",
     )
     shortlist_size: int = option(
         0,
-        "a drafting model proposes from this many ids only, the most frequent ones, which makes its head smaller; 0: all",
+        "let a drafting model propose only this many ids, the most frequent ones, so that its last layer is smaller; 0: all",
     )
     shortlist: str | None = option(
-        None, "a table of `specdec count` (.npz) that says which ids are frequent (none: the vocabulary's first are); "
-        "without --shortlist_size all that it counted"
+        None, "table (.npz) of `specdec count` that says which ids are frequent (default: the vocabulary's first are); "
+        "without --shortlist_size, all ids that it counted are proposed"
     )  # fmt: skip
-    drafter_int8: bool = option(False, "a drafting model multiplies with weights of 8 bits")
+    drafter_int8: bool = option(False, "let a drafting model multiply with weights of 8 bits")
     vocabulary: str | None = option(
-        None, "SentencePiece model or tokenizer.json of both, for checkpoints that have none (T5X's)"
+        None, "SentencePiece model or tokenizer.json of both models, for checkpoints that have none (T5X's)"
     )
     dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
     mesh: str | None = option(
         None,
-        "DATAxMODEL devices: rows are divided into DATA parts, the target's parameters and caches into MODEL; none: one device",
+        "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and caches among MODEL devices "
+        "(default: one device)",
     )
     shard_drafter: bool = option(
-        False, "with --mesh, a drafting model is divided like the target, instead of being held whole by every device"
+        False, "with --mesh: divide a drafting model like the target instead of copying it to every device"
     )
-    temperature: float = option(0.0, "0 takes the most probable token; otherwise logits are divided by it")
+    temperature: float = option(0.0, "0: always the most probable token; above 0: sample, with logits divided by it")
     top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
     top_p: float = option(1.0, "sample among the most probable tokens whose mass reaches p")
     min_p: float = option(0.0, "sample among the tokens with at least this share of the greatest probability")
-    repetition_penalty: float = option(1.0, "above 1, tokens that were there before become less probable")
+    repetition_penalty: float = option(1.0, "above 1: tokens that have occurred become less probable")
     no_repeat_ngram: int = option(0, "forbid tokens that would repeat an n-gram of this size; 0: none")
-    min_new_tokens: int = option(0, "shortest output, in tokens before its end")
-    forbidden_tokens: tuple[int, ...] = option((), "comma-separated ids that are never chosen")
-    logit_bias: tuple[str, ...] = option((), "id:number to add to its logit; repeatable")
-    forced_tokens: tuple[str, ...] = option((), "place:id, the id that must stand at a place, from 0; repeatable")
+    min_new_tokens: int = option(0, "minimum length of an output, in tokens before its end")
+    forbidden_tokens: tuple[int, ...] = option((), "ids that are never chosen, comma-separated")
+    logit_bias: tuple[str, ...] = option((), "ID:NUMBER, a number to add to the logit of an id; repeatable")
+    forced_tokens: tuple[str, ...] = option(
+        (), "PLACE:ID, the id that must stand at a place of the output, counted from 0; repeatable"
+    )
     verifier: str = option("block", f"how drafts are verified: {', '.join(VERIFIERS)}")
-    lenience: float | None = option(None, "of --verifier=lenient: accept up to 1/lenience times too often; 1 is strict")
-    typical_epsilon: float | None = option(None, "of --verifier=typical: accept above this probability (none: 0.09)")
-    typical_delta: float | None = option(None, "of --verifier=typical: or above this times exp(-entropy) (none: 0.3)")
+    lenience: float | None = option(
+        None, "with --verifier=lenient: a token may come up to 1/lenience times as often as it should; 1 is exact"
+    )
+    typical_epsilon: float | None = option(
+        None, "with --verifier=typical: accept tokens above this probability (default: 0.09)"
+    )
+    typical_delta: float | None = option(
+        None, "with --verifier=typical: accept tokens above this times exp(-entropy) too (default: 0.3)"
+    )
     gamma_policy: str = option(
-        "fixed", f"how --gamma is adapted while decoding, which then is the most: fixed, {', '.join(POLICIES)}"
+        "fixed",
+        f"how the number of drafted tokens adapts while decoding, with --gamma as its maximum: fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
-        (), "name:number, of --gamma_policy: "
-        + "; ".join(f"{name}: {', '.join(cls.numbers())}" for name, cls in POLICIES.items()) + "; repeatable"
+        (), "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
+        + "; ".join(f"{name} has {', '.join(cls.numbers())}" for name, cls in POLICIES.items())
     )  # fmt: skip
-    max_new_tokens: int = option(64, "longest output, in tokens")
-    max_input_length: int = option(512, "longest input, in tokens; a longer one is an error, never cut")
-    seed: int = option(0, "of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
+    max_new_tokens: int = option(64, "maximum length of an output, in tokens")
+    max_input_length: int = option(512, "maximum length of an input, in tokens; a longer one is refused, never cut")
+    seed: int = option(0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
 
     def sampling(self) -> SamplingConfig:
         return SamplingConfig(

@@ -17,7 +17,7 @@ from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.progress import track
 from specdec_jax.request import bucket, fold_keys
-from specdec_jax.sentences import SENTENCES, encode, read_sentences
+from specdec_jax.sentences import built_in, encode, read_sentences
 from specdec_jax.sharding import row_parts
 
 
@@ -93,7 +93,7 @@ def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> 
 
 def sentences_of(input_file: str | None, limit: int) -> list[str]:
     """The first `limit` (0: all) lines of a file, or the built-in sentences."""
-    return (read_sentences([], input_file) if input_file else list(SENTENCES))[: limit or None]
+    return (read_sentences([], input_file) if input_file else built_in())[: limit or None]
 
 
 def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:

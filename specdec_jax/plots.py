@@ -1,14 +1,15 @@
-"""Figures of theory and of records; matplotlib (the extra `plots`) is imported where it draws."""
+"""Figures of theory and of records; matplotlib is imported where it draws."""
 
-import importlib.util
 import io
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specdec_jax import analysis
+from specdec_jax.markup import Markup, printable
 from specdec_jax.measure import Spread
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -19,28 +20,27 @@ def check(path: str) -> None:
 
     Raises:
       ValueError: another format, or no such folder.
-      ImportError: no matplotlib.
     """
     if not path.endswith(FORMATS) or not pathlib.Path(path).absolute().parent.is_dir():
         raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)}) in a folder that exists")
-    check_matplotlib("plot")
 
 
-def check_matplotlib(name: str) -> None:
-    """Raises ImportError where nothing can be drawn; `name` is what asked for it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"{name}: got no matplotlib, expected it: pip install 'specdec_jax[plots]'")
-
-
-def svg(figure) -> str:
-    """The figure as an element of an HTML page; the same figure gives the same text."""
+def svg(figure) -> Markup:
+    """Returns the figure as an element of an HTML page; the same figure gives the same text."""
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it measures text that the browser draws
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()
-    return text[text.index("<svg") :]
+    return Markup(text[text.index("<svg") :])
+
+
+def _drawn(name: str) -> str:
+    """Returns a name as it fits into a figure, on one line."""
+    text = " ".join(printable(name).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 # The paper does not say at which γ and c its curves were drawn.
@@ -113,7 +113,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
     if predicted:
         axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: α or counted calls, c, v, encoders")
     axes.axvline(1, color="grey", linewidth=1)
-    axes.set_yticks(places, [name for name, _, _ in rows])
+    axes.set_yticks(places, [_drawn(name) for name, _, _ in rows], parse_math=False)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -176,7 +176,8 @@ def improvement(record: Mapping[str, Any]):
         axes.legend()
     options = record["options"]
     figure.suptitle(
-        f"{record['target']['name']} with {record['drafter']['name']}, temperature {options['temperature']:g}, "
-        f"batch {options['batch_size']}: c = {record['cost_ratio']:.3f}"
+        f"{_drawn(record['target']['name'])} with {_drawn(record['drafter']['name'])}, "
+        f"temperature {options['temperature']:g}, batch {options['batch_size']}: c = {record['cost_ratio']:.3f}",
+        parse_math=False,
     )
     return figure

@@ -1,5 +1,6 @@
 """How far a long job is: a bar with rate and time left on a terminal, a line now and then elsewhere."""
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -95,3 +96,24 @@ def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> I
     redirect: dict[str, Any] = dict(redirect_stdout=False, redirect_stderr=False)
     with rich.progress.Progress(console=console, transient=True, auto_refresh=False, **redirect) as bar:
         yield from bar.track(items, total=total, description=what)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says on standard error what takes a while: a moving bar with the seconds so far on a terminal, a line elsewhere.
+
+    Not for what is timed: a thread moves the bar.
+    """
+    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.print(what, markup=False)
+        yield
+        return
+    columns = (
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.BarColumn(),
+        rich.progress.TimeElapsedColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+        bar.add_task(what, total=None)
+        yield

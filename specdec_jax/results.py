@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specdec_jax import records
+from specdec_jax import record_types, records
 from specdec_jax.measure import Spread
 from specdec_jax.verification import FORCED
 
@@ -41,12 +41,8 @@ def read_records(path: str) -> list[dict[str, Any]]:
         # A suite's file begins with a whole record, the others are written over many lines.
         lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
         found = [json.loads(line) for line in lines]
-        for record in found:  # what the page will ask of it
-            if estimated(record):
-                memory_estimate(record), time_estimates(record)
-            else:
-                measured_at(record)
-                rows(record)
+        for record in found:
+            record_types.check(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         expected = (
             "a record of `specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
@@ -57,21 +53,22 @@ def read_records(path: str) -> list[dict[str, Any]]:
 
 def rows(record: Mapping[str, Any]) -> list[Row]:
     """What a record says about each way of decoding; an estimate says nothing."""
-    if estimated(record):
+    kind = record_types.kind_of(record)
+    if kind is record_types.Estimate:
         return []
-    if "arms" in record:
+    if kind is record_types.Compared:
         return [_compared(record, arm) for arm in record["arms"]]
     options = record["options"]
     preset = options.get("preset")
     files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
     named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
-    if "speculative" in record:
+    if kind is record_types.Benchmark:
         bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
         return [
             Row(
                 *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
                 record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
-                (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), Spread(**arm["improvement"]), len(arm["differences"]),
+                (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), spread_of(arm["improvement"]), len(arm["differences"]),
                 bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
             )
             for arm in record["speculative"]
@@ -84,6 +81,11 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         )
         for row in table
     ]  # fmt: skip
+
+
+def spread_of(found: Mapping[str, float]) -> Spread:
+    """Returns what a record has written of a `Spread`."""
+    return Spread(found["median"], found["least"], found["most"])
 
 
 def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -99,7 +101,7 @@ def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
     files = f"{record['sentences']} of {_short(record['input_file'])}"
     return Row(
         record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
-        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, Spread(**arm["improvement"]), arm["differ"],
+        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]), arm["differ"],
     )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def _short(path: str | None) -> str:
 
 def estimated(record: Mapping[str, Any]) -> bool:
     """Whether it is what a compiler says ahead of time (scripts/tpu_aot.py)."""
-    return "fits" in record
+    return record_types.kind_of(record) is record_types.Estimate
 
 
 def measured_at(record: Mapping[str, Any]) -> str:

@@ -4,23 +4,20 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from specdec_jax import data
+from specdec_jax import checkpoints, data
 from specdec_jax.models.base import LanguageModel, decoder_only
 
-SENTENCES = (
-    "Tom is learning German.",
-    "I would like a cup of coffee, please.",
-    "The weather is very nice today.",
-    "She asked me where I had bought the book.",
-    "We have to leave the house before eight o'clock.",
-    "If I had more time, I would visit my grandparents every weekend.",
-    "The museum was founded in 1872 and is one of the oldest in the country.",
-    "Nobody knows why he left the city without saying goodbye.",
-)
+BUILT_IN = "ende/sentences.txt"  # of one padded length, so that few shapes compile
+
+
+def built_in() -> list[str]:
+    """Returns the English sentences that come with the package."""
+    return list(data.read_lines(checkpoints.BUNDLED / BUILT_IN))
 
 
 def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str]:
-    """Sentences from the command line, a file, or standard input, where nothing else is named.
+    """Sentences from the command line, a file (`BUILT_IN` names the one of the package), or standard input, where nothing
+    else is named.
 
     Raises:
       ValueError: two sources, a missing or empty one, or one that is not UTF-8.
@@ -34,6 +31,8 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
         if sys.stdin.isatty():
             raise ValueError("got no sentences, expected them as arguments, in --input_file or on standard input")
         sentences = _standard_input()
+    elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
+        sentences = built_in()
     else:
         if not pathlib.Path(input_file).is_file():
             raise ValueError(f"input_file: got {input_file!r}, which is no file, expected a UTF-8 text file")

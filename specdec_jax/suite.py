@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from specdec_jax import benchmark, figures, paper, passes, plots, records, results
+from specdec_jax import benchmark, figures, paper, passes, records, results
 from specdec_jax.benchmark import BenchmarkOptions, CheckFailed
 from specdec_jax.inference import drafter_contents
 from specdec_jax.journal import Journal, digest
@@ -70,7 +70,6 @@ def _check(options: BenchmarkOptions) -> None:
     check_output(options.output)
     if options.report:
         figures.check_page("report", options.report)
-        plots.check_matplotlib("report")
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_names(options.drafter) or _names(options.drafter_preset)):

@@ -8,17 +8,26 @@ from specdec_jax.generate import TraceStep, trace
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 
+# What the kinds of text in a line are called, each in the style of its kind.
+LEGEND = (
+    ("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
+    ("committed", "; the target's own: "), ("corrected", "correction"), ("committed", " after a rejection, "),
+    ("bonus", "bonus"), ("committed", " where nothing was rejected"),
+)  # fmt: skip
+
 
 def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
-    """One line per target call: (kind, text) of what was committed before, accepted, rejected and corrected."""
+    """Returns one line per target call: (kind, text) of what was committed before, of the drafted tokens that were accepted
+    and rejected, and of the target's own: a correction after a rejection, a bonus where nothing was rejected."""
     found, committed = [], ""
     for step in steps:
         accepted = "".join(surface(token, target) for token in step.accepted)
         rejected = "" if step.rejected is None else surface(step.rejected, target)
-        corrected = "" if step.corrected is None else surface(step.corrected, target)
-        parts = [("committed", committed), ("accepted", accepted), ("rejected", rejected), ("corrected", corrected)]
+        own = "" if step.corrected is None else surface(step.corrected, target)
+        kind = "bonus" if step.rejected is None else "corrected"
+        parts = [("committed", committed), ("accepted", accepted), ("rejected", rejected), (kind, own)]
         found.append([(kind, text) for kind, text in parts if text])
-        committed += accepted + corrected
+        committed += accepted + own
     return found
 
 

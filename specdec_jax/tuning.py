@@ -37,10 +37,12 @@ class TuneOptions(DecodingOptions):
         True, "above temperature 0, choose between block and token verification where --verifier is one of them"
     )
     input_file: str | None = option(
-        None, "UTF-8 text, one sentence a line, gzip or not; none: a few built-in sentences"
+        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
     limit: int = option(64, "tune on the first lines of the input; 0: on all")
-    sweep: int = option(0, "then time every choice in turn on that many of the lines that follow; 0: do not")
+    sweep: int = option(
+        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not"
+    )
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(3, "passes over steps and sentences; medians and spread are over them")
     config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")

@@ -240,8 +240,8 @@ def test_the_page_says_what_the_records_say(page):
     assert ["big", "small", "7 of built-in sentences", "-", "0.625"] in cells
     assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
     # Figures 1 and 5.
-    assert "<p>A &lt; B</p>" in text and "<p>γ = 3</p><pre><span class='accepted'>Eins &amp;</span>" in text
-    assert "<span class='rejected'> zwei</span><span class='corrected'> drei</span></pre>" in text
+    assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
+    assert '<span class="rejected"> zwei</span><span class="corrected"> drei</span></pre>' in text
 
 
 def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
@@ -313,7 +313,8 @@ def test_half_a_record_is_none(tmp_path, capsys, missing):
     path = tmp_path / "half.json"
     path.write_text(json.dumps({name: value for name, value in BENCHMARK.items() if name != missing}))
     assert cli.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert f"got {path} (KeyError" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert str(path) in error and ": got nothing, expected it" in error
     assert not (tmp_path / "report.html").exists()
 
 
@@ -322,7 +323,7 @@ def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
     (tmp_path / "half.json").write_text(text, encoding="utf-8")
     assert cli.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert "KeyError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    assert f"{missing}: got nothing, expected it" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "arms": [{}, {}]}}])
@@ -330,7 +331,8 @@ def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
     path = tmp_path / "half.json"
     path.write_text(json.dumps(BENCHMARK | change))
     assert cli.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert f"records: got {path} (KeyError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    error = capsys.readouterr().err
+    assert str(path) in error and "got nothing, expected it" in error and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])
@@ -340,10 +342,7 @@ def test_no_record(tmp_path, capsys, text):
     assert "expected a record of `specdec benchmark`" in capsys.readouterr().err
 
 
-def test_bad_output(tmp_path, capsys, monkeypatch):
+def test_bad_output(tmp_path, capsys):
     for output in (tmp_path / "report.pdf", tmp_path / "nowhere" / "report.html"):
         assert cli.main(["figures", f"--output={output}"]) == 2
         assert f"output: got '{output}', expected" in capsys.readouterr().err
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["figures", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert "figures: got no matplotlib, expected it: pip install 'specdec_jax[plots]'" in capsys.readouterr().err

@@ -66,6 +66,7 @@ LAYERS = [
             "distill",
         ),
         *("passes", "acceptance", "measuring", "tuning", "plots", "results", "figures", "traces"),
+        *("markup", "record_types", "help_page"),
     },
     {"cli"},
 ]

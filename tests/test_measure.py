@@ -1,6 +1,5 @@
 """`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record and its figure."""
 
-import importlib.util
 import json
 import sys
 import types
@@ -309,14 +308,8 @@ def test_command_compares(specdec, sentences, tmp_path):
     assert code == 2 and not out and "compare_alpha: got it with drafter='lookup', shortlist=None" in err
 
 
-def test_figure_needs_matplotlib(specdec, monkeypatch):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", "--plot=figure.png")
-    assert code == 2 and not out and "got no matplotlib, expected it: pip install 'specdec_jax[plots]'" in err
-
-
 def test_figure_shows_what_the_record_says(monkeypatch):
-    """Curves as they are handed to matplotlib; it itself need not be there."""
+    """Curves as they are handed to matplotlib."""
     record = {
         "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},
         "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6}, "acceptance": ACCEPTED.record(),
@@ -340,7 +333,7 @@ def test_figure_shows_what_the_record_says(monkeypatch):
         def subplots(self, rows, columns):
             return [Axes() for _ in range(columns)]
 
-        def suptitle(self, text):
+        def suptitle(self, text, **_):
             assert "a with b" in text
 
         def savefig(self, path, **_):
@@ -356,7 +349,6 @@ def test_figure_shows_what_the_record_says(monkeypatch):
     assert curves["from α, v = 1"] == [row["theorem_3_8"] for row in record["table"]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra plots")
 def test_figure_is_a_picture(tmp_path):
     record = {
         "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},

@@ -11,7 +11,7 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, draws, measure, records, sampling
+from specdec_jax import benchmark, cli, draws, measure, records
 from specdec_jax.drafters.drawing import match_width
 from specdec_jax.generate import advance
 from specdec_jax.models import packing

@@ -1,0 +1,122 @@
+"""What `specdec COMMAND --help` prints: examples first, then flags by what they are about."""
+
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+# Flags of all commands, in the order of the page.
+GROUPS = {
+    "models": (
+        "target", "drafter", "drafter_shape", "vocabulary", "dtype", "gated_activation", "mesh", "shard_drafter",
+        "shortlist_size", "shortlist", "drafter_int8",
+    ),
+    "input and output": (
+        "records", "source", "format", "input_file", "limit", "sweep", "output_file", "output", "config", "json", "plot",
+        "report", "stream", "source_files", "validation_files", "data_dir", "output_dir", "max_sources",
+    ),
+    "drafting and verifying": (
+        "gamma", "gamma_max", "gamma_policy", "gamma_settings", "verifier", "choose_verifier", "lenience",
+        "typical_epsilon", "typical_delta",
+    ),
+    "sampling and lengths": (
+        "greedy", "samples", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "max_new_tokens",
+        "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens", "logit_bias",
+    ),
+    "batches and limits": ("batch_size", "max_input_length", "deadline", "shard_size"),
+    "seqio tasks instead of sentences": ("task", "split", "module_import", "score_targets", "tfds_data_dir"),
+    "what is measured": ("repeats", "widths", "compare_alpha", "against", "suite"),
+    "random weights instead of models": ("preset", "drafter_preset", "input_length", "forced_alpha"),
+    "the table": ("order", "continuations", "sampled"),
+    "training": (
+        "distill_weight", "divergence", "distill_temperature", "select", "steps", "warmup_steps", "decay_steps",
+        "learning_rate", "batch_tokens", "buckets", "matmul_dtype", "log_every", "save_every", "evaluate_every",
+    ),
+    "settings, cache and errors": ("gin_file", "gin_search_paths", "compilation_cache_dir", "debug", "help"),
+}  # fmt: skip
+
+_PAIR = "--target=ende/target --drafter=ende/drafter"
+EXAMPLES = {
+    "demo": (
+        "specdec demo",
+        'specdec demo "Tom is learning German."',
+        "specdec demo --gamma=2 --temperature=1 --seed=3",
+    ),
+    "generate": (
+        f'specdec generate {_PAIR} "Tom is learning German."',
+        f"specdec generate {_PAIR} --input_file=ende/sentences.txt --output_file=translations.txt",
+        f'specdec generate {_PAIR} --temperature=1 --top_p=0.95 --num_samples=3 --json "Good morning."',
+    ),
+    "benchmark": (
+        f"specdec benchmark {_PAIR} --gamma=3,5 --output=record.json",
+        "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --forced_alpha=0.75",
+    ),
+    "measure": (f"specdec measure {_PAIR} --temperature=1 --plot=figure.png",),
+    "figures": (
+        "specdec figures --output=report.html",
+        "specdec figures --records=record.json --records=measured.json",
+    ),
+    "tune": (f"specdec tune {_PAIR} --config=tuned.gin",),
+    "count": ("specdec count --target=ende/target --input_file=translations.txt --order=2 --output=bigrams.npz",),
+    "convert": ("specdec convert --source=ende/target --output=target-t5x --format=t5x",),
+    "distill": (
+        f"specdec distill {_PAIR} --source_files=configs/examples/train.tsv "
+        "--validation_files=configs/examples/validation.tsv --output_dir=runs/drafter --steps=20",
+    ),
+    "train": (r"specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"",),
+    "train_heads": (r"specdec train_heads --gin_file=configs/examples/heads.gin --gin.OUTPUT_DIR=\"runs/heads\"",),
+}
+_INDENT, _WIDEST = 28, 100
+
+
+def page(name: str, summary: str, arguments: str, cls: type, names: Sequence[str], flags: Any) -> str:
+    """Returns the help of a command.
+
+    Args:
+      arguments: how its positional arguments are called; "": it takes none.
+      cls: its dataclass of options.
+      names: fields of `cls` that have flags; with none of its own the command is set by gin alone.
+      flags: absl's, by name.
+    """
+    width = min(shutil.get_terminal_size((88, 24)).columns, _WIDEST) - 1
+    lines = [f"usage: specdec {name} [flags] {arguments}".rstrip(), "", *textwrap.wrap(summary, width), "", "examples:"]
+    lines += [f"  {example}" for example in EXAMPLES[name]]
+    for title, members in GROUPS.items():
+        found = [flag for flag in members if flag in names or flag in GROUPS["settings, cache and errors"]]
+        if found:
+            lines += ["", f"{title}:"]
+            lines += [line for flag in found for line in _flag(flag, flags[flag], width)]
+    fields = ", ".join(field.name for field in dataclasses.fields(cls))
+    settings = f"{cls.__name__} has " + ("the flags above" if names else fields)
+    lines += _entry("--gin.NAME=value", f"one gin binding, {cls.__name__}.FIELD=value; repeatable; {settings}", width)
+    return "\n".join(lines if names else [*lines, "", *_attributes(cls, width)])
+
+
+def _attributes(cls: type, width: int) -> list[str]:
+    """Returns what the docstring of a dataclass says of its fields."""
+    items = re.split(r"\n  (?=\S)", inspect.getdoc(cls).partition("Attributes:\n  ")[2])
+    return [
+        line
+        for item in items
+        for line in textwrap.wrap(" ".join(item.split()), width, initial_indent="  ", subsequent_indent="      ")
+    ]
+
+
+def _flag(name: str, flag: Any, width: int) -> list[str]:
+    text = flag.help.splitlines()[0].rstrip(";")  # absl appends to some
+    shown = ",".join(flag.default) if isinstance(flag.default, list) else flag.default
+    given = shown is not None and shown is not False and shown != ""
+    return _entry(
+        f"--[no]{name}" if shown is True else f"--{name}", text + (f" (default: {shown})" if given else ""), width
+    )
+
+
+def _entry(name: str, text: str, width: int) -> list[str]:
+    start = f"  {name}".ljust(_INDENT - 1) + " "
+    return textwrap.wrap(
+        text, max(width, 2 * _INDENT), initial_indent=start, subsequent_indent=" " * _INDENT, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
