@@ -11,6 +11,7 @@ from specdec_jax.measure import Spread
 from specdec_jax.options import check_output, option
 from specdec_jax.results import Row, estimated, measured_at, memory_estimate, placed, read_records, rows, time_estimates
 from specdec_jax.verification import FORCED, LOSSY
+from specdec_jax.writing import write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def run(options: FiguresOptions) -> None:
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         names = ", ".join(options.records)
         raise ValueError(f"records: got {names} ({type(error).__name__}: {error}), expected whole records") from None
-    pathlib.Path(options.output).write_text(page, encoding="utf-8")
+    write_file(options.output, page)
     print(f"wrote {options.output}")
 
 

@@ -10,6 +10,8 @@ import numpy as np
 
 from specdec_jax import analysis
 from specdec_jax.measure import Spread
+from specdec_jax.options import check_output
+from specdec_jax.writing import write_file
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -21,8 +23,9 @@ def check(path: str) -> None:
       ValueError: another format, or no such folder.
       ImportError: no matplotlib.
     """
-    if not path.endswith(FORMATS) or not pathlib.Path(path).absolute().parent.is_dir():
-        raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)}) in a folder that exists")
+    if not path.endswith(FORMATS):
+        raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)})")
+    check_output(path, "plot")
     check_matplotlib("plot")
 
 
@@ -30,6 +33,13 @@ def check_matplotlib(name: str) -> None:
     """Raises ImportError where nothing can be drawn; `name` is what asked for it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(f"{name}: got no matplotlib, expected it: pip install 'specdec_jax[plots]'")
+
+
+def save(figure, path: str) -> None:
+    """Writes the figure in the format that the file's name ends in."""
+    file = io.BytesIO()
+    figure.savefig(file, format=pathlib.PurePath(path).suffix[1:], dpi=150)
+    write_file(path, file.getvalue())
 
 
 def svg(figure) -> str:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import signal
 import threading
@@ -18,6 +17,7 @@ import rich.progress
 
 from specdec_jax.losses import TrainState
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.writing import naming, write_file
 
 
 class Checkpoints:
@@ -86,7 +86,7 @@ def record_settings(config, output: pathlib.Path, step: int | None, fixed: Calla
                 raise ValueError(f"{name}: got {settings[name]!r}, expected {expected}")
         changed = [name for name in settings if name != "output_dir" and before[name] != settings[name]]
         lines = [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
-    write_atomically(path, json.dumps(settings, indent=1).encode())
+    write_file(path, json.dumps(settings, indent=1))
     return lines
 
 
@@ -94,7 +94,7 @@ def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: in
     """Writes the fingerprint of the model that a run, which is at `step`, depends on; refuses another than before."""
     if step is not None and path.is_file() and path.read_text() != target.fingerprint:
         raise ValueError(f"{name}: got {target.name}, expected the one on which the run in {path.parent} began")
-    write_atomically(path, target.fingerprint.encode())
+    write_file(path, target.fingerprint)
 
 
 class Reporter:
@@ -156,8 +156,9 @@ class Reporter:
         self._console.print(text, markup=False, highlight=False)
 
     def _write(self, step: int, **values) -> None:
-        self._log.write(json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n")
-        self._log.flush()
+        with naming(self._log.name):
+            self._log.write(json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n")
+            self._log.flush()
 
 
 def trim_log(path: pathlib.Path, last: int) -> None:
@@ -169,15 +170,7 @@ def trim_log(path: pathlib.Path, last: int) -> None:
         with contextlib.suppress(json.JSONDecodeError):
             if json.loads(line)["step"] <= last:
                 kept.append(line + "\n")
-    write_atomically(path, "".join(kept).encode())
-
-
-def write_atomically(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
+    write_file(path, "".join(kept))
 
 
 @contextlib.contextmanager

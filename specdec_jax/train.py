@@ -31,6 +31,7 @@ from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.optimizer import make_optimizer
 from specdec_jax.runs import Checkpoints, Reporter, deferred_signals, record_settings, record_target
+from specdec_jax.writing import alone
 
 _ENCODER = "encoder_fingerprint"  # file in the folder of a run: of the model whose encoder output is read
 
@@ -186,11 +187,13 @@ def fit(config: TrainConfig) -> dict:
     check_files(config)
     output = pathlib.Path(config.output_dir).absolute()
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
-    saved = Checkpoints(output, resume=True, select=config.select)
-    for line in record_settings(config, output, saved.newest.latest_step(), _fixed):
-        console.print(line, markup=False)
-    state = go_on(Run(config, saved), console)
-    export(output, output / "model")
+    output.mkdir(parents=True, exist_ok=True)
+    with alone(output):
+        saved = Checkpoints(output, resume=True, select=config.select)
+        for line in record_settings(config, output, saved.newest.latest_step(), _fixed):
+            console.print(line, markup=False)
+        state = go_on(Run(config, saved), console)
+        export(output, output / "model")
     console.print(f"wrote {output / 'model'}", markup=False)
     return state.params
 

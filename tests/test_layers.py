@@ -12,7 +12,10 @@ PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
-    {"processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping"},
+    {
+        *("processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping"),
+        "writing",
+    },
     {
         *("models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"),
         *("models.heads", "models.gpt"),
@@ -22,7 +25,6 @@ LAYERS = [
             "formats",
             "formats.allocator",
             "formats.eight_bits",
-            "formats.folders",
             "formats.leaves",
             "formats.flax_msgpack",
             "formats.huggingface",
@@ -159,5 +161,5 @@ def test_top_level():
         pytest.skip("no git checkout here")
     top = {line.split("/")[0] for line in listing.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == {
-        "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "specdec_jax", "configs", "scripts", "tests",
+        "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "specdec_jax", "specdec_main.py", "configs", "scripts", "tests",
     }  # fmt: skip
