@@ -33,12 +33,14 @@ def main() -> int:
     if os.name != "nt" and not set(_TRAINING) & set(sys.argv[1:2]):
         _watch()
     try:
-        return cli.main()
+        code = cli.main()
     except KeyboardInterrupt as error:  # by a signal that came while the command line was about to return
         _exit(error.args[0])
-    finally:
-        _returned.set()
-        _handle(signal.SIG_DFL)
+    _returned.set()
+    if code > 128:  # an interpreter whose call of XLA was interrupted may crash when it is taken down
+        os._exit(code)
+    _handle(signal.SIG_DFL)
+    return code
 
 
 def _open_standard_streams() -> None:
@@ -87,3 +89,7 @@ def _watch() -> None:
         _exit(number)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
