@@ -5,6 +5,7 @@ Python has a say afterwards, so that what was opened is closed; and after some s
 compilation, which Python cannot interrupt. A second signal ends it at once. Training ends by itself, when its step is saved.
 """
 
+import io
 import os
 import select
 import signal
@@ -54,6 +55,21 @@ def _open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, flags)  # gets the lowest number that is free, which is this one
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+    if os.name != "nt":  # whose consoles have streams of their own
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_StandardOutput(1, "w", closefd=False)), sys.stdout.encoding, sys.stdout.errors,
+            line_buffering=bool(sys.stdout.line_buffering),
+        )  # fmt: skip
+
+
+class _StandardOutput(io.FileIO):
+    """Standard output whose errors say so, as those of a file that was opened by its name do."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def _handle(handler) -> None:

@@ -84,9 +84,6 @@ COMMANDS = {
 COMMON_FLAGS = ("gin_file", "gin_search_paths", "compilation_cache_dir", "debug", "help")
 
 
-_STANDARD_OUTPUT = "standard output"
-
-
 class UsageError(ValueError):
     """A command line that cannot be understood."""
 
@@ -105,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("terminated" if number == signal.SIGTERM else "interrupted")
         return 128 + number
     except (ValueError, OSError, EOFError, ImportError, flags.Error, CheckFailed) as error:
-        if isinstance(error, BrokenPipeError) and error.filename in (None, _STANDARD_OUTPUT):
+        if isinstance(error, BrokenPipeError) and error.filename in (None, "standard output"):
             return 1
         if "--debug" in argv:
             raise
@@ -128,10 +125,10 @@ def _flush(*streams) -> None:
     for stream in streams or (sys.stderr, sys.stdout):
         try:
             stream.flush()
-        except OSError as error:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter's last flush must not fail too
             if stream is sys.stdout:
-                raise OSError(error.errno, error.strerror, _STANDARD_OUTPUT) from error
+                raise
 
 
 def _main(argv: list[str]) -> int:

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import math
 import pathlib
+import shutil
 import signal
 import threading
 import time
@@ -64,8 +66,31 @@ class Checkpoints:
         if step in self.best.all_steps():  # taken before the run was resumed, under other settings
             self.best.delete(step)
         # `force`: after a resumption the step may lie before the best of the time before it.
-        self.best.save(step, args=ocp.args.StandardSave(params), metrics=metrics, force=True)
+        _save(self.best, step, params, metrics=metrics, force=True)
         return True
+
+    def keep_newest(self, step: int, state: TrainState) -> None:
+        """Saves the state of a step."""
+        _save(self.newest, step, state)
+
+
+def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
+    """Saves a checkpoint; where the system refuses that, nothing of it is left, and the error says in which folder.
+
+    Orbax logs such an error of its threads with a traceback; it raises it too, which is enough.
+    """
+    logger, folder = logging.getLogger("absl"), pathlib.Path(manager.directory)
+    untraced = lambda record: not record.exc_info
+    logger.addFilter(untraced)
+    try:
+        with naming(folder):
+            manager.save(step, args=ocp.args.StandardSave(tree), **how)
+    except OSError:
+        for path in folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    finally:
+        logger.removeFilter(untraced)
 
 
 def record_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:

@@ -322,7 +322,7 @@ class Run:
             raise ValueError(
                 f"step {step}: got parameters that are not finite, expected finite ones: lower learning_rate"
             )
-        self.saved.newest.save(step, args=ocp.args.StandardSave(state))
+        self.saved.keep_newest(step, state)
 
 
 @jax.jit
