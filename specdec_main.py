@@ -38,7 +38,9 @@ def main() -> int:
     except KeyboardInterrupt as error:  # by a signal that came while the command line was about to return
         _exit(error.args[0])
     _returned.set()
-    if code > 128:  # an interpreter whose call of XLA was interrupted may crash when it is taken down
+    if (
+        code > 1
+    ):  # an interpreter whose call of XLA or TensorStore was cut short may crash, or say more, when it is taken down
         os._exit(code)
     _handle(signal.SIG_DFL)
     return code

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
-import logging
 import math
+import os
 import pathlib
 import shutil
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import jax
 import orbax.checkpoint as ocp
 import rich.console
 import rich.progress
@@ -20,6 +22,9 @@ import rich.progress
 from specdec_jax.losses import TrainState
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.writing import naming, write_file
+
+# Bytes of a checkpoint beside its arrays, at most.
+_OVERHEAD = 2**20
 
 
 class Checkpoints:
@@ -75,22 +80,20 @@ class Checkpoints:
 
 
 def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
-    """Saves a checkpoint; where the system refuses that, nothing of it is left, and the error says in which folder.
+    """Saves a checkpoint.
 
-    Orbax logs such an error of its threads with a traceback; it raises it too, which is enough.
+    Raises:
+      OSError: with the folder's name. A disk without room is found before Orbax begins: in the midst of it, its threads and
+        TensorStore's would each print a traceback.
     """
-    logger, folder = logging.getLogger("absl"), pathlib.Path(manager.directory)
-    untraced = lambda record: not record.exc_info
-    logger.addFilter(untraced)
-    try:
-        with naming(folder):
-            manager.save(step, args=ocp.args.StandardSave(tree), **how)
-    except OSError:
-        for path in folder.glob("*.orbax-checkpoint-tmp"):
-            shutil.rmtree(path, ignore_errors=True)
-        raise
-    finally:
-        logger.removeFilter(untraced)
+    folder = pathlib.Path(manager.directory)
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + _OVERHEAD
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        said = f"{os.strerror(errno.ENOSPC)} ({free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed)"
+        raise OSError(errno.ENOSPC, said, str(folder))
+    with naming(folder):
+        manager.save(step, args=ocp.args.StandardSave(tree), **how)
 
 
 def record_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
@@ -147,7 +150,8 @@ class Reporter:
 
     def __exit__(self, *exception) -> None:
         self._bar.stop()
-        self._log.close()
+        with naming(self._log.name):
+            self._log.close()
 
     def advance(self, step: int) -> None:
         """`step` steps are done."""

@@ -280,7 +280,9 @@ def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(specdec, pair,
 # Of every kind: 1 to 20 words, so that rows end at different times and are refilled.
 PLACES = ["at home", "in the garden", "behind the old church", "on the long road to the sea", "here"]
 DOINGS = ["Tom sleeps", "the children are playing with their dog", "we met", "nobody has ever seen her brother"]
-BUNDLED = [f"{doing} {place}{end}" for doing in DOINGS for place in PLACES for end in (".", ", and it is raining again.")]
+BUNDLED = [
+    f"{doing} {place}{end}" for doing in DOINGS for place in PLACES for end in (".", ", and it is raining again.")
+]
 
 
 class Kills:
@@ -347,8 +349,10 @@ def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
             where.append(job.finished("out"))
     assert job.run("out") == 0 and (tmp_path / "out").read_bytes() == whole
     assert not list(tmp_path.glob("*.partial"))
-    print(f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: {where}; ends: {finished}")
-    assert len({*where} - {0, len(BUNDLED)}) >= 3, where
+    print(
+        f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: {where}; ends: {finished}"
+    )
+    assert len({*where} - {0, len(BUNDLED)}) >= 2, where  # a window of sentences is finished together
 
 
 def settings(target="target", drafter="drafter", sentences=("a", "b"), models=None, **changes):

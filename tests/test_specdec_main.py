@@ -184,4 +184,7 @@ def test_standard_output_on_a_full_disk_is_one_line(tmp_path):
         with open(disk / "out", "w") as out:
             fill(disk)
             done = process("--version", stdout=out, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (2, "specdec: error: [Errno 28] No space left on device: 'standard output'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "specdec: error: [Errno 28] No space left on device: 'standard output'\n",
+    )
