@@ -54,6 +54,16 @@ def small_disk(folder: pathlib.Path, size: str = "64k"):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.fixture
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def fill(disk: pathlib.Path, leave: int = 0) -> pathlib.Path:
     """Fills a disk up to some bytes; returns the file that does."""
     filler = disk / "filler"

@@ -29,7 +29,7 @@ def test_every_file_is_listed():
     folders = [path.rstrip("/") for path in listed if path.endswith("/")]
     there = {
         str(path.relative_to(ROOT))
-        for pattern in ("specdec_jax/**/*.py", "configs/**/*.gin", "scripts/*.py", "tests/*.py", ".ci/*")
+        for pattern in ("*.py", "specdec_jax/**/*.py", "configs/**/*.gin", "scripts/*.py", "tests/*.py", ".ci/*")
         for path in ROOT.glob(pattern)
         if path.name != "__init__.py" and not any(str(path.relative_to(ROOT)).startswith(folder) for folder in folders)
     }
