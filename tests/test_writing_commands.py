@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 
+import devices
 import numpy as np
 import pytest
 import test_cli
