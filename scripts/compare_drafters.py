@@ -15,7 +15,6 @@ timed apart from the sentences; where γ adapts there is no one draft to time, a
 
 import dataclasses
 import json
-import pathlib
 import typing
 
 import numpy as np
@@ -28,6 +27,7 @@ from specdec_jax.generate import generate
 from specdec_jax.measure import Spread
 from specdec_jax.options import DecodingOptions, check_output
 from specdec_jax.sentences import encode, read_sentences
+from specdec_jax.writing import write_file
 
 CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
@@ -128,7 +128,7 @@ def main(argv) -> None:
               "temperature": _TEMPERATURE.value, "verifier": _VERIFIER.value, "plain_seconds": arms["plain"].seconds,
               "arms": rows}  # fmt: skip
     if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
     print(f"{'α':>7}{'tokens/call':>13}{'drafted/call':>14}{'c':>8}{'v':>8}{'improvement':>25}  differ  drafter")
     for line in rows:
         alpha, gain = line["alpha"], line["improvement"]

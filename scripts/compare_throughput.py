@@ -10,7 +10,6 @@ above it each row's draws are its own, and the same holds.
 """
 
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from specdec_jax.options import check_output
 from specdec_jax.progress import Progress
 from specdec_jax.request import fold_keys
 from specdec_jax.sentences import encode, read_sentences
+from specdec_jax.writing import write_file
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "What drafts, as for `specdec generate`; empty: nothing.")
@@ -106,7 +106,7 @@ def main(argv) -> None:
         "sentences_per_second": speed, "ratios": ratios,
     }  # fmt: skip
     if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
     for name, values in {**speed, **ratios}.items():
         print(f"{name:<22} {values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
               + " sentences a second" * (name in _WAYS))  # fmt: skip

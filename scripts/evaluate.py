@@ -9,8 +9,6 @@ one differs that is no near-tie, or if a drafter that is the target itself is ev
 """
 
 import json
-import os
-import pathlib
 import sys
 from collections.abc import Callable
 
@@ -23,6 +21,7 @@ from specdec_jax.jobs import decode_all
 from specdec_jax.options import check_output
 from specdec_jax.progress import track
 from specdec_jax.sentences import encode
+from specdec_jax.writing import write_file
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
@@ -98,9 +97,7 @@ def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None])
 def write(record: dict, path: str | None) -> None:
     """Replaces the file at `path` whole, so that a kill leaves the last record."""
     if path:
-        part = pathlib.Path(path + ".part")
-        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        write_file(path, json.dumps(record, indent=1) + "\n")
 
 
 def main(argv):

@@ -34,6 +34,7 @@ from specdec_jax.models.t5 import PRESETS, T5
 from specdec_jax.request import bucket, prefill, slots
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import AXES, Mesh, ShardingRules, parse_mesh
+from specdec_jax.writing import write_file
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
@@ -227,8 +228,7 @@ def report() -> dict:
     loop = advance.lower(target, drafter, state, place(jax.ShapeDtypeStruct((), jnp.int32))).compile()
     text = loop.as_text()
     if _TEXT.value:
-        with open(_TEXT.value, "w") as file:
-            file.write(text)
+        write_file(_TEXT.value, text)
     memory = loop.memory_analysis()
     weights, caches = (size(target) + size(drafter)) / GB, size(state) / GB
     # Both models' encoders stay in memory beside the loop, whose program takes only the decoders' weights.

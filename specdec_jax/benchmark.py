@@ -6,7 +6,6 @@ and tokenisation are inside the wall time; one counter counts the tokens of all 
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from specdec_jax.options import (
 )
 from specdec_jax.passes import Arm, Batch
 from specdec_jax.verification import FORCED, LOSSY
+from specdec_jax.writing import write_file
 
 
 class CheckFailed(RuntimeError):
@@ -147,7 +147,7 @@ def run(options: BenchmarkOptions) -> None:
         print(text if options.json else records.summary(record))
     finally:  # if one of the two fails, the record is in the other
         if options.output:
-            pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")
+            write_file(options.output, text + "\n")
     if problems:
         raise CheckFailed("; ".join(problems))
 

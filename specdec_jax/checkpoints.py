@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from specdec_jax.formats import huggingface, own, t5x
 from specdec_jax.formats.allocator import returning_freed_memory
-from specdec_jax.formats.folders import new_folder
 from specdec_jax.formats.leaves import (
     Checkpoint,
     Leaf,
@@ -30,6 +29,7 @@ from specdec_jax.models.t5 import T5Config
 from specdec_jax.sharding import Mesh, ShardingRules
 from specdec_jax.sharding import read as read_shards
 from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.writing import new_folder
 
 CGROUPS, CGROUPS_OF_PROCESS = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/proc/self/cgroup")
 MEMORY = pathlib.Path("/proc/meminfo")
@@ -137,15 +137,13 @@ def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> Non
       ValueError: `path` is something else than a model folder, or the format cannot hold the model.
     """
     folder = pathlib.Path(path).absolute()
-    if format == "specdec":
-        own.check_free(folder)
-    else:
-        _check_empty(folder)
+    check = own.check_free if _check_format(format) == "specdec" else _check_empty
+    check(folder)
     leaves = {name: Leaf.of(array) for name, array in flatten(model.params).items()}
     checkpoint = Checkpoint(
         model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint
     )
-    _write(checkpoint, folder, _check_format(format), dtype)
+    _write(checkpoint, folder, check, format, dtype)
 
 
 class Written(NamedTuple):
@@ -199,7 +197,7 @@ def convert(
     found = t5x.find(folder)
     step = t5x.step_of(found) if found else None
     with returning_freed_memory():
-        return _write(checkpoint, target, format, dtype, step, track)
+        return _write(checkpoint, target, _check_empty, format, dtype, step, track)
 
 
 def _check_format(format: str) -> str:
@@ -215,8 +213,9 @@ def _check_empty(folder: pathlib.Path) -> None:
 
 
 def _write(
-    checkpoint: Checkpoint, target: pathlib.Path, format: str, dtype, step: int | None = None, track: Track = iter
-) -> Written:
+    checkpoint: Checkpoint, target: pathlib.Path, check_free: Callable[[pathlib.Path], None], format: str, dtype,
+    step: int | None = None, track: Track = iter,
+) -> Written:  # fmt: skip
     """Writes a checkpoint whose special ids are known, and makes sure that the format says of it what it should."""
     if format != "specdec" and (checkpoint.config.encoder_dim is not None or isinstance(checkpoint.config, GPTConfig)):
         kind = "a decoder-only model" if isinstance(checkpoint.config, GPTConfig) else "one without an encoder"
@@ -229,7 +228,7 @@ def _write(
     inner = pathlib.PurePath()
     if format.startswith("t5x") and t5x.step_of(target) is None:
         inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes a step 0 for none
-    with new_folder(target) as temporary:
+    with new_folder(target, check_free) as temporary:
         folder = temporary / inner
         folder.mkdir(exist_ok=True)
         if format == "specdec":

@@ -4,11 +4,13 @@ A command is a frozen dataclass of options and a function. Flags are made from t
 fields by dynamic registration; a flag wins over gin, gin over the default.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import pathlib
 import re
+import signal
 import sys
 import types
 import typing
@@ -21,7 +23,7 @@ import jax
 from absl import flags
 
 import specdec_jax
-from specdec_jax import help_page
+from specdec_jax import help_page, writing
 from specdec_jax.benchmark import CheckFailed
 
 
@@ -84,21 +86,46 @@ class UsageError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 1 (a check failed), 2 (bad input), 130 (interrupted)."""
+    """Runs one command; returns the exit code: 0, 1 (a check failed, or whoever read the output has gone), 2 (bad input, or
+    what the system refuses), 130 (interrupted), 143 (terminated)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(argv)
-    except KeyboardInterrupt:
-        print("specdec: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever read standard output has gone; the interpreter's last flush must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        try:
+            return _main(argv)
+        finally:
+            _flush()
+    except KeyboardInterrupt as error:
+        number = next(iter(error.args), signal.SIGINT)  # the signal that it was
+        _say("terminated" if number == signal.SIGTERM else "interrupted")
+        return 128 + number
     except (ValueError, OSError, EOFError, ImportError, flags.Error, CheckFailed) as error:
+        if isinstance(error, BrokenPipeError) and error.filename in (None, "standard output"):
+            return 1
         if "--debug" in argv:
             raise
-        print(f"specdec: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(f"error: {' '.join(str(error).split())}")
         return 1 if isinstance(error, CheckFailed) else 2
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"specdec: {text}", file=sys.stderr)
+    _flush(sys.stderr)
+
+
+def _flush(*streams) -> None:
+    """Empties the buffers of standard error and standard output, while what fails can still be said.
+
+    Raises:
+      OSError: standard output is closed, its disk is full, or whoever read it has gone.
+    """
+    for stream in streams or (sys.stderr, sys.stdout):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter's last flush must not fail too
+            if stream is sys.stdout:
+                raise
 
 
 def _main(argv: list[str]) -> int:
@@ -128,13 +155,12 @@ def _main(argv: list[str]) -> int:
     def record() -> None:
         if path := _beside_output(options):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(settings, encoding="utf-8")
+            writing.write_file(path, settings)
 
     if hasattr(options, "output_dir"):  # takes hours, and may be killed
         run(options, begun=record)
         return 0
     run(options, *([arguments] if command.arguments else []))
-    sys.stdout.flush()  # a closed pipe shows here, not at exit
     record()
     return 0
 
@@ -279,8 +305,10 @@ def _beside_output(options: Any) -> pathlib.Path | None:
     if folder := getattr(options, "output_dir", None):
         return pathlib.Path(folder, "operative.gin")
     file = getattr(options, "output_file", None) or getattr(options, "output", None)
-    path = pathlib.Path(file).absolute() if file else None  # a folder may end in "/"
-    return path.with_name(f"{path.name}.gin") if path and path.parent != pathlib.Path("/dev") else None  # /dev/stdout
+    if not file or writing.passes_through(file):
+        return None
+    path = pathlib.Path(file).absolute()  # a folder may end in "/"
+    return path.with_name(f"{path.name}.gin")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -323,4 +351,6 @@ def _overview() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from specdec_jax import entry
+
+    sys.exit(entry.main())

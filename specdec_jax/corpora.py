@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from specdec_jax import data
-from specdec_jax.runs import write_atomically
+from specdec_jax.writing import write_file
 
 # SentencePiece passes over a line of more than 4,192 bytes: longer ones are cut, where it can be between words.
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
@@ -155,7 +155,8 @@ def vocabulary_at(
     """
     owner = next(iter(given), None)
     if not path.exists():
-        write_atomically(path, given[owner].model if owner else make())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, given[owner].model if owner else make())
     vocabulary = data.SentencePieceVocabulary.load(path, given[owner].extra_ids if owner else 0)
     for name, pieces in given.items():
         if pieces.fingerprint() != vocabulary.fingerprint():

@@ -22,8 +22,9 @@ from specdec_jax.models.base import LanguageModel, t5_only
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.options import at_least, option
 from specdec_jax.progress import Progress
-from specdec_jax.runs import deferred_signals, write_atomically
+from specdec_jax.runs import deferred_signals
 from specdec_jax.sampling import SamplingConfig
+from specdec_jax.writing import alone, write_file
 
 _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 _RECORD = "distill.json"
@@ -208,13 +209,16 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like padding",
         markup=False,
     )
+    output = pathlib.Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
-    _record(config, parts, contents)
-    if not all(job.path.exists() for job in jobs):
-        target_model = checkpoints.load(config.target, config.dtype)
-        _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
-        begun()
-        _write_all(config, target_model, jobs, console)
+    with alone(output):
+        _record(config, parts, contents)
+        if not all(job.path.exists() for job in jobs):
+            target_model = checkpoints.load(config.target, config.dtype)
+            _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
+            begun()
+            _write_all(config, target_model, jobs, console)
     return train.fit(training, begun)
 
 
@@ -276,7 +280,7 @@ def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[s
         got, expected = settings.get(name), before.get(name)
         if got != expected:
             raise ValueError(f"{name}: got {got}, expected {expected}: the outputs in {path.parent} are of that")
-    write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
+    write_file(path, json.dumps(settings, indent=1) + "\n")
 
 
 def _write_all(config: DistillConfig, target: LanguageModel, jobs: list[Job], console: rich.console.Console) -> None:
@@ -295,11 +299,11 @@ def _write_all(config: DistillConfig, target: LanguageModel, jobs: list[Job], co
                         lines.append(line)
                         progress.advance()
                         _stop_if_asked(signals, progress)
-                    write_atomically(shard, "".join(lines).encode())
+                    write_file(shard, "".join(lines))
                     progress.report()
                     _stop_if_asked(signals, progress)
             if not job.path.exists():
-                write_atomically(job.path, b"".join(job.shard(start).read_bytes() for start in starts))
+                write_file(job.path, b"".join(job.shard(start).read_bytes() for start in starts))
             for start in starts:
                 job.shard(start).unlink(missing_ok=True)
 

@@ -22,6 +22,7 @@ from specdec_jax.results import (
     time_estimates,
 )
 from specdec_jax.verification import FORCED, LOSSY
+from specdec_jax.writing import write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def run(options: FiguresOptions) -> None:
     read = [(pathlib.Path(path), record) for path in options.records for record in read_records(path)]
     if len(read) > MOST_ITEMS:
         raise ValueError(f"records: got {len(read)} records, expected at most {MOST_ITEMS}")
-    pathlib.Path(options.output).write_text(report(read), encoding="utf-8")
+    write_file(options.output, report(read))
     print(f"wrote {options.output}")
 
 

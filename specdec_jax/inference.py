@@ -26,6 +26,7 @@ from specdec_jax.options import DecodingOptions, NamedDrafter, at_least, check_g
 from specdec_jax.progress import Progress
 from specdec_jax.request import check_limits, check_stop, fold_keys, plan
 from specdec_jax.sentences import check_text, encode, read_sentences
+from specdec_jax.writing import new_file, passes_through
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,11 @@ class GenerateOptions(DecodingOptions):
         return super().drafts and self.gamma > 0
 
     @property
+    def resumes(self) -> bool:
+        """Whether results are kept beside the output file, for a run after a kill."""
+        return bool(self.output_file) and not passes_through(self.output_file)
+
+    @property
     def rows(self) -> int:
         return self.batch_size if self.batch_size is not None else 1 if self.stream else 8
 
@@ -137,11 +143,11 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
     decoding = _decoding(options, drafter)
     if options.stream:
         _print_pieces(target, job.inputs, options, decoding)
-    elif options.output_file:
+    elif options.resumes:
         _write_file(target, job, options, decoding)
     else:
-        for line in _decoded(target, job, options, decoding):
-            print(line)
+        for _ in _passed_on(_decoded(target, job, options, decoding), options.output_file):
+            pass
 
 
 def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
@@ -162,14 +168,10 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
         batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
     )  # fmt: skip
     decoding = _decoding(options, drafter)
-    if options.output_file:
+    if options.resumes:
         _write_file(target, job, options, decoding, job.finish)
-        return
-    lines = []
-    for line in _decoded(target, job, options, decoding):
-        print(line)
-        lines.append(line)
-    job.finish(lines, None)
+    else:
+        job.finish(list(_passed_on(_decoded(target, job, options, decoding), options.output_file)), None)
 
 
 def _decoding(options: GenerateOptions, drafter: NamedDrafter | None) -> dict[str, Any]:
@@ -189,6 +191,24 @@ def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding
         for number, output in enumerate(outputs):
             yield from job.lines(number // options.num_samples, [output])
             progress.advance()
+
+
+def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
+    """Yields every line when it is written, to standard output or to a file that passes on what it is given."""
+    if not output_file:
+        for line in lines:
+            print(line, flush=True)
+            yield line
+        return
+    print(
+        f"{output_file}: no regular file: outputs go there in order, and a run that is killed begins anew",
+        file=sys.stderr,
+    )
+    with new_file(output_file) as file:
+        for line in lines:
+            file.write(line.encode() + b"\n")
+            file.flush()
+            yield line
 
 
 def _line(output: Output, as_json: bool) -> str:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from specdec_jax.writing import lock, naming, new_file, passes_through
+
 # Seconds between two calls that bring what was written to the disk; to the system it goes at once.
 _SYNC = 1.0
 
@@ -16,7 +18,8 @@ class Journal:
     """Results in `<output>.partial`, in the order in which they were finished, until `finish` writes the output file.
 
     The first line holds the settings; each other one the number of an input and its lines of output, as JSON. A process that is
-    killed loses nothing that was added, but for a line that was being written. The output file appears whole or not at all.
+    killed loses nothing that was added, but for a line that was being written. The output file appears whole or not at all;
+    where it is a symbolic link, the journal lies beside the file that it leads to.
 
     Attributes:
       path: of the journal.
@@ -33,18 +36,22 @@ class Journal:
 
         Raises:
           ValueError: a journal of other settings, a damaged one, or one that another process is writing.
+          OSError: with the journal's name, what the system says.
         """
-        self._output, self._total = pathlib.Path(output), total
+        self._output, self._total = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output), total
         self.path = self._output.with_name(self._output.name + ".partial")
+        if passes_through(self.path):
+            raise ValueError(f"{self.path}: got no regular file, expected a journal or nothing there")
         self._places: dict[int, int] = {}  # where in the file the line of each input begins
-        self._file = open(self.path, "a+b")
+        self._synced = 0.0
+        # Without a buffer: what could not be written is not tried again when the file is closed.
+        self._file = open(self.path, "ab", buffering=0)
         try:
-            self._lock()
+            lock(self._file.fileno(), self.path)
             self._read(json.loads(json.dumps({**settings, "inputs": total})))
         except BaseException:
             self._file.close()
             raise
-        self._synced = time.monotonic()
 
     @property
     def done(self) -> frozenset[int]:
@@ -62,68 +69,67 @@ class Journal:
 
     def lines(self) -> Iterator[str]:
         """The lines of all inputs, in order; each input must be there."""
-        for number in range(self._total):
-            self._file.seek(self._places[number])
-            yield from json.loads(self._file.readline())[1]
+        with open(self.path, "rb") as file:
+            for number in range(self._total):
+                file.seek(self._places[number])
+                yield from json.loads(file.readline())[1]
 
     def finish(self) -> None:
         """Writes the output file, all inputs in order, and removes the journal."""
         missing = self._total - len(self._places)
         if missing:
             raise ValueError(f"{self.path}: got {len(self._places)} results, expected {self._total}")
-        part = self._output.with_name(self._output.name + ".part")
-        with open(part, "wb") as file:
+        with new_file(self._output) as file:
             for line in self.lines():
                 file.write(line.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self._output)
         self.path.unlink()
 
     def _append(self, record: Any) -> int:
         """Writes a line; returns where it begins."""
-        place = self._file.seek(0, os.SEEK_END)
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        if time.monotonic() - self._synced > _SYNC:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+        rest = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        with naming(self.path):
+            place = self._file.seek(0, os.SEEK_END)
+            while rest:  # of a disk that becomes full a part is written
+                rest = rest[self._file.write(rest) :]
+            if time.monotonic() - self._synced > _SYNC:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
         return place
-
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{self.path}: another process is writing it, expected one at a time") from None
 
     def _read(self, settings: dict[str, Any]) -> None:
         """Takes over what is there; a last line that a kill cut short goes."""
-        self._synced, end = 0.0, 0
-        self._file.seek(0)
-        for number, line in enumerate(iter(self._file.readline, b"")):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = json.loads(line)
+        end = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break
+                record = self._record(number, line)
                 if number:
-                    place, lines = record
-                    if not 0 <= place < self._total or not all(isinstance(text, str) for text in lines):
-                        raise ValueError
-                    self._places[place] = end
-            except (ValueError, TypeError):
-                raise ValueError(
-                    f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the file to begin anew"
-                ) from None
-            if not number:
-                self._compare(record, settings)
-            end += len(line)
+                    self._places[record[0]] = end
+                else:
+                    self._compare(record, settings)
+                end += len(line)
         self._file.truncate(end)
         if not end:
-            self._append(settings)
+            try:
+                self._append(settings)
+            except OSError:
+                self.path.unlink()  # it would hold nothing
+                raise
+
+    def _record(self, number: int, line: bytes) -> Any:
+        """What line `number` holds: the settings if it is the first one, else the number of an input and its lines."""
+        try:
+            record = json.loads(line)
+            if number:
+                place, lines = record
+                if not 0 <= place < self._total or not all(isinstance(text, str) for text in lines):
+                    raise ValueError
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the file to begin anew"
+            ) from None
+        return record
 
     def _compare(self, before: Any, settings: dict[str, Any]) -> None:
         before = before if isinstance(before, dict) else {}

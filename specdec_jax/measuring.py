@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
 from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_output, option
+from specdec_jax.writing import write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +90,10 @@ def run(options: MeasureOptions) -> None:
     try:
         print(text if options.json else summary(record))
         if options.plot:
-            plots.improvement(record).savefig(options.plot, dpi=150)
+            plots.save(plots.improvement(record), options.plot)
     finally:  # if one fails, the record is in another
         if options.output:
-            pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")
+            write_file(options.output, text + "\n")
 
 
 def measured(target, drafter, batches: Sequence[passes.Batch], options: MeasureOptions) -> dict[str, Any]:

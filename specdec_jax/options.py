@@ -23,6 +23,7 @@ from specdec_jax.request import MAX_GAMMA, check_limits, verifier_settings
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import Mesh, ShardingRules, make_mesh, parse_mesh
 from specdec_jax.verification import FORCED, LOSSY, VERIFIERS
+from specdec_jax.writing import passes_through
 
 # What `--drafter` can name.
 NamedDrafter = (
@@ -323,5 +324,11 @@ def same_file(path: str, other: str) -> bool:
 
 def check_output(path: str | None, name: str = "output") -> None:
     """Refuses a file for a result that could not be written hours later."""
-    if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
+    if not path or passes_through(path):
+        return
+    place = pathlib.Path(os.path.realpath(path))
+    if path.endswith("/") or place.is_dir() or not place.parent.is_dir():
         raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")
+    for needed in (place.parent, place):
+        if needed.exists() and not os.access(needed, os.W_OK):
+            raise ValueError(f"{name}: got {path!r}, expected a file that may be written: {needed} may not")

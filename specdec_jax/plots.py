@@ -11,6 +11,8 @@ import numpy as np
 from specdec_jax import analysis
 from specdec_jax.markup import Markup, printable
 from specdec_jax.measure import Spread
+from specdec_jax.options import check_output
+from specdec_jax.writing import write_file
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -21,8 +23,16 @@ def check(path: str) -> None:
     Raises:
       ValueError: another format, or no such folder.
     """
-    if not path.endswith(FORMATS) or not pathlib.Path(path).absolute().parent.is_dir():
-        raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)}) in a folder that exists")
+    if not path.endswith(FORMATS):
+        raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)})")
+    check_output(path, "plot")
+
+
+def save(figure, path: str) -> None:
+    """Writes the figure in the format that the file's name ends in."""
+    file = io.BytesIO()
+    figure.savefig(file, format=pathlib.PurePath(path).suffix[1:], dpi=150)
+    write_file(path, file.getvalue())
 
 
 def svg(figure) -> Markup:

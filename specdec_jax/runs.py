@@ -2,23 +2,30 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import jax
 import orbax.checkpoint as ocp
 import rich.console
 import rich.progress
 
 from specdec_jax.losses import TrainState
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.writing import naming, write_file
+
+# Bytes of a checkpoint beside its arrays, at most.
+_OVERHEAD = 2**20
 
 
 class Checkpoints:
@@ -43,9 +50,8 @@ class Checkpoints:
             output / "best", options=options(max_to_keep=1, best_fn=self._score, best_mode="min")
         )
         if resume and self.newest.latest_step() is None:
-            for (
-                step
-            ) in self.best.all_steps():  # of a run that was killed before it saved a state: perhaps of other files
+            # Of a run that was killed before it saved a state: perhaps of other files.
+            for step in self.best.all_steps():
                 self.best.delete(step)
 
     def restore(self, state: TrainState) -> TrainState:
@@ -70,8 +76,29 @@ class Checkpoints:
         if step in self.best.all_steps():  # taken before the run was resumed, under other settings
             self.best.delete(step)
         # `force`: after a resumption the step may lie before the best of the time before it.
-        self.best.save(step, args=ocp.args.StandardSave(params), metrics=metrics, force=True)
+        _save(self.best, step, params, metrics=metrics, force=True)
         return True
+
+    def keep_newest(self, step: int, state: TrainState) -> None:
+        """Saves the state of a step."""
+        _save(self.newest, step, state)
+
+
+def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
+    """Saves a checkpoint.
+
+    Raises:
+      OSError: with the folder's name. A disk without room is found before Orbax begins: in the midst of it, its threads and
+        TensorStore's would each print a traceback.
+    """
+    folder = pathlib.Path(manager.directory)
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + _OVERHEAD
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        said = f"{os.strerror(errno.ENOSPC)} ({free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed)"
+        raise OSError(errno.ENOSPC, said, str(folder))
+    with naming(folder):
+        manager.save(step, args=ocp.args.StandardSave(tree), **how)
 
 
 def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
@@ -96,7 +123,7 @@ def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Call
 
 def record_settings(config, output: pathlib.Path) -> None:
     """Writes `config.json`, from which a run is resumed and exported."""
-    write_atomically(output / "config.json", json.dumps(dataclasses.asdict(config), indent=1).encode())
+    write_file(output / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
 
 
 def record_contents(
@@ -118,7 +145,7 @@ def record_contents(
     changed = [name for name, digest in digests.items() if before.get(name, digest) != digest]
     if "vocabulary" in changed:
         raise ValueError(f"vocabulary: got another, expected the one with which the run in {output} began")
-    write_atomically(path, json.dumps(digests, indent=1).encode())
+    write_file(path, json.dumps(digests, indent=1))
     return [f"changed since step {step}: contents of {name}" for name in changed]
 
 
@@ -126,7 +153,7 @@ def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: in
     """Writes the fingerprint of the model that a run, which is at `step`, depends on; refuses another than before."""
     if step is not None and path.is_file() and not target.has(path.read_text()):
         raise ValueError(f"{name}: got {target.name}, expected the one on which the run in {path.parent} began")
-    write_atomically(path, target.fingerprint.encode())
+    write_file(path, target.fingerprint)
 
 
 class Reporter:
@@ -154,7 +181,8 @@ class Reporter:
 
     def __exit__(self, *exception) -> None:
         self._bar.stop()
-        self._log.close()
+        with naming(self._log.name):
+            self._log.close()
 
     def advance(self, step: int) -> None:
         """`step` steps are done."""
@@ -188,8 +216,9 @@ class Reporter:
         self._console.print(text, markup=False, highlight=False)
 
     def _write(self, step: int, **values) -> None:
-        self._log.write(json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n")
-        self._log.flush()
+        with naming(self._log.name):
+            self._log.write(json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n")
+            self._log.flush()
 
 
 def trim_log(path: pathlib.Path, last: int) -> None:
@@ -201,15 +230,7 @@ def trim_log(path: pathlib.Path, last: int) -> None:
         with contextlib.suppress(json.JSONDecodeError):
             if json.loads(line)["step"] <= last:
                 kept.append(line + "\n")
-    write_atomically(path, "".join(kept).encode())
-
-
-def write_atomically(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
+    write_file(path, "".join(kept))
 
 
 @contextlib.contextmanager

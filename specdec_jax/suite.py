@@ -17,6 +17,7 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.options import check_output
 from specdec_jax.progress import Progress
+from specdec_jax.writing import passes_through, write_file
 
 SUITES = ("paper",)
 
@@ -68,6 +69,8 @@ def _check(options: BenchmarkOptions) -> None:
     if not options.output:
         raise ValueError(f"output: got nothing with suite={options.suite!r}, expected the file of its records")
     check_output(options.output)
+    if passes_through(options.output):
+        raise ValueError(f"output: got {options.output!r}, expected a regular file: its records are read again")
     if options.report:
         figures.check_page("report", options.report)
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
@@ -126,7 +129,7 @@ def _run(options: BenchmarkOptions) -> None:
     print(_table([line for record in found for line in results.rows(record)]))
     if options.report:
         page = figures.report([(pathlib.Path(options.output), record) for record in found])
-        pathlib.Path(options.report).write_text(page, encoding="utf-8")
+        write_file(options.report, page)
         print(f"wrote {options.output} and {options.report}")
     else:
         print(f"wrote {options.output}; `specdec figures --records={options.output}` draws it")

@@ -42,6 +42,7 @@ from specdec_jax.runs import (
     record_settings,
     record_target,
 )
+from specdec_jax.writing import alone
 
 # Files in the folder of a run: of the model whose encoder output is read, or of another teacher.
 _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
@@ -201,11 +202,13 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
     check_files(config)
     output = pathlib.Path(config.output_dir).absolute()
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
-    saved = Checkpoints(output, resume=True, select=config.select)
-    for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
-        console.print(line, markup=False)
-    state = go_on(Run(config, saved), console, config, begun)
-    export(output, output / "model")
+    output.mkdir(parents=True, exist_ok=True)
+    with alone(output):
+        saved = Checkpoints(output, resume=True, select=config.select)
+        for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
+            console.print(line, markup=False)
+        state = go_on(Run(config, saved), console, config, begun)
+        export(output, output / "model")
     console.print(f"wrote {output / 'model'}", markup=False)
     return state.params
 
@@ -350,7 +353,7 @@ class Run:
             raise ValueError(
                 f"step {step}: got parameters that are not finite, expected finite ones: lower learning_rate"
             )
-        self.saved.newest.save(step, args=ocp.args.StandardSave(state))
+        self.saved.keep_newest(step, state)
 
 
 @jax.jit

@@ -24,6 +24,7 @@ from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kern
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.optimizer import learning_rate
 from specdec_jax.runs import Checkpoints, changed_settings, record_target
+from specdec_jax.writing import alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,13 +263,15 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
     target = checkpoints.load(settings.target, dtype, say=functools.partial(console.print, markup=False))
     if target.vocabulary is None:
         raise ValueError(f"target: got {settings.target} without a vocabulary, expected one")
-    saved = Checkpoints(output, resume=True)
-    step = saved.newest.latest_step()
-    record_target(output / "target_fingerprint", "target", target, step)
-    for line in changed_settings(settings, output, step, _fixed):
-        console.print(line, markup=False)
-    run = HeadsRun(settings, target, saved)
-    state = train.go_on(run, console, settings, begun)
-    for folder in run.export():
-        console.print(f"wrote {folder}", markup=False)
+    output.mkdir(parents=True, exist_ok=True)
+    with alone(output):
+        saved = Checkpoints(output, resume=True)
+        step = saved.newest.latest_step()
+        record_target(output / "target_fingerprint", "target", target, step)
+        for line in changed_settings(settings, output, step, _fixed):
+            console.print(line, markup=False)
+        run = HeadsRun(settings, target, saved)
+        state = train.go_on(run, console, settings, begun)
+        for folder in run.export():
+            console.print(f"wrote {folder}", markup=False)
     return state.params

@@ -6,7 +6,6 @@ best few by that and plain decoding are then timed in turn on the same sentences
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_ou
 from specdec_jax.passes import Arm, Batch
 from specdec_jax.progress import track
 from specdec_jax.verification import LOSSY
+from specdec_jax.writing import write_file
 
 # Choices that are timed beside plain decoding.
 _COMPARED = 5
@@ -139,11 +139,11 @@ def run(options: TuneOptions) -> None:
     record = tuned(target, drafter, batches, others, options)
     text = json.dumps(record, indent=1)
     try:
-        pathlib.Path(options.config).write_text(gin_file(record, options), encoding="utf-8")
+        write_file(options.config, gin_file(record, options))
         print(text if options.json else summary(record))
     finally:  # if one fails, the record is in another
         if options.output:
-            pathlib.Path(options.output).write_text(text + "\n", encoding="utf-8")
+            write_file(options.output, text + "\n")
 
 
 def tuned(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneOptions) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def test_cut_anywhere_it_has_whole_results_only(tmp_path):
             for number, line in enumerate(["ü", "neu", "eine Zeile"]):
                 if number not in opened.done:
                     opened.add(number, [line])
+            assert list(opened.lines()) == ["ü", "neu", "eine Zeile"]
         assert {tuple(json.loads(line)[1]) for line in path.read_text().splitlines()[1:]} == {
             ("ü",), ("neu",), ("eine Zeile",),
         }  # fmt: skip

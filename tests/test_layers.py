@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import subprocess
+import tomllib
 
 import pytest
 
@@ -12,7 +13,10 @@ PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
-    {"draws", "processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping"},
+    {
+        *("draws", "processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies"),
+        *("stopping", "writing"),
+    },
     {
         *(
             "models",
@@ -31,7 +35,6 @@ LAYERS = [
             "formats",
             "formats.allocator",
             "formats.eight_bits",
-            "formats.folders",
             "formats.leaves",
             "formats.flax_msgpack",
             "formats.huggingface",
@@ -69,6 +72,7 @@ LAYERS = [
         *("markup", "record_types", "help_page"),
     },
     {"cli"},
+    {"entry"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 FACADE = ""  # specdec_jax itself: public names, imported by the command line only
@@ -114,6 +118,17 @@ def own_imports(module: str) -> set[str]:
                 below = below[:-1]
             found.add(".".join(below))
     return found
+
+
+def test_every_package_is_installed():
+    """They are named one by one, since the one that the command begins with is installed outside the others."""
+    described = ROOT / "pyproject.toml"
+    if not described.is_file():
+        pytest.skip("no checkout here")
+    settings = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"]
+    outside = {folder: name for name, folder in settings["package-dir"].items()}
+    found = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "specdec_jax").rglob("__init__.py")}
+    assert {outside.get(name, name.replace("/", ".")) for name in found} == set(settings["packages"])
 
 
 def test_every_module_has_a_layer():

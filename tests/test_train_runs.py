@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import rich.console
+from devices import fill, small_disk
 from toy_training import CONFIGS, TINY, config_of
 
 from specdec_jax import checkpoints, cli, data, losses, runs, train
@@ -221,6 +222,33 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     assert os.listdir(tmp_path / "checkpoints") == [str(step)]
     assert f"interrupted: step {step} is saved" in capsys.readouterr().err
     assert int(runs.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
+
+
+def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(language, tmp_path, monkeypatch):
+    metrics = losses.Metrics(np.float32(1), np.float32(1), np.float32(1))
+    monkeypatch.setattr(train, "train_step", lambda state, *_, **__: (state.replace(step=state.step + 1), metrics))
+    monkeypatch.setattr(train.Run, "validate", lambda *_: None)
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        config = config_of(language, disk / "run", save_every=2)
+        with pytest.raises(
+            OSError, match=r"No space left on device \(0.0 MB free, 1.1 MB needed\): '.*/run/checkpoints'"
+        ):
+            saves = []
+            keep = runs.Checkpoints.keep_newest
+
+            def full_at_the_second(saved, step, state):
+                saves.append(step)
+                if len(saves) == 2:
+                    fill(disk, leave=20_000)
+                keep(saved, step, state)
+
+            monkeypatch.setattr(runs.Checkpoints, "keep_newest", full_at_the_second)
+            train.fit(config)
+        assert os.listdir(disk / "run/checkpoints") == ["2"]
+        (disk / "filler").unlink()
+        monkeypatch.setattr(runs.Checkpoints, "keep_newest", keep)
+        train.fit(config)
+        assert int(runs.Checkpoints(disk / "run").restore(train._abstract_state(config)).step) == config.steps
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.vocabularies import Vocabulary
+from specdec_jax.writing import write_file
 
 _FORMAT = "specdec_jax n-gram table, version 1"
 _ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")
@@ -84,7 +85,7 @@ class NGramTable:
         fields: dict[str, Any] = {name: np.asarray(getattr(self, name)) for name in _ARRAYS + _NUMBERS}
         file = io.BytesIO()
         np.savez_compressed(file, format=_FORMAT, fingerprint=self.fingerprint, **fields, **values)
-        pathlib.Path(path).write_bytes(file.getvalue())
+        write_file(path, file.getvalue())
 
     @classmethod
     def load(cls, path) -> tuple["NGramTable", dict[str, np.ndarray]]:

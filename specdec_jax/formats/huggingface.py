@@ -19,6 +19,7 @@ from specdec_jax.vocabularies import (
     Vocabulary,
     byte_level_bpe,
 )
+from specdec_jax.writing import write_file
 
 _MODEL_TYPES = ("t5", "mt5", "gpt2")
 _T5_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
@@ -357,7 +358,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
     files["generation_config.json"] = ids
     for name, content in files.items():
         content = content if isinstance(content, bytes) else (json.dumps(content, indent=1) + "\n").encode()
-        (folder / name).write_bytes(content)
+        write_file(folder / name, content)
     tensors = {tensor_name(name): _turned(name, leaf) for name, leaf in checkpoint.leaves.items()}
     safetensors_files.write_folder(tensors, dtype, folder, track)
 

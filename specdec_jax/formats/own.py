@@ -11,12 +11,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from specdec_jax.formats import eight_bits, tensorstore_arrays
-from specdec_jax.formats.folders import new_folder
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.writing import new_folder, write_file
 
 FORMAT, VERSION = "specdec_jax", 1
 _CONFIGS = {"t5": T5Config, "gpt": GPTConfig}
@@ -127,13 +127,12 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
         record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
     _write_record(record, folder)
     if contents and not _same(folder.parent / entry["file"], contents):
-        (folder / entry["file"]).write_bytes(contents)
+        write_file(folder / entry["file"], contents)
 
 
 def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
     """Writes heads on the target with this fingerprint; earlier ones there are replaced, anything else is refused."""
-    check_free(folder, "heads")
-    with new_folder(folder) as temporary:
+    with new_folder(folder, lambda place: check_free(place, "heads")) as temporary:
         heads = {"heads": dataclasses.asdict(config), "target_fingerprint": fingerprint}
         _write_record(_head("heads") | heads, temporary)
         _write_params(((name, np.asarray(array)) for name, array in flatten(params).items()), temporary)
@@ -150,7 +149,7 @@ def _head(kind: str) -> dict:
 
 
 def _write_record(record: dict, folder: pathlib.Path) -> None:
-    (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_file(folder / "config.json", json.dumps(record, indent=1) + "\n")
 
 
 def _same(path: pathlib.Path, contents: bytes) -> bool:

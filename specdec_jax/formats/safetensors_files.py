@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.formats.leaves import Leaf, Track, fill_rows
+from specdec_jax.writing import naming, write_file
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 _CODES = {np.dtype(dtype).name: code for code, dtype in _DTYPES.items()}
@@ -102,10 +103,10 @@ def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, tra
             file_of[name] = file
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
-        (folder / file).write_bytes(struct.pack("<Q", len(text)) + text)
+        write_file(folder / file, struct.pack("<Q", len(text)) + text)
     for name in track(list(tensors)):
-        with open(folder / file_of[name], "ab") as stream:
+        with naming(folder / file_of[name]), open(folder / file_of[name], "ab") as stream:
             stream.write(np.ascontiguousarray(tensors[name].load(dtype)).reshape(-1).view(np.uint8).data)
     if not one:
         index = {"metadata": {"total_size": sum(map(size, tensors))}, "weight_map": file_of}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1) + "\n")

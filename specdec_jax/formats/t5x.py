@@ -11,6 +11,7 @@ from flax import serialization
 from specdec_jax.formats import tensorstore_arrays
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten, unflatten
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.writing import write_file
 
 _STEP = re.compile(r"checkpoint_(\d+)")
 
@@ -189,7 +190,7 @@ def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step
         target[name] = tensorstore_arrays.write_zarr(leaves[name].load(dtype), folder, path)
     state = {"step": np.asarray(step, np.int32)}  # T5X asks it for its dtype
     contents = {"version": 3, "optimizer": {"state": state, "target": unflatten(target)}}
-    (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(contents))
+    write_file(folder / "checkpoint", serialization.msgpack_serialize(contents))
 
 
 def write_orbax(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from specdec_jax.formats.leaves import Leaf, fill_rows
+from specdec_jax.writing import write_file
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 _CHUNK_BYTES = 1 << 26  # what T5X aims at
@@ -144,4 +145,4 @@ def write_ocdbt(arrays: Iterable[tuple[tuple[str, ...], np.ndarray]], folder: pa
         "tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }  # fmt: skip
-    (folder / "_METADATA").write_text(json.dumps(metadata) + "\n", encoding="utf-8")
+    write_file(folder / "_METADATA", json.dumps(metadata) + "\n")

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import tensorflow as tf
 from specdec_jax.interop.vocabularies import difference
 from specdec_jax.jobs import Output
 from specdec_jax.models.base import LanguageModel, decoder_only
+from specdec_jax.writing import write_file
 
 try:
     tf.config.set_visible_devices([], "GPU")  # it would take the memory that JAX needs
@@ -184,7 +184,7 @@ class Job:
             print(note, file=sys.stderr)
         if output_file:
             text = json.dumps({"split": self._split, "metrics": found, "not computed": notes}, indent=2)
-            pathlib.Path(f"{output_file}.metrics.json").write_text(text + "\n", encoding="utf-8")
+            write_file(f"{output_file}.metrics.json", text + "\n")
 
 
 def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> None:

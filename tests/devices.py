@@ -1,0 +1,77 @@
+"""Files that are not regular, and disks that are full, made in a temporary folder; where that is not permitted a test skips.
+And the command `specdec` as a process of its own."""
+
+import contextlib
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+# As the console script, whatever its place is.
+SPECDEC = [sys.executable, "-c", "import sys, specdec_main; sys.exit(specdec_main.main())"]
+
+
+def null_device(path: pathlib.Path) -> pathlib.Path:
+    """A device that takes everything, as /dev/null."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        path.write_bytes(b"")
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no device can be made here: {error}")
+    return path
+
+
+class Pipe:
+    """A named pipe with a reader, whose `read()` gives all that was written."""
+
+    def __init__(self, path: pathlib.Path):
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("the system has no named pipes")
+        os.mkfifo(path)
+        self._content: list[bytes] = []
+        self._thread = threading.Thread(target=lambda: self._content.append(path.read_bytes()), daemon=True)
+        self._thread.start()
+
+    def read(self) -> bytes:
+        self._thread.join(30)
+        assert self._content, "nobody has written to the pipe"
+        return self._content[0]
+
+
+@contextlib.contextmanager
+def small_disk(folder: pathlib.Path, size: str = "64k"):
+    """Mounts a disk of this size at a new folder."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except OSError as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(disk: pathlib.Path, leave: int = 0) -> pathlib.Path:
+    """Fills a disk up to some bytes; returns the file that does."""
+    filler = disk / "filler"
+    space = os.statvfs(disk)
+    filler.write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - leave)))
+    return filler

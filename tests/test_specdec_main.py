@@ -1,0 +1,190 @@
+"""The command as a process: its standard streams, and what signals do while it imports, computes, trains and ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import specdec_main
+from devices import SPECDEC, fill, small_disk
+
+from specdec_jax import cli
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and closed streams are other things there")
+
+# The command with a command line of the test's own instead of the package, which would take a second to import.
+STUB = """
+import atexit, hashlib, os, signal, sys, threading, time, types
+import specdec_main
+
+PID, SIGINT, SIGTERM = os.getpid(), signal.SIGINT, signal.SIGTERM
+specdec_main._PATIENCE = float(sys.argv.pop(1))
+
+def send(number, after):
+    threading.Timer(after, os.kill, (PID, number)).start()
+
+def compute(iterations=2 * 10**9):
+    hashlib.pbkdf2_hmac("sha256", b"", b"", iterations)  # as a compilation, which sees no signals
+
+class Package(types.ModuleType):
+    @property
+    def cli(self):
+        importing()
+        return types.SimpleNamespace(main=main)
+
+def importing():
+    pass
+
+def main():
+    try:
+        return run()
+    except KeyboardInterrupt as error:
+        print(f"specdec: {dict(specdec_main._SIGNALS)[error.args[0]]}", file=sys.stderr)
+        return 128 + error.args[0]
+
+"""
+END = """
+sys.modules["specdec_jax"] = Package("specdec_jax")
+sys.exit(specdec_main.main())
+"""
+
+
+def stub(body, *arguments, patience=0.3, **options):
+    script = STUB + body + END
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(patience), *arguments], capture_output=True, text=True, timeout=60, **options
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+INTERRUPTED, TERMINATED = (130, "", "specdec: interrupted\n"), (143, "", "specdec: terminated\n")
+ENDS = {
+    "while it imports": ("def importing(): os.kill(PID, SIGTERM); compute(10**4); print('on')", TERMINATED),
+    "while it imports, of the keyboard": ("def importing(): os.kill(PID, SIGINT); compute(10**4); print('on')", INTERRUPTED),
+    "while Python runs": ("def run(): os.kill(PID, SIGINT); time.sleep(9)", INTERRUPTED),
+    "while it compiles": ("def run(): send(SIGTERM, 0.1); compute()", TERMINATED),
+    "twice while it compiles": ("specdec_main._PATIENCE = 99\ndef run(): send(SIGINT, 0.1); send(SIGTERM, 0.2); compute()", INTERRUPTED),
+    "that someone swallows": ("""
+def run():
+    send(SIGINT, 0.1)
+    try:
+        time.sleep(9)
+    except KeyboardInterrupt:
+        compute()""", INTERRUPTED),
+    "when the interpreter would crash at its end": ("atexit.register(os.abort)\ndef run(): os.kill(PID, SIGTERM); time.sleep(9)", TERMINATED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ENDS)
+def test_a_signal_ends_it(when):
+    body, expected = ENDS[when]
+    begin = time.monotonic()
+    assert stub(body) == expected
+    assert time.monotonic() - begin < 30
+
+
+def test_a_second_signal_kills():
+    code, out, err = stub("""
+def run():
+    try:
+        os.kill(PID, SIGTERM)
+        time.sleep(9)
+    finally:
+        os.kill(PID, SIGTERM)
+        time.sleep(9)
+""", patience=99)  # fmt: skip
+    assert (code, out, err) == (-signal.SIGTERM, "", "")
+
+
+def test_training_ends_by_itself():
+    """As `deferred_signals` does: its own handler notes the signal and gives back the usual one."""
+    body = """
+def run():
+    usual = signal.getsignal(SIGTERM)
+    signal.signal(SIGTERM, lambda *_: signal.signal(SIGTERM, usual))
+    send(SIGTERM, 0.1)
+    time.sleep(1)
+    print("saved", flush=True)
+    return 130
+"""
+    assert stub(body, "train", patience=0.1) == (130, "saved\n", "")
+
+
+def test_an_ignored_signal_stays_ignored():
+    ignore = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    body = "def run(): os.kill(PID, SIGINT); compute(10**4); print('on'); return 0"
+    assert stub(body, preexec_fn=ignore) == (0, "on\n", "")
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_is_ended(name, monkeypatch, capsys):
+    class Options:
+        __dataclass_fields__: dict = {}
+
+    monkeypatch.setattr(cli.Command, "load", lambda command: (Options, lambda *_: signal.raise_signal(signal.SIGTERM)))
+    usual = {number: signal.getsignal(number) for number in specdec_main._SIGNALS}
+    try:
+        specdec_main._handle(specdec_main._interrupt)
+        assert cli.main([name, "--compilation_cache_dir="]) == 143
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr() == ("", "specdec: terminated\n")
+
+
+# Standard streams.
+
+CLOSED = """
+def run():
+    file = os.open(sys.argv[0] if os.path.exists(sys.argv[0]) else sys.executable, os.O_RDONLY)
+    print(file > 2, file=sys.stderr)
+    print(repr(sys.stdin.read()), file=sys.stderr)
+    print("output")
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(error, file=sys.stderr)
+        os._exit(2)
+    return 0
+"""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2), ()])
+def test_closed_streams_are_not_taken_by_files(closed):
+    code, out, err = stub(CLOSED, preexec_fn=lambda: [os.close(number) for number in closed], stdin=subprocess.DEVNULL)
+    assert code == (2 if 1 in closed else 0) and out == ("" if 1 in closed else "output\n")
+    broken = "[Errno 9] Bad file descriptor: 'standard output'\n" * (1 in closed)
+    assert err == ("" if 2 in closed else f"True\n''\n{broken}")
+
+
+def process(*arguments, **options):
+    command = [*SPECDEC, *arguments]
+    return subprocess.run(command, encoding="utf-8", env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=120, **options)
+
+
+def test_closed_standard_output_is_one_line():
+    done = process("--version", stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (2, "specdec: error: [Errno 9] Bad file descriptor: 'standard output'\n")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_has_gone_is_no_traceback(stream):
+    reader, writer = os.pipe()
+    os.close(reader)
+    other = "stderr" if stream == "stdout" else "stdout"
+    done = process("--version" if stream == "stdout" else "nonsense", **{stream: writer, other: subprocess.PIPE})
+    os.close(writer)
+    assert done.returncode == (1 if stream == "stdout" else 2) and not getattr(done, other)
+
+
+def test_standard_output_on_a_full_disk_is_one_line(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        with open(disk / "out", "w") as out:
+            fill(disk)
+            done = process("--version", stdout=out, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "specdec: error: [Errno 28] No space left on device: 'standard output'\n",
+    )
