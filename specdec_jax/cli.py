@@ -348,9 +348,3 @@ def _overview() -> str:
     lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family and GPT-like models.", ""]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
-
-
-if __name__ == "__main__":
-    from specdec_jax import entry
-
-    sys.exit(entry.main())

@@ -10,6 +10,7 @@ import sys
 
 import jax
 import pytest
+from devices import SPECDEC
 
 import specdec_jax as sd
 from specdec_jax import benchmark, cli, inference, jobs, traces
@@ -435,7 +436,7 @@ def test_interrupt(generate, monkeypatch):
 
 def process(*argv, environment, **options):
     return subprocess.run(
-        [sys.executable, "-m", "specdec_jax.cli", *map(str, argv)], capture_output=True, encoding="utf-8",
+        [*SPECDEC, *map(str, argv)], capture_output=True, encoding="utf-8",
         env=os.environ | environment, **options,
     )  # fmt: skip
 

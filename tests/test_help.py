@@ -7,9 +7,9 @@ import pathlib
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
+from devices import SPECDEC
 
 from specdec_jax import cli, help_page, sentences
 
@@ -136,7 +136,7 @@ def test_examples_run_anywhere(tmp_path, quick_environment):
     line = "generate --target=ende/target --drafter=lookup --input_file=ende/sentences.txt --max_new_tokens=2 --json"
     environment = {**os.environ, **quick_environment, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "specdec_jax.cli", *shlex.split(line)],
+        [*SPECDEC, *shlex.split(line)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

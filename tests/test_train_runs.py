@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import rich.console
-from devices import fill, small_disk
+from devices import SPECDEC, fill, small_disk
 from toy_training import CONFIGS, TINY, config_of
 
 from specdec_jax import checkpoints, cli, data, losses, runs, train
@@ -265,7 +264,7 @@ def command(language, quick_environment):
         settings = {**quick_environment, "XDG_CACHE_HOME": str(language / "cache")}
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "specdec_jax.cli", "train", *arguments],
+                [*SPECDEC, "train", *arguments],
                 stderr=subprocess.PIPE,
                 text=True,
                 cwd=CONFIGS.parent.parent,

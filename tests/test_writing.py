@@ -25,6 +25,7 @@ MAY_WRITE = {
     ("plots", "savefig"): "into memory",
     ("drafters.ngrams", "savez_compressed"): "into memory",
     ("cli", "os.open"): "the null device, in place of a stream that is lost",
+    ("entry", "os.open"): "the null device, in place of a stream that is closed",
 }
 
 
@@ -38,7 +39,7 @@ def writes(tree: ast.AST) -> set[str]:
         modes = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
         name = called.rpartition(".")[2]
         if called.partition(".")[0] in ("os", "shutil"):
-            if name in SYSTEM or called.startswith("shutil") and name != "disk_usage":
+            if name in SYSTEM or called.startswith("shutil") and name not in ("disk_usage", "get_terminal_size"):
                 found.add(called)
         elif name == "open" and any(set(mode) & set("wax+") and set(mode) <= set("rwaxbt+") for mode in modes):
             found.add("open")
