@@ -49,11 +49,18 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _on_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
-    """`array`, of which other processes may hold parts."""
-    return np.asarray(array if array.is_fully_addressable else _pinned(array, rules))
+    """`array`, of which other processes may hold parts.
+
+    JAX keeps what it copied to the host as long as the array lives: of the weights that would be a second copy in the end.
+    """
+    shared = rules is None and jax.default_backend() == "cpu"
+    return np.asarray(array if shared else _copied(array, rules))
 
 
-_pinned = functools.partial(jax.jit, static_argnames="rules")(pinned)
+@functools.partial(jax.jit, static_argnames="rules")
+def _copied(array: jax.Array, rules: ShardingRules | None) -> jax.Array:
+    """A copy that every device has whole."""
+    return pinned(jnp.copy(array), rules)
 
 
 def of_corners(params: dict, rules: ShardingRules | None, last_layer: str) -> str:
