@@ -12,10 +12,10 @@ PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
-    {"processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping"},
+    {"processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping", "reading", "tokenizer_checks"},
     {
         *("models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"),
-        *("models.heads", "models.gpt"),
+        *("models.heads", "models.gpt", "models.fields"),
     },
     {
         *(
@@ -26,6 +26,7 @@ LAYERS = [
             "formats.leaves",
             "formats.flax_msgpack",
             "formats.huggingface",
+            "formats.huggingface_tokenizers",
             "formats.own",
         ),
         *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),

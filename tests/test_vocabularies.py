@@ -11,7 +11,7 @@ import pytest
 from golden_models import GOLDEN
 
 from specdec_jax import checkpoints, data, inference
-from specdec_jax.formats import huggingface
+from specdec_jax.formats import huggingface_tokenizers
 
 FOLDER = GOLDEN / "hf_tokenizer"
 IDS = json.loads((FOLDER / "ids.json").read_text(encoding="utf-8"))
@@ -154,7 +154,7 @@ def test_inputs_end_with_the_tokenizers_own_eos(case, tmp_path):
     (tmp_path / "tokenizer.json").write_text(text.replace("</s>", "<other>") if "renamed" in changes else text)
     for name, eos_token in files.items():
         (tmp_path / name).write_text(json.dumps({"eos_token": eos_token}))
-    vocabulary = huggingface.open_vocabulary(tmp_path, stop_ids)
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, stop_ids or ())
     assert vocabulary.eos_ids == expected
 
 
@@ -220,16 +220,16 @@ def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
     (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    vocabulary = huggingface.open_vocabulary(tmp_path, None)
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
     assert (type(vocabulary), vocabulary.extra_ids) == (data.SentencePieceVocabulary, extra_ids)
 
 
 def test_which_tokenizer_a_folder_has(tmp_path):
-    assert huggingface.open_vocabulary(tmp_path, None) is None
+    assert huggingface_tokenizers.open_folder(tmp_path, ()) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}))
-    vocabulary = huggingface.open_vocabulary(tmp_path, None)
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
     assert (type(vocabulary), vocabulary.size) == (data.ByteVocabulary, 384)
-    assert type(huggingface.open_vocabulary(FOLDER, (1,))) is data.TokenizerJsonVocabulary
+    assert type(huggingface_tokenizers.open_folder(FOLDER, (1,))) is data.TokenizerJsonVocabulary
 
 
 @pytest.mark.parametrize("added", [{"<sep>": 200}, {"<extra_id_0>": 150}])
@@ -237,7 +237,7 @@ def test_added_tokens_that_spiece_model_does_not_give_are_refused(added, tmp_pat
     (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     with pytest.raises(ValueError, match="got added token .* expected only sentinels"):
-        huggingface.open_vocabulary(tmp_path, None)
+        huggingface_tokenizers.open_folder(tmp_path, ())
 
 
 @pytest.mark.skipif(not TEXTS.is_dir(), reason=f"real text not beside the checkout ({TEXTS.name}/)")

@@ -1,0 +1,102 @@
+"""What a tokenizer.json may ask of the `tokenizers` library, which cannot be interrupted while it works on a text.
+
+Its regular expressions backtrack: a nested quantifier can take longer than anyone waits for thirty characters. So only
+expressions are let through that take time in proportion to the text. Steps that make a text longer multiply each other's
+effect, and a damaged table of characters makes the library print a stack trace: those are looked at too.
+"""
+
+import base64
+import binascii
+import re
+
+import numpy as np
+
+from specdec_jax import reading
+
+# Of published tokenizers, beyond what `_PLAIN` lets through: GPT-2's, GPT-4's (Llama 3 has the same) and Qwen 2's.
+_PUBLISHED = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    *(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        for digits in (r"\p{N}{1,3}", r"\p{N}")
+    ),
+}  # fmt: skip
+# Alternatives of single characters or classes of them, of which one may be missing and the last may repeat: nothing that
+# follows a repetition can fail and send the matcher back.
+_CHARACTER = r"(?:\\[pP]\{\^?\w{1,30}\}|\\[sSdDwWnrt]|\\[^\w\s]|\[\^?(?:\\.|[^\[\]\\&])+\]|[^\\\[\](){}*+?|^$])"
+_ALTERNATIVE = rf"\^?(?:{_CHARACTER})*(?:{_CHARACTER}\?)?(?:{_CHARACTER})*(?:[*+]|\{{\d{{1,2}}(?:,\d{{0,2}})?\}})?"
+_PLAIN = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
+_LONGEST_PATTERN = 200
+_LONGEST_WORD = 1000
+_MOST_GROWTH = 1000  # times, by all steps together; T5's table of characters allows 33, its marks of spaces 3
+
+
+def check(text: str) -> None:
+    """Refuses the contents of a tokenizer.json that could keep the library busy for ever.
+
+    Raises:
+      ValueError: what is wrong with it.
+    """
+    content = reading.parse_json(text, "tokenizer.json")
+    model, growth = content.get("model"), 1
+    length = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
+    if isinstance(length, int) and length > _LONGEST_WORD:  # WordPiece tries all parts of a word
+        raise ValueError(f"got max_input_chars_per_word {reading.shown(length)}, expected at most {_LONGEST_WORD}")
+    nodes = [content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            growth *= _growth(node)
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"got steps that make a text more than {_MOST_GROWTH:,} times as long, expected fewer")
+
+
+def _growth(step: dict) -> int:
+    """How many times as long a step may make a text; refuses one that may take too much time."""
+    pattern = step.get("Regex")
+    if isinstance(pattern, str) and pattern not in _PUBLISHED:
+        if len(pattern) > _LONGEST_PATTERN or not _PLAIN.fullmatch(pattern):
+            expected = "characters or classes of which only the last repeats"
+            raise ValueError(f"got the regular expression {reading.shown(pattern)}, expected {expected}")
+    kind = step.get("type")
+    if kind == "Precompiled":
+        return _longest_replacement(step.get("precompiled_charsmap"))
+    if kind == "Replace" and isinstance(step.get("content"), str):
+        return max(1, len(step["content"].encode("utf-8", "replace")))
+    if kind == "TemplateProcessing" and isinstance(step.get("single"), list):
+        return max(1, sum(isinstance(part, dict) and "Sequence" in part for part in step["single"]))
+    return 2 if kind == "ByteLevel" else 1
+
+
+def _longest_replacement(encoded) -> int:
+    """The most bytes that SentencePiece's table of characters puts in the place of one.
+
+    The table is a double array (a trie in which the children of a node lie at its offset, XOR the byte), preceded by its
+    size, and the replacements one after the other, each with a NUL at its end.
+    """
+    try:
+        table = base64.b64decode(encoded or "", validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        table = b""
+    size = int.from_bytes(table[:4], "little")
+    units = np.frombuffer(table[4 : 4 + size], "<u4") if size % 4 == 0 and 4 + size <= len(table) else np.zeros(0, "<u4")
+    texts = table[4 + size :]
+    places = np.arange(len(units), dtype=np.int64)
+    children = places ^ (units.astype(np.int64) >> 10 << ((units & 0x200) >> 6).astype(np.int64))
+    inner, leading = units < 0x80000000, (units & 0x100 > 0) & (units < 0x80000000)
+    sound = len(units) > 0 and bool(inner[0]) and bool(np.all((children | 0xFF)[inner] < len(units)))
+    if sound:  # what leads to a replacement has its place as a child
+        starts = units[children[leading]] & 0x7FFFFFFF
+        heads = np.frombuffer(texts, np.uint8)
+        sound = bool(np.all(starts < len(heads))) and bool(np.all(heads[starts] & 0xC0 != 0x80))
+    try:
+        texts.decode("utf-8")
+    except UnicodeDecodeError:
+        sound = False
+    if not sound:
+        raise ValueError(f"got the precompiled_charsmap {reading.shown(encoded)}, expected SentencePiece's table")
+    return max(1, max(map(len, texts.split(b"\0"))))
