@@ -145,7 +145,12 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     for field in fields:
         _define_flag(values, field, kinds[field.name])
     common: dict[str, Any] = {"flag_values": values}
-    flags.DEFINE_multi_string("gin_file", [], "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust", **common)
+    flags.DEFINE_multi_string(
+        "gin_file",
+        [],
+        "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust",
+        **common,
+    )
     flags.DEFINE_list("gin_search_paths", ["."], "comma-separated folders in which gin files are looked up", **common)
     flags.DEFINE_string(
         "compilation_cache_dir", None,

@@ -23,6 +23,11 @@ def shown(value) -> str:
     return _short.repr(value)
 
 
+def reason(error: Exception) -> str:
+    """What a library says of a file, in one line of some length."""
+    return " ".join(str(error).split())[:500]
+
+
 def check_file(path, most: int = MOST_BYTES) -> None:
     """Refuses what is no regular file: to open a pipe would wait for its other end. Links are followed.
 
@@ -104,7 +109,7 @@ def check_names(names: Iterable, path) -> None:
 def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
     """The file `name` in `folder`, as the file at `path` calls it; ValueError where that leads out of the folder."""
     flavours = (pathlib.PurePosixPath, pathlib.PureWindowsPath)
-    if not isinstance(name, str) or not name.strip("/.") or "\0" in name or any(
+    if not isinstance(name, str) or len(name) > 255 or not name.strip("/.") or "\0" in name or any(
         flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours
     ):  # fmt: skip
         raise ValueError(f"{path}: got the file name {shown(name)}, expected one inside the folder")

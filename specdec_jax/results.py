@@ -8,7 +8,6 @@ from specdec_jax import reading, records
 from specdec_jax.measure import Spread
 from specdec_jax.verification import FORCED
 
-
 _MOST_BYTES = 1 << 24
 
 
@@ -38,11 +37,11 @@ def read_records(path: str) -> list[dict[str, Any]]:
     Raises:
       ValueError: it is none.
     """
+    text = reading.read_text(path, _MOST_BYTES)
+    # A suite's file begins with a whole record, the others are written over many lines.
+    lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
+    found = [reading.parse_json(line, path) for line in lines]
     try:
-        text = reading.read_text(path, _MOST_BYTES)
-        # A suite's file begins with a whole record, the others are written over many lines.
-        lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
-        found = [reading.parse_json(line, path) for line in lines]
         for record in found:  # what the page will ask of it
             if estimated(record):
                 memory_estimate(record), time_estimates(record)
@@ -53,8 +52,8 @@ def read_records(path: str) -> list[dict[str, Any]]:
         expected = (
             "a record of `specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
         )
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        raise ValueError(f"records: got {path} ({reason}), expected {expected}") from None
+        got = f"something else ({type(error).__name__}: {reading.reason(error)})"
+        raise ValueError(f"{path}: got {got}, expected {expected}") from None
     return found
 
 

@@ -83,7 +83,9 @@ def _longest_replacement(encoded) -> int:
     except (binascii.Error, TypeError, ValueError):
         table = b""
     size = int.from_bytes(table[:4], "little")
-    units = np.frombuffer(table[4 : 4 + size], "<u4") if size % 4 == 0 and 4 + size <= len(table) else np.zeros(0, "<u4")
+    units = (
+        np.frombuffer(table[4 : 4 + size], "<u4") if size % 4 == 0 and 4 + size <= len(table) else np.zeros(0, "<u4")
+    )
     texts = table[4 + size :]
     places = np.arange(len(units), dtype=np.int64)
     children = places ^ (units.astype(np.int64) >> 10 << ((units & 0x200) >> 6).astype(np.int64))

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import io
 import json
-import pathlib
 import re
 from collections.abc import Iterable
 
@@ -106,7 +105,9 @@ class SentencePieceVocabulary(Vocabulary):
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             self._pieces = self._processor.get_piece_size() if model else 0  # of nothing it prints that it has none
-        except RuntimeError:
+            if self._pieces:
+                self._processor.id_to_piece(list(range(self._pieces)))  # which may be no UTF-8
+        except (RuntimeError, UnicodeDecodeError):
             self._pieces = 0
         if not self._pieces:
             raise ValueError(f"got {len(model)} bytes that are no SentencePiece model, expected one")
@@ -220,7 +221,9 @@ def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_p
     try:
         bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{vocab_file}: got no readable vocabulary with merges ({reading.shown(str(error))}), expected GPT-2's") from None
+        raise ValueError(
+            f"{vocab_file}: got no readable vocabulary with merges ({reading.reason(error)}), expected GPT-2's"
+        ) from None
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -258,7 +261,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"got no readable tokenizer.json ({reading.shown(str(error))}), expected one") from None
+            raise ValueError(f"got no readable tokenizer.json ({reading.reason(error)}), expected one") from None
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -288,7 +291,9 @@ class TokenizerJsonVocabulary(Vocabulary):
         try:
             plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         except Exception as error:  # as above
-            raise ValueError(f"got a tokenizer.json that cannot encode ({error}), expected one that can") from None
+            raise ValueError(
+                f"got a tokenizer.json that cannot encode ({reading.reason(error)}), expected one that can"
+            ) from None
         return whole[-1] if whole[:-1] == plain else None
 
     def encode(self, text: str) -> list[int]:

@@ -158,6 +158,28 @@ def test_bad_input_is_refused_in_one_line(case, tmp_path, monkeypatch):
     assert not compiled
 
 
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("google/flan-t5-small", "hf download google/flan-t5-small --local-dir flan-t5-small"),
+        ("folder/of/mine", "bundled name"),
+    ],
+)
+def test_a_name_of_the_hub_says_how_to_download_it(name, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="got no such path, expected a checkpoint folder or a bundled name") as error:
+        checkpoints.load(name, "float32")
+    assert said in str(error.value) and ("hf download" in str(error.value)) == (name == "google/flan-t5-small")
+
+
+def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
+    make.write_hf(tmp_path, TENSORS, model_type="llama", architectures=["LlamaForCausalLM"])
+    with pytest.raises(ValueError, match="config.json: unknown architecture: got model_type 'llama'") as error:
+        checkpoints.load(tmp_path, "float32")
+    for known in ("t5", "mt5", "gpt2", "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "GPT2LMHeadModel"):
+        assert f" {known}" in str(error.value)
+
+
 def test_layers_with_position_tables_of_their_own_are_refused(tmp_path):
     make.write_t5x_orbax(tmp_path / "checkpoint_7", make.stack_layers(PARAMS, tables="different"))
     with pytest.raises(ValueError, match=r"relpos_bias.*: got a relative position table of its own .*, expected one"):

@@ -12,7 +12,19 @@ PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
-    {"processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies", "stopping", "reading", "tokenizer_checks"},
+    {
+        "processors",
+        "sampling",
+        "sharding",
+        "cache",
+        "gamma",
+        "analysis",
+        "paper",
+        "vocabularies",
+        "stopping",
+        "reading",
+        "tokenizer_checks",
+    },
     {
         *("models", "models.int8", "models.layers", "models.packing", "models.shortlist", "models.t5", "models.base"),
         *("models.heads", "models.gpt", "models.fields"),

@@ -5,12 +5,13 @@ import gzip
 import json
 import pathlib
 import shutil
+import time
 
 import make_checkpoints
 import pytest
 from golden_models import GOLDEN
 
-from specdec_jax import checkpoints, data, inference
+from specdec_jax import checkpoints, data, inference, tokenizer_checks, vocabularies
 from specdec_jax.formats import huggingface_tokenizers
 
 FOLDER = GOLDEN / "hf_tokenizer"
@@ -18,14 +19,14 @@ IDS = json.loads((FOLDER / "ids.json").read_text(encoding="utf-8"))
 TEXTS = pathlib.Path(__file__).parents[2] / "shared" / "data"
 
 
-def vocabularies():
+def both():
     return {
         "spiece.model": data.SentencePieceVocabulary.load(FOLDER / "spiece.model", IDS["extra_ids"]),
         "tokenizer.json": data.TokenizerJsonVocabulary.load(FOLDER / "tokenizer.json"),
     }
 
 
-VOCABULARIES = vocabularies()
+VOCABULARIES = both()
 
 
 @pytest.mark.parametrize("record", IDS["records"], ids=lambda record: record["text"][:20])
@@ -249,3 +250,32 @@ def test_the_two_files_agree_on_real_text(name):
     spiece, tokenizer = VOCABULARIES.values()
     different = [text for text in texts if spiece.encode(text) != tokenizer.encode(text)]
     assert len(texts) > 1000 and different == []
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_length():
+    texts = ["short", None, "a" * 1_000_001]
+    vocabularies.check_lengths("input", texts[:2])
+    with pytest.raises(ValueError, match="input 3: got a text of 1,000,001 characters, expected at most 1,000,000"):
+        vocabularies.check_lengths("input", texts)
+
+
+def regex_tokenizer(pattern: str) -> str:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return tokenizer_json(normalizer=None, pre_tokenizer=split)
+
+
+@pytest.mark.parametrize("pattern", [" {2,}", r"\s+", r" ?\p{L}+|\d{1,3}|[^\s\p{L}]+", *tokenizer_checks._PUBLISHED])
+def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text(pattern):
+    vocabulary = data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+    for character in (" ", "a", "1", "'", "a ", "\n", "é"):
+        start = time.perf_counter()
+        vocabulary._tokenizer.pre_tokenizer.pre_tokenize_str(character * 100_000)
+        assert time.perf_counter() - start < 5, repr(character)  # quadratic time would be a minute
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+", "a*a*", r"\s+$", "(?:a|a)*", "a?a?", r"\s*x", "a{3}{3}", "(?=a)", "[a&&b]+", "a+?b"]
+)
+def test_expressions_that_could_take_longer_are_refused(pattern):
+    with pytest.raises(ValueError, match="got the regular expression .*, expected characters or classes"):
+        data.TokenizerJsonVocabulary(regex_tokenizer(pattern))

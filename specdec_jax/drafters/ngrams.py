@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.reading import check_file
+from specdec_jax.reading import check_file, reason
 from specdec_jax.vocabularies import Vocabulary
 
 _FORMAT = "specdec_jax n-gram table, version 1"
@@ -107,7 +107,9 @@ class NGramTable:
             *(ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError),
             *(zipfile.BadZipFile, zlib.error),
         ) as error:  # numpy parses a header as Python does
-            raise ValueError(f"{path}: got a file that cannot be read ({error}), expected an n-gram table") from None
+            raise ValueError(
+                f"{path}: got a file that cannot be read ({reason(error)}), expected an n-gram table"
+            ) from None
         if str(values.pop("format", "")) != _FORMAT or not {*_ARRAYS, *_NUMBERS, "fingerprint"} <= set(values):
             raise ValueError(f"{path}: got something else, expected a {_FORMAT}")
         arrays = [values.pop(name) for name in _ARRAYS]
@@ -187,7 +189,9 @@ def _read_arrays(path) -> dict[str, np.ndarray]:
                 length = math.prod(shape) * dtype.itemsize
                 if dtype.hasobject or length != entry.file_size - member.tell():
                     raise ValueError(f"{entry.file_size:,} bytes for {dtype} of shape {shape}")
-                array = np.frombuffer(member.read(length), dtype)  # without a number it would decompress all that there is
+                array = np.frombuffer(
+                    member.read(length), dtype
+                )  # without a number it would decompress all that there is
                 found[entry.filename.removesuffix(".npy")] = array.reshape(shape, order="F" if is_fortran else "C")
     return found
 

@@ -9,6 +9,7 @@ from specdec_jax import reading
 from specdec_jax.formats import flax_msgpack, huggingface_tokenizers, safetensors_files
 from specdec_jax.formats.huggingface_tokenizers import first, optional
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, parameter_shapes
+from specdec_jax.models.base import ModelConfig
 from specdec_jax.models.fields import built
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
@@ -58,6 +59,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     _check_architecture(folder, options)
     tensors = _open_tensors(folder)
     is_gpt = options["model_type"] == "gpt2"
+    config: ModelConfig
     if is_gpt:
         options = {"bos_token_id": _GPT_END, "eos_token_id": _GPT_END} | options
         gpt = _gpt_config(folder, options)

@@ -54,7 +54,11 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
         raise ValueError(f"{path}: architecture: got {reading.shown(architecture)}, expected {expected}")
     config = built(_CONFIGS[architecture], content.get("model"), path)
     eos_ids, entry, encoder = (content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint"))
-    for name, value, kind in (("eos_ids", eos_ids, list), ("vocabulary", entry, dict), ("encoder_fingerprint", encoder, str)):
+    for name, value, kind in (
+        ("eos_ids", eos_ids, list),
+        ("vocabulary", entry, dict),
+        ("encoder_fingerprint", encoder, str),
+    ):
         if not isinstance(value, kind) and (value is not None or kind is list):
             raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected a {kind.__name__}")
     vocabulary = None if entry is None else _open_vocabulary(folder, entry)

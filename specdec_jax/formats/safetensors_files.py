@@ -55,8 +55,8 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
         with safetensors.safe_open(path, "numpy"):
             pass
     except safetensors.SafetensorError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: got {reading.shown(reason)}, expected a safetensors file (truncated?)") from None
+        reason = reading.reason(error)
+        raise ValueError(f"{path}: got {reason}, expected a safetensors file (truncated?)") from None
     entries = reading.parse_json(header.decode(), path)  # which, unlike the package, refuses a name that is there twice
     reading.check_names(entries, path)
     return {name: _leaf(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}

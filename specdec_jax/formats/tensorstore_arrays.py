@@ -14,7 +14,9 @@ from specdec_jax.formats.leaves import FLOATS, Leaf, fill_rows
 _METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}  # of one array, by TensorStore's driver
 _METADATA_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 26  # what T5X aims at
-_STRUCTURE_BYTES = 1 << 24  # of Orbax's list of all arrays, optimizer states included, and of the database's list of its nodes
+_STRUCTURE_BYTES = (
+    1 << 24
+)  # of Orbax's list of all arrays, optimizer states included, and of the database's list of its nodes
 _COMMIT_BYTES = 1 << 28  # of arrays that are held until they are written to a database together
 
 
@@ -72,7 +74,7 @@ def _told(name: str, path, stored: str, shape: tuple[int, ...]):
 
 
 def _reason(error: ValueError) -> str:
-    return str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0].strip()
+    return reading.reason(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0].strip()
 
 
 def ocdbt_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
