@@ -12,6 +12,7 @@ MOST_BYTES = 4 << 20  # of a file of settings, which has a few thousand; an empt
 MOST_VALUES = 2_000_000  # of a larger JSON file, a tokenizer's: mT5's has 750,000
 
 _LONGEST_NAME = 500
+_DEEPEST_FOLDER, _MOST_FOLDERS = 4, 1000
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
@@ -48,8 +49,10 @@ def check_file(path, most: int = MOST_BYTES) -> None:
 
 
 def check_folder(folder: pathlib.Path) -> None:
-    """As `check_file`, of every file below `folder`, of any size."""
-    for parent, _, names in os.walk(folder):
+    """As `check_file`, of every file below `folder`, of any size; folders may be links too, but not lead back to themselves."""
+    for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
+        if number > _MOST_FOLDERS or len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
+            raise ValueError(f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint's")
         for name in names:
             check_file(pathlib.Path(parent, name), 2**63)
 

@@ -29,6 +29,7 @@ _ALTERNATIVE = rf"\^?(?:{_CHARACTER})*(?:{_CHARACTER}\?)?(?:{_CHARACTER})*(?:[*+
 _PLAIN = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
 _LONGEST_PATTERN = 200
 _LONGEST_WORD = 1000
+_MOST_IDS = 10_000_000  # as a model's vocab_size may be
 _MOST_GROWTH = 1000  # times, by all steps together; T5's table of characters allows 33, its marks of spaces 3
 
 
@@ -39,10 +40,13 @@ def check(text: str) -> None:
       ValueError: what is wrong with it.
     """
     content = reading.parse_json(text, "tokenizer.json")
-    model, growth = content.get("model"), 1
-    length = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
-    if isinstance(length, int) and length > _LONGEST_WORD:  # WordPiece tries all parts of a word
-        raise ValueError(f"got max_input_chars_per_word {reading.shown(length)}, expected at most {_LONGEST_WORD}")
+    model, added, growth = content.get("model"), content.get("added_tokens"), 1
+    if isinstance(model, dict):
+        length = model.get("max_input_chars_per_word")
+        if isinstance(length, int) and length > _LONGEST_WORD:  # WordPiece tries all parts of a word
+            raise ValueError(f"got max_input_chars_per_word {reading.shown(length)}, expected at most {_LONGEST_WORD}")
+        check_ids(model["vocab"] if isinstance(model.get("vocab"), dict) else {})
+    check_ids({str(token.get("content")): token.get("id") for token in added} if _all_objects(added) else {})
     nodes = [content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
     while nodes:
         node = nodes.pop()
@@ -53,6 +57,20 @@ def check(text: str) -> None:
             nodes += node
         if growth > _MOST_GROWTH:
             raise ValueError(f"got steps that make a text more than {_MOST_GROWTH:,} times as long, expected fewer")
+
+
+def _all_objects(values) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
+
+
+def check_ids(pieces, path: str = "") -> None:
+    """Refuses a vocabulary (pieces with their ids) with an id so large that the library's lists of all ids would fill the memory."""
+    for piece, i in pieces.items():
+        if type(i) is not int or not 0 <= i < _MOST_IDS:
+            where = f"{path}: " if path else ""
+            raise ValueError(
+                f"{where}got {reading.shown(piece)} with id {reading.shown(i)}, expected ids below {_MOST_IDS:,}"
+            )
 
 
 def _growth(step: dict) -> int:

@@ -216,8 +216,8 @@ def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_p
     """
     import tokenizers
 
-    for path in (vocab_file, merges_file):
-        reading.check_file(path, _TOKENIZER_BYTES)
+    tokenizer_checks.check_ids(reading.read_json(vocab_file, _TOKENIZER_BYTES), str(vocab_file))
+    reading.check_file(merges_file, _TOKENIZER_BYTES)
     try:
         bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
     except Exception as error:  # the library raises plain Exception

@@ -92,9 +92,30 @@ for kind in ("pipe", "folder", "socket", "circle of links"):
     case(f"checkpoint: {kind}", "legacy", LEGACY, OTHERS[kind], names="model")
 for kind in ("empty", "gigabyte of nothing", "NUL bytes", "nested", "half"):
     case(f"checkpoint: {kind}", "legacy", LEGACY, OTHERS[kind])
+for kind in ("folder", "gigabyte of nothing", "circle of links", "nested"):
+    case(f".zarray: {kind}", "legacy", f"{ARRAY}/.zarray", OTHERS[kind], names="checkpoint_7")
+for place, base in ((f"{ARRAY}/x", "legacy"), ("params/d/x", "own"), (f"{STATE}/x", "orbax")):
+    case(f"a link to the folder that it is in: {base}", base, place, lambda path: path.symlink_to(path.parent))
+    case(f"a pipe among the data: {base}", base, place, os.mkfifo)
 for kind in ("pipe", "socket", "empty", "half"):
     case(f"zarr chunk: {kind}", "legacy", f"{ARRAY}/0.0", OTHERS[kind], names="checkpoint_7")
     case(f"own config.json: {kind}", "own", "config.json", OTHERS[kind])
+
+
+def beside_merges(damage):
+    """GPT-2's vocab.json, which is read where there are merges too."""
+    return lambda path: (
+        path.with_name("merges.txt").write_text("#version: 0.2\na b\n"),
+        path.write_text("{}"),
+        damage(path),
+    )
+
+
+for kind in list(OTHERS)[:3] + list(OTHERS)[4:-1]:  # without merges' vocab.json, or half of it, another is read
+    case(f"vocab.json: {kind}", "text", "vocab.json", beside_merges(OTHERS[kind]))
+for text in ('{"a": -1}', '{"a": "x"}', '{"a": 99999999999}', "[]", '{"a": 0, "b": 1, "ab": 4000000000}', '{"a": 0}'):
+    damage = beside_merges(lambda path, text=text: path.write_text(text))
+    case(f"vocab.json: {text}", "text", "vocab.json", damage)
 
 
 # Settings.
@@ -131,6 +152,17 @@ settings("safetensors", "config.json", {
     "decoder_start_token_id": ("x", [1, 2], True, 1.5), "layer_norm_epsilon": ("x", []), "tie_word_embeddings": ("x", 5),
 })  # fmt: skip
 settings("safetensors", "config.json", {"eos_token_id": (-1, 10**20), "decoder_start_token_id": (40,)}, names="model")
+for name in ("n_embd", "n_head", "n_layer", "n_inner", "n_positions", "vocab_size"):
+    for value in NUMBERS:
+        changes = {"model_type": "gpt2", "architectures": [], "layer_norm_epsilon": 1e-5, name: value}
+        case(f"gpt2: {name} = {value}", "safetensors", "config.json", edited(**changes))
+for name, value in {"activation_function": [], "scale_attn_weights": 5, "tie_word_embeddings": "x"}.items():
+    case(
+        f"gpt2: {name} = {value}",
+        "safetensors",
+        "config.json",
+        edited(model_type="gpt2", architectures=[], layer_norm_epsilon=1e-5, **{name: value}),
+    )
 settings("text", "generation_config.json", {"eos_token_id": ("x", True), "decoder_start_token_id": ("x",)})
 settings("text", "tokenizer_config.json", {
     "extra_ids": (10**10, -1, "x", 1.5, True), "added_tokens_decoder": (5, {"x": {"content": "a"}}, {"9": 5}, {"9": {}}),

@@ -435,6 +435,11 @@ def test_standard_input_not_utf8(generate, monkeypatch):
     assert (code, out) == (2, "") and "standard input, line 1: got bytes that are not UTF-8" in err
 
 
+def test_the_help_says_that_gin_files_are_code(specdec):
+    code, out, _ = specdec("train", "--help")
+    assert code == 0 and "it is code: use none from a source you do not trust" in out
+
+
 def test_debug_shows_the_traceback(generate):
     with pytest.raises(ValueError, match="gamma"):
         generate("--gamma=-1", "--debug", "hello")

@@ -24,7 +24,7 @@ def run(names, folder) -> dict[str, dict]:
     found: dict[str, dict] = {}
     with subprocess.Popen(
         [sys.executable, program, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment,
+        env=environment, bufsize=0,  # what waits in a buffer, `select` does not see
     ) as process:  # fmt: skip
         process.stdin.write("\n".join(names).encode())
         process.stdin.close()

@@ -13,7 +13,7 @@ from specdec_jax.formats import flax_msgpack, tensorstore_arrays
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten, unflatten
 from specdec_jax.models.fields import built
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.reading import check_folder, inside, shown
+from specdec_jax.reading import check_file, check_folder, inside, shown
 
 _STEP = re.compile(r"checkpoint_(\d+)")
 _MOST_LAYERS = 1000  # as a configuration may have
@@ -92,6 +92,8 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
     # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
     array = inside(path.parent, store.get("path", spec.get("path")), path)  # at the top before TensorStore 0.1.14
     check_folder(array)
+    if (array / ".zarray").exists():
+        check_file(array / ".zarray")
     kvstore = {"driver": "file", "path": f"{array.resolve()}/"}
     return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
 
