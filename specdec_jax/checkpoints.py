@@ -26,7 +26,7 @@ from specdec_jax.formats.leaves import (
     parameter_shapes,
     unflatten,
 )
-from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids
+from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids, t5_only
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sharding import Mesh, ShardingRules
@@ -406,8 +406,7 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     if step is not None:
         if own.is_folder(step, "t5x"):  # `save` wrote it
             described = own.open_description(step)
-            assert isinstance(described.config, T5Config)
-            checkpoint = t5x.open_step(step, config or described.config)
+            checkpoint = t5x.open_step(step, config or t5_only(str(step / "config.json"), described.config))
             return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
         checkpoint = t5x.open_step(step, config)
         return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))

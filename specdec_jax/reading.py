@@ -76,22 +76,26 @@ def read_text(path, most: int = MOST_BYTES) -> str:
 
 def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
     """The object in a JSON file; ValueError where there is none, or nothing that a reader could hold or go through."""
-    return parse_json(read_text(path, most), path)
+    text = read_text(path, most)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def parse_json(text: str, path) -> dict[str, Any]:
-    """As `read_json`, of the contents of the file at `path`."""
+def parse_json(text: str) -> dict[str, Any]:
+    """As `read_json`, of the contents of a file, whose name the caller puts before the message."""
     values = sum(map(text.count, ",[{"))
     if values > MOST_VALUES:
-        raise ValueError(f"{path}: got JSON of some {values:,} values, expected at most {MOST_VALUES:,}")
+        raise ValueError(f"got JSON of some {values:,} values, expected at most {MOST_VALUES:,}")
     try:
         content = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError(f"{path}: got no readable JSON (nested too deeply), expected an object") from None
+        raise ValueError("got no readable JSON (nested too deeply), expected an object") from None
     except ValueError as error:
-        raise ValueError(f"{path}: got no readable JSON ({error}), expected an object") from None
+        raise ValueError(f"got no readable JSON ({error}), expected an object") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: got {type(content).__name__}, expected an object")
+        raise ValueError(f"got {type(content).__name__}, expected an object")
     return content
 
 

@@ -182,6 +182,17 @@ settings("own", "config.json", {
     "encoder_fingerprint": (5,),
 })  # fmt: skip
 settings("own", "config.json", {"eos_ids": (["x"], [True]), "start_token": ("x", 1.5)}, names="model")
+GPT = {"vocab_size": 9, "emb_dim": 4, "num_heads": 1, "num_decoder_layers": 1, "mlp_dim": 4}
+SAID = {
+    "format": "specdec_jax",
+    "version": 1,
+    "kind": "t5x",
+    "architecture": "gpt",
+    "model": GPT,
+    "eos_ids": [1],
+    "vocabulary": None,
+}
+case("T5X: said to be a GPT", "legacy", "checkpoint_7/config.json", lambda path: path.write_text(json.dumps(SAID)))
 settings("heads", "config.json", {
     "num_heads": (10**9, "x", 0), "num_blocks": (10**9, -1), "vocab_size": ("x",), "share_head": (5,), "dtype": (7,),
 }, inner="heads", read="heads")  # fmt: skip

@@ -178,6 +178,9 @@ for name, damage in {
     "regex in a normalizer": part("normalizer", {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}),
     "ten to the ninth": part("normalizer", growing(9)), "a thousand bytes for ten": part("pre_tokenizer", {
         "type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}] * 40}),
+    "steps without a type": part("normalizer", {"type": "Sequence", "normalizers": [{k: v for k, v in growing(1)["normalizers"][0].items()
+                                                                                    if k != "type"}] * 9}),
+    "table without a type": part("normalizer", {"precompiled_charsmap": "AAAA"}),
     "templates": part("post_processor", {"type": "Sequence", "processors": [TEMPLATE] * 40}),
     "charsmap of text": part("normalizer", {"type": "Precompiled", "precompiled_charsmap": "x"}),
     "charsmap of nothing": part("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),

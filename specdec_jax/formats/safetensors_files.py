@@ -53,11 +53,12 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
         header = file.read(length)
     try:
         with safetensors.safe_open(path, "numpy"):
-            pass
-    except safetensors.SafetensorError as error:
-        reason = reading.reason(error)
-        raise ValueError(f"{path}: got {reason}, expected a safetensors file (truncated?)") from None
-    entries = reading.parse_json(header.decode(), path)  # which, unlike the package, refuses a name that is there twice
+            entries = reading.parse_json(
+                header.decode()
+            )  # which, unlike the package, refuses a name that is there twice
+    except (safetensors.SafetensorError, ValueError) as error:
+        got = reading.reason(error).removeprefix("got ")
+        raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)") from None
     reading.check_names(entries, path)
     return {name: _leaf(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
 
