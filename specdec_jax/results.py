@@ -52,8 +52,8 @@ def read_records(path: str) -> list[dict[str, Any]]:
         expected = (
             "a record of `specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
         )
-        got = f"something else ({type(error).__name__}: {reading.reason(error)})"
-        raise ValueError(f"{path}: got {got}, expected {expected}") from None
+        got = f"{path} ({type(error).__name__}: {reading.reason(error)})"
+        raise ValueError(f"records: got {got}, expected {expected}") from None
     return found
 
 
