@@ -1,4 +1,4 @@
-"""Reads files that somebody else made: of bounded size, and with one line that names the file where they are not sound."""
+"""Reads files that somebody else made: of bounded size, and where they are not sound with one line that names them."""
 
 import json
 import os
@@ -30,10 +30,9 @@ def reason(error: Exception) -> str:
 
 
 def check_file(path, most: int = MOST_BYTES) -> None:
-    """Refuses what is no regular file: to open a pipe would wait for its other end. Links are followed.
+    """Refuses what is no regular file, which to open could wait for ever, and one of more than `most` bytes.
 
-    Args:
-      most: bytes that it may have.
+    Links are followed: every file in Hugging Face's cache is one.
     """
     try:
         found = os.stat(path)
@@ -49,7 +48,10 @@ def check_file(path, most: int = MOST_BYTES) -> None:
 
 
 def check_folder(folder: pathlib.Path) -> None:
-    """As `check_file`, of every file below `folder`, of any size; folders may be links too, but not lead back to themselves."""
+    """Refuses a folder with anything but regular files in it and below it, of any size.
+
+    Folders may be links too, but must not lead back to themselves.
+    """
     for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
         if number > _MOST_FOLDERS or len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
             raise ValueError(f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint's")

@@ -1,8 +1,8 @@
 """What a tokenizer.json may ask of the `tokenizers` library, which cannot be interrupted while it works on a text.
 
 Its regular expressions backtrack: a nested quantifier can take longer than anyone waits for thirty characters. So only
-expressions are let through that take time in proportion to the text. Steps that make a text longer multiply each other's
-effect, and a damaged table of characters makes the library print a stack trace: those are looked at too.
+expressions are let through that take time in proportion to the text. Steps that make a text longer multiply, and a
+damaged table of characters makes the library print a stack trace: those are looked at too.
 """
 
 import base64
@@ -24,8 +24,8 @@ PUBLISHED = {
         for digits in (r"\p{N}{1,3}", r"\p{N}")
     ),
 }  # fmt: skip
-# Alternatives of single characters or classes of them, of which one may be missing and the last may repeat: nothing that
-# follows a repetition can fail and send the matcher back.
+# Alternatives of single characters or classes of them, of which one may be missing and the last may repeat: nothing
+# follows a repetition that could fail and send the matcher back.
 _CHARACTER = r"(?:\\[pP]\{\^?\w{1,30}\}|\\[sSdDwWnrt]|\\[^\w\s]|\[\^?(?:\\.|[^\[\]\\&])+\]|[^\\\[\](){}*+?|^$])"
 _ALTERNATIVE = rf"\^?(?:{_CHARACTER})*(?:{_CHARACTER}\?)?(?:{_CHARACTER})*(?:[*+]|\{{\d{{1,2}}(?:,\d{{0,2}})?\}})?"
 _PLAIN = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
@@ -63,7 +63,7 @@ def check(text: str) -> None:
 
 
 def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
-    """Refuses a vocabulary (pieces with their ids) whose largest id is so large that lists of all ids would fill the memory."""
+    """Refuses a vocabulary (pieces with their ids) of which a list of all ids would fill the memory."""
     for piece, i in pieces:
         if type(i) is not int or not 0 <= i < _MOST_IDS:
             got = f"{reading.shown(piece)} with id {reading.shown(i)}"
@@ -90,8 +90,8 @@ def _growth(step: dict) -> int:
 def _longest_replacement(encoded) -> int:
     """The most bytes that SentencePiece's table of characters puts in the place of one.
 
-    The table is a double array (a trie in which the children of a node lie at its offset, XOR the byte), preceded by its
-    size, and the replacements one after the other, each with a NUL at its end.
+    The table is its size, a double array (a trie in which the children of a node lie at its offset, XOR the byte), and
+    the replacements one after the other, each with a NUL at its end.
     """
     try:
         table = base64.b64decode(encoded or "", validate=True)

@@ -175,7 +175,7 @@ settings("own", "config.json", dict.fromkeys(
     "logits_via_embedding": (5, "x"), "encoder_dim": (-1, "x"), "max_distance": (1,), "unheard_of": (1,),
 }, inner="model")  # fmt: skip
 settings("own", "config.json", {
-    "model": (5, [], None), "architecture": (5, "bert", []), "eos_ids": (5, None, "ab"), "version": (2, "x", [1]),
+    "model": (5, [], None), "architecture": (5, "bert", []), "eos_ids": (5, "ab"), "version": (2, "x", [1]),
     "vocabulary": (5, [], {"kind": "x"}, {"kind": []}, {"kind": "bytes", "extra_ids": 10**10},
                    {"kind": "sentencepiece", "file": "../../spiece.model"}, {"kind": "tokenizer_json", "file": "/etc/passwd"},
                    {"kind": "sentencepiece", "file": 5}, {"kind": "sentencepiece", "file": "a\0b"}),

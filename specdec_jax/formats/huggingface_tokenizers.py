@@ -27,8 +27,10 @@ def optional(path: pathlib.Path) -> dict[str, Any]:
 
 
 def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...]) -> Vocabulary | None:
-    """The tokenizer of a folder: `tokenizer.json`, else `vocab.json` with `merges.txt`, else `spiece.model`, else bytes where
-    it says ByT5, else None.
+    """The tokenizer of a folder.
+
+    That is `tokenizer.json`, else `vocab.json` with `merges.txt`, else `spiece.model`, else bytes where it says ByT5,
+    else None.
 
     Args:
       stop_ids: ids at which the model stops; inputs end with the tokenizer's own EOS all the same, where it has one.
@@ -94,11 +96,15 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     listed = listed or optional(folder / "special_tokens_map.json").get(key) or []
     listed = list(listed.values()) if isinstance(listed, dict) else listed
     entries = options.get("added_tokens_decoder") or {}
-    if not isinstance(listed, list) or not isinstance(entries, dict) or not all(i.isdecimal() for i in entries):
+    if (
+        not isinstance(listed, list)
+        or not isinstance(entries, dict)
+        or not all(re.fullmatch(r"\d{1,9}", i) for i in entries)
+    ):
         got = reading.shown(entries if isinstance(listed, list) else listed)
         raise ValueError(f"{path}: got added tokens {got}, expected a list, and an object of ids")
     added: dict[str, int | None] = {_content(token, path, key): None for token in listed}
-    added |= {_content(entry, path, "added_tokens_decoder"): int(i[:10]) for i, entry in entries.items()}
+    added |= {_content(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()}
     numbered = optional(others)
     for token, i in numbered.items():
         if type(i) is not int:

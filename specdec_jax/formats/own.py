@@ -54,15 +54,17 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
         raise ValueError(f"{path}: architecture: got {reading.shown(architecture)}, expected {expected}")
     config = built(_CONFIGS[architecture], content.get("model"), path)
     eos_ids, entry, encoder = (content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint"))
-    for name, value, kind in (
-        ("eos_ids", eos_ids, list),
-        ("vocabulary", entry, dict),
-        ("encoder_fingerprint", encoder, str),
+    for name, value, kind, expected in (
+        ("eos_ids", [] if eos_ids is None else eos_ids, list, "a list of ids"),
+        ("vocabulary", {} if entry is None else entry, dict, "an object"),
+        ("encoder_fingerprint", "" if encoder is None else encoder, str, "a string"),
     ):
-        if not isinstance(value, kind) and (value is not None or kind is list):
-            raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected a {kind.__name__}")
+        if not isinstance(value, kind):
+            raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
     vocabulary = None if entry is None else _open_vocabulary(folder, entry)
-    return Checkpoint(config, {}, vocabulary, content.get("start_token"), tuple(eos_ids), encoder)
+    return Checkpoint(
+        config, {}, vocabulary, content.get("start_token"), None if eos_ids is None else tuple(eos_ids), encoder
+    )
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:

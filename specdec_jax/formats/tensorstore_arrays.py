@@ -24,8 +24,8 @@ def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) ->
     """The array of a TensorStore spec; opening reads its metadata only.
 
     Raises:
-      ValueError: there is none, its numbers are of none of `dtypes`, or its chunks, which are read whole, are larger than
-        itself; `read` raises it for a missing or damaged chunk.
+      ValueError: there is none, its numbers are of none of `dtypes`, or its chunks, which are read whole, are larger
+        than itself; `read` raises it for a missing or damaged chunk.
     """
     import tensorstore
 

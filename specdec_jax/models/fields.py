@@ -11,11 +11,12 @@ from specdec_jax.reading import shown
 
 Shape = TypeVar("Shape")
 
-# From what to what: beyond every model that exists, but nothing that could not be listed or multiplied.
+# The least and the most: beyond every model that exists, but nothing that could not be listed or multiplied.
 _COUNTS = {
     "vocab_size": (1, 10_000_000), "emb_dim": (1, 1_000_000), "encoder_dim": (1, 1_000_000), "mlp_dim": (1, 1_000_000),
     "num_heads": (1, 1000), "head_dim": (1, 100_000), "num_encoder_layers": (0, 1000), "num_decoder_layers": (1, 1000),
-    "num_buckets": (4, 100_000), "max_distance": (3, 1_000_000_000), "num_positions": (1, 100_000_000), "num_blocks": (0, 100),
+    "num_buckets": (4, 100_000), "max_distance": (3, 1_000_000_000), "num_positions": (1, 100_000_000),
+    "num_blocks": (0, 100),
 }  # fmt: skip
 _FLAGS = ("logits_via_embedding", "scale_decoder_outputs", "share_head")
 _CHOICES = {
@@ -32,7 +33,10 @@ class FieldError(ValueError):
 
 
 def check_fields(config) -> None:
-    """Raises `FieldError` at the first field of a configuration that the table does not allow; None is a field's default."""
+    """Raises `FieldError` at the first field of a configuration that the table does not allow.
+
+    None is allowed where it is the default.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is None and field.default is None:
