@@ -1,6 +1,8 @@
-"""What a tokenizer.json may ask of the `tokenizers` library, which cannot be interrupted while it works on a text.
+"""What a tokenizer's file may ask of the library that reads it, which cannot be interrupted while it works on a text.
 
-Its regular expressions backtrack: a nested quantifier can take longer than anyone waits for thirty characters. So only
+These are `tokenizers` for a tokenizer.json and `sentencepiece` for a SentencePiece model.
+
+Regular expressions backtrack: a nested quantifier can take longer than anyone waits for thirty characters. So only
 expressions are let through that take time in proportion to the text. Steps that make a text longer multiply, and a
 damaged table of characters makes the library print a stack trace: those are looked at too.
 """
@@ -8,7 +10,7 @@ damaged table of characters makes the library print a stack trace: those are loo
 import base64
 import binascii
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ _PLAIN = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
 _LONGEST_PATTERN = 200
 _LONGEST_WORD = 1000
 _MOST_IDS = 10_000_000  # as a model's vocab_size may be
+_NORMALIZER, _DENORMALIZER, _TABLE = 3, 5, 2  # fields of a SentencePiece model, and of the first two
 _MOST_GROWTH = 1000  # times, by all steps together; T5's table of characters allows 33, its marks of spaces 3
 
 
@@ -79,7 +82,7 @@ def _growth(step: dict) -> int:
             raise ValueError(f"got the regular expression {reading.shown(pattern)}, expected {expected}")
     # By their fields: the library takes steps that do not say their type.
     if "precompiled_charsmap" in step or step.get("type") == "Precompiled":
-        return _longest_replacement(step.get("precompiled_charsmap"))
+        return _longest_replacement(_decoded(step.get("precompiled_charsmap")))
     if "pattern" in step and isinstance(step.get("content"), str):
         return max(1, len(step["content"].encode("utf-8", "replace")))
     if isinstance(step.get("single"), list):
@@ -87,16 +90,61 @@ def _growth(step: dict) -> int:
     return 2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1  # a byte becomes a character
 
 
-def _longest_replacement(encoded) -> int:
+def _decoded(text) -> bytes:
+    try:
+        return base64.b64decode(text or "", validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        return b""
+
+
+def check_model(model: bytes) -> None:
+    """Refuses the contents of a SentencePiece model whose tables of characters make a text too long, or are damaged.
+
+    Raises:
+      ValueError: what is wrong with it.
+    """
+    for part, specification in _fields(model):
+        if part in (_NORMALIZER, _DENORMALIZER):
+            for field, table in _fields(specification):
+                if field == _TABLE and table and _longest_replacement(table) > _MOST_GROWTH:
+                    raise ValueError(f"got characters that become more than {_MOST_GROWTH:,} bytes, expected fewer")
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Numbers and contents of those fields of a protocol buffer that are messages, strings or bytes."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = message[place] if place < len(message) else 0
+            place += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+        return value
+
+    while place < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 2:
+            length = varint()
+            yield number, message[place : place + length]
+            place += length
+        elif kind == 0:
+            varint()
+        elif kind in (1, 5):
+            place += 8 if kind == 1 else 4
+        else:
+            raise ValueError("got no protocol buffer, expected a SentencePiece model")
+
+
+def _longest_replacement(table: bytes) -> int:
     """The most bytes that SentencePiece's table of characters puts in the place of one.
 
     The table is its size, a double array (a trie in which the children of a node lie at its offset, XOR the byte), and
     the replacements one after the other, each with a NUL at its end.
     """
-    try:
-        table = base64.b64decode(encoded or "", validate=True)
-    except (binascii.Error, TypeError, ValueError):
-        table = b""
     size = int.from_bytes(table[:4], "little")
     units = (
         np.frombuffer(table[4 : 4 + size], "<u4") if size % 4 == 0 and 4 + size <= len(table) else np.zeros(0, "<u4")
@@ -115,5 +163,5 @@ def _longest_replacement(encoded) -> int:
     except UnicodeDecodeError:
         sound = False
     if not sound:
-        raise ValueError(f"got the precompiled_charsmap {reading.shown(encoded)}, expected SentencePiece's table")
+        raise ValueError(f"got a precompiled_charsmap of {len(table):,} bytes that is none, expected SentencePiece's")
     return max(1, max(map(len, texts.split(b"\0"))))

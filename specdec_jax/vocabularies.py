@@ -96,10 +96,11 @@ class SentencePieceVocabulary(Vocabulary):
         """Args: model: contents of a SentencePiece model file. extra_ids: sentinels appended to its pieces.
 
         Raises:
-          ValueError: `model` is no SentencePiece model, or has no end-of-sequence piece.
+          ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make a text much longer.
         """
         import sentencepiece
 
+        tokenizer_checks.check_model(model)
         self.model = model
         self.extra_ids = extra_ids
         try:

@@ -1,5 +1,6 @@
 """Hostile files of each format: tensors, msgpack, zarr, Orbax, tokenizers, tables, records, gin and text."""
 
+import base64
 import gzip
 import json
 import pathlib
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import msgpack
 import numpy as np
+from golden_models import GOLDEN
 from hostile_cases import ARRAY, DEEP, LEGACY, OTHERS, STATE, WEIGHTS, case, edited, make_sparse
 
 # safetensors.
@@ -201,6 +203,41 @@ for name, content in {
     "one piece": b"\x0a\x05\x0a\x01a\x18\x01",
 }.items():
     case(f"spiece.model: {name}", "text", "spiece.model", lambda p, content=content: p.write_bytes(content))
+
+
+def table_of_characters(change) -> bytes:
+    """That of a sound tokenizer, its replacements changed."""
+    content = json.loads((GOLDEN / "hf_tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
+    table = base64.b64decode(content["normalizer"]["precompiled_charsmap"])
+    start = 4 + int.from_bytes(table[:4], "little")
+    return table[:start] + change(table[start:])
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of a protocol buffer; of a message, a later one is merged with an earlier one."""
+    length, digits = len(content), []
+    while length or not digits:
+        digits.append(length & 0x7F | (0x80 if length > 0x7F else 0))
+        length >>= 7
+    return bytes([number << 3 | 2, *digits]) + content
+
+
+for name, table in {
+    "longer": table_of_characters(lambda texts: texts.replace(b"\0", b"a")), "cut": table_of_characters(lambda texts: texts[:9]),
+    "of text": b"x" * 99, "of nothing": bytes(8),
+}.items():  # fmt: skip
+    text = base64.b64encode(table).decode()
+    case(
+        f"tokenizer.json: table {name}",
+        "json",
+        "tokenizer.json",
+        part("normalizer", {"type": "Precompiled", "precompiled_charsmap": text}),
+    )
+    for number in (3, 5):
+        case(
+            f"spiece.model: table {name} in {number}", "text", "spiece.model",
+            lambda p, more=field(number, field(2, table)): p.write_bytes(p.read_bytes() + more),
+        )  # fmt: skip
 
 # Tables.
 

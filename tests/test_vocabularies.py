@@ -281,3 +281,9 @@ def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text
 def test_expressions_that_could_take_longer_are_refused(pattern):
     with pytest.raises(ValueError, match="got the regular expression .*, expected characters or classes"):
         data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+
+
+@pytest.mark.parametrize("rule", ["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"])
+def test_every_normalisation_of_sentencepiece_is_let_through(rule):
+    model = make_checkpoints.sentencepiece_model(TRAINING, 60, normalization_rule_name=rule)
+    assert data.SentencePieceVocabulary(model).encode("Ｔom")
