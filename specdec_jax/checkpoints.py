@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,7 +25,7 @@ from specdec_jax.formats.leaves import (
     parameter_shapes,
     unflatten,
 )
-from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids
+from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids, t5_only
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sharding import Mesh, ShardingRules
@@ -36,6 +38,7 @@ MEMORY = pathlib.Path("/proc/meminfo")
 BUNDLED = pathlib.Path(__file__).parent / "bundled"
 DTYPES = ("float32", "bfloat16")
 FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
 _VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
 
 
@@ -106,10 +109,14 @@ def _completed(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Chec
     """The checkpoint with the vocabulary that is to be used and with special ids, all checked; nothing is read."""
     check(checkpoint, folder)
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
-    start, eos_ids = checkpoint.start_token or 0, checkpoint.eos_ids  # () says that nothing ends a sequence
+    start = 0 if checkpoint.start_token is None else checkpoint.start_token
+    eos_ids = checkpoint.eos_ids  # () says that nothing ends a sequence
     if eos_ids is None:
         eos_ids = vocabulary.eos_ids if vocabulary else (1,)
-    check_ids(checkpoint.config, vocabulary, start, eos_ids)
+    try:
+        check_ids(checkpoint.config, vocabulary, start, eos_ids)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     return dataclasses.replace(checkpoint, vocabulary=vocabulary, start_token=start, eos_ids=tuple(eos_ids))
 
 
@@ -366,12 +373,13 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
 
 
 def choose_dtype(dtype, path, say: Callable[[str], None] = _say) -> str:
-    """`dtype`, or the default of the machine, which is then said of `path`."""
+    """`dtype`, or the default of the machine, which `say` is then told with `path`."""
     if dtype is not None:
         return _check_dtype(dtype)
     platform = jax.default_backend()
     chosen = "float32" if platform == "cpu" else "bfloat16"
-    say(f"{path}: loading as {chosen} (the default on {platform}; dtype chooses)")
+    kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
+    say(f"loading {path} in {chosen}, the default on {kind} (choose another with dtype=)")
     return chosen
 
 
@@ -383,7 +391,14 @@ def _resolve(path) -> pathlib.Path:
         return BUNDLED / str(path)
     names = ", ".join(bundled()) or "none are there"
     kind = "a file" if folder.exists() else "no such path"
-    raise ValueError(f"{path}: got {kind}, expected a checkpoint folder or a bundled name ({names})")
+    expected = f"a checkpoint folder or a bundled name ({names})"
+    if kind != "a file" and _HUB_NAME.fullmatch(str(path)):
+        local = shlex.quote(folder.name)
+        expected += (
+            ". If a model on the Hugging Face Hub is meant, download it into a folder and give that: "
+            f"`pip install huggingface_hub; hf download {path} --local-dir {local}`, then {local}"
+        )
+    raise ValueError(f"{path}: got {kind}, expected {expected}")
 
 
 def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
@@ -392,8 +407,7 @@ def _open(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     if step is not None:
         if own.is_folder(step, "t5x"):  # `save` wrote it
             described = own.open_description(step)
-            assert isinstance(described.config, T5Config)
-            checkpoint = t5x.open_step(step, config or described.config)
+            checkpoint = t5x.open_step(step, config or t5_only(str(step / "config.json"), described.config))
             return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
         checkpoint = t5x.open_step(step, config)
         return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
@@ -417,7 +431,7 @@ def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
 
 def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) -> Vocabulary:
     path = pathlib.Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json")
     if path.suffix == ".json":
         return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)

@@ -176,7 +176,10 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     for field in fields:
         _define_flag(values, field, kinds[field.name])
     common: dict[str, Any] = {"flag_values": values}
-    flags.DEFINE_multi_string("gin_file", [], "gin file with settings; repeatable, later files win", **common)
+    flags.DEFINE_multi_string(
+        "gin_file", [],
+        "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust", **common,
+    )  # fmt: skip
     flags.DEFINE_list("gin_search_paths", ["."], "folders in which gin files are looked up, comma-separated", **common)
     flags.DEFINE_string(
         "compilation_cache_dir", None,
@@ -264,8 +267,13 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
         options = gin.get_configurable(cls)()
         if given:  # only then, so that gin counts what a flag overrules as used
             options = dataclasses.replace(options, **given)
+    except RecursionError as error:
+        where = ", ".join(values.gin_file) or "--gin.NAME=value"
+        raise UsageError(f"gin: {where}: got settings nested too deeply or in a circle, expected plain ones") from error
     except (ValueError, SyntaxError, ImportError, NameError, AttributeError, TypeError, OSError, TokenError) as error:
-        raise UsageError(f"gin: {str(error).partition(' in config string')[0]}") from error
+        text = str(error).partition(" in config string")[0][:500]
+        named = not values.gin_file or any(file in text for file in values.gin_file)
+        raise UsageError(f"gin: {text if named else ', '.join(values.gin_file) + ': ' + text}") from error
     for field, kind in typing.get_type_hints(cls).items():
         value = getattr(options, field)
         if not _fits(value, kind):

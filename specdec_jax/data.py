@@ -5,11 +5,13 @@ import gzip
 import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
 
 from specdec_jax.vocabularies import (
     EOS_ID,
+    LONGEST_TEXT,
     PAD_ID,
     UNK_ID,
     ByteVocabulary,
@@ -20,28 +22,39 @@ from specdec_jax.vocabularies import (
 
 __all__ = [
     "EOS_ID", "PAD_ID", "UNK_ID", "Batch", "BucketedBatches", "ByteVocabulary", "SentencePieceVocabulary",
-    "TokenizerJsonVocabulary", "Vocabulary", "check_buckets", "read_documents", "read_examples", "read_lines", "read_pairs",
+    "TokenizerJsonVocabulary", "Vocabulary", "check_buckets", "lines_of", "read_documents", "read_examples", "read_lines", "read_pairs",
 ]  # fmt: skip
+_LONGEST_LINE = 4 * LONGEST_TEXT  # bytes: of a longer one the text cannot be encoded
+_COUNTED = 1 << 25  # bytes of a longer line that are read for the message
 
 
 def read_lines(path) -> Iterator[str]:
     """Lines of a UTF-8 text file, gzip or not, without their ends.
 
     Raises:
-      ValueError: the file is not UTF-8, or a damaged gzip file.
+      ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged gzip file.
     """
     path = pathlib.Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        yield from lines_of(file, path)
+
+
+def lines_of(file: BinaryIO, name) -> Iterator[str]:
+    """As `read_lines`, of an open file that messages call `name`."""
     number = 0
-    with opener(path, "rb") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                yield line.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
-            raise ValueError(f"{path}, line {number}: {reason}") from None
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path}, after line {number}: got a damaged gzip file ({error})") from None
+    try:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
+            if len(line) == _LONGEST_LINE:
+                line += file.readline(_COUNTED)
+                more = "more than " if len(line) >= _COUNTED else ""
+                got = f"got {more}{len(line):,} bytes, expected fewer than {_LONGEST_LINE:,}"
+                raise ValueError(f"{name}, line {number}: {got}: one text a line")
+            yield line.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
+        raise ValueError(f"{name}, line {number}: {reason}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{name}, after line {number}: got a damaged gzip file ({error})") from None
 
 
 def read_pairs(paths: Sequence) -> list[tuple[str, str]]:

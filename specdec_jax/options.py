@@ -272,7 +272,7 @@ def named_drafter(
     except ValueError as error:
         if pathlib.Path(name).is_dir() or name in checkpoints.bundled():
             raise
-        raise ValueError(f"drafter: {error}, lookup, assisted, exit:K, random or a table (.npz)") from None
+        raise ValueError(f"drafter: {error}; or lookup, assisted, exit:K, random, a table (.npz)") from None
     return reduced(model)
 
 

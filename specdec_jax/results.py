@@ -1,13 +1,14 @@
 """Records of every kind, read and laid out in rows: one for each way of decoding that was timed."""
 
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specdec_jax import record_types, records
+from specdec_jax import reading, record_types, records
 from specdec_jax.measure import Spread
 from specdec_jax.verification import FORCED
+
+_MOST_BYTES = 1 << 24
 
 
 class Row(NamedTuple):
@@ -36,18 +37,19 @@ def read_records(path: str) -> list[dict[str, Any]]:
     Raises:
       ValueError: it is none.
     """
+    text = reading.read_text(path, _MOST_BYTES)
+    # A suite's file begins with a whole record, the others are written over many lines.
+    lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-        # A suite's file begins with a whole record, the others are written over many lines.
-        lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
-        found = [json.loads(line) for line in lines]
+        found = [reading.parse_json(line) for line in lines]
         for record in found:
             record_types.check(record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         expected = (
             "a record of `specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
         )
-        raise ValueError(f"records: got {path} ({type(error).__name__}: {error}), expected {expected}") from None
+        got = f"{path} ({type(error).__name__}: {reading.reason(error)})"
+        raise ValueError(f"records: got {got}, expected {expected}") from None
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from specdec_jax import checkpoints, data
 from specdec_jax.models.base import LanguageModel, decoder_only
+from specdec_jax.vocabularies import check_lengths
 
 BUILT_IN = "ende/sentences.txt"  # of one padded length, so that few shapes compile
 
@@ -30,7 +31,7 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     if input_file in (None, "-"):
         if sys.stdin.isatty():
             raise ValueError("got no sentences, expected them as arguments, in --input_file or on standard input")
-        sentences = _standard_input()
+        sentences = list(data.lines_of(sys.stdin.buffer, "standard input"))
     elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
         sentences = built_in()
     else:
@@ -55,26 +56,18 @@ def check_text(name: str, texts: Sequence[str]) -> None:
             raise ValueError(f"{name} {number}: got {ascii(text)}, which is not UTF-8, expected UTF-8 text") from None
 
 
-def _standard_input() -> list[str]:
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"standard input: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
-        ) from None
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
-
-
 def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
     """Ids of every sentence, EOS included; none for an empty one. For a decoder-only model prompts, which get no EOS.
 
     Raises:
-      ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens.
+      ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens, or too long to be
+        encoded at all.
     """
     if target.vocabulary is None:
         raise ValueError(
             f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
         )
+    check_lengths("sentence", sentences)
     if decoder_only(target):
         inputs = [target.vocabulary.encode(text) for text in sentences]
     else:

@@ -5,11 +5,36 @@ import functools
 import hashlib
 import io
 import json
-import pathlib
 import re
 from collections.abc import Iterable
 
+from specdec_jax import reading, tokenizer_checks
+
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
+_MOST_SENTINELS = 10_000
+_TOKENIZER_BYTES = 24 << 20  # of a vocabulary's file; mT5's tokenizer.json has 16 MB
+# Characters of a text that is encoded as a whole, some 300 pages; ids of thirty times as many take half a gigabyte.
+LONGEST_TEXT = 1_000_000
+
+
+def check_lengths(name: str, texts: Iterable[str | None]) -> None:
+    """Refuses a text that is too long to be encoded, before anything goes through it; None is none.
+
+    Raises:
+      ValueError: the number of the text, from 1, after `name`, and its length.
+    """
+    for number, text in enumerate(texts, 1):
+        if text is not None and len(text) > LONGEST_TEXT:
+            expected = f"at most {LONGEST_TEXT:,}"
+            raise ValueError(f"{name} {number}: got a text of {len(text):,} characters, expected {expected}")
+
+
+def check_extra_ids(extra_ids, path) -> int:
+    """The number of sentinels that the file at `path` says."""
+    if type(extra_ids) is not int or not 0 <= extra_ids <= _MOST_SENTINELS:
+        expected = f"an integer from 0 to {_MOST_SENTINELS:,}"
+        raise ValueError(f"{path}: extra_ids: got {reading.shown(extra_ids)}, expected {expected}")
+    return extra_ids
 
 
 class Vocabulary(abc.ABC):
@@ -71,16 +96,19 @@ class SentencePieceVocabulary(Vocabulary):
         """Args: model: contents of a SentencePiece model file. extra_ids: sentinels appended to its pieces.
 
         Raises:
-          ValueError: `model` is no SentencePiece model, or has no end-of-sequence piece.
+          ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make a text much longer.
         """
         import sentencepiece
 
+        tokenizer_checks.check_model(model)
         self.model = model
         self.extra_ids = extra_ids
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self._pieces = self._processor.get_piece_size()
-        except RuntimeError:
+            self._pieces = self._processor.get_piece_size() if model else 0  # of nothing it prints that it has none
+            if self._pieces:
+                self._processor.id_to_piece(list(range(self._pieces)))  # which may be no UTF-8
+        except (RuntimeError, UnicodeDecodeError):
             self._pieces = 0
         if not self._pieces:
             raise ValueError(f"got {len(model)} bytes that are no SentencePiece model, expected one")
@@ -94,8 +122,9 @@ class SentencePieceVocabulary(Vocabulary):
 
     @classmethod
     def load(cls, path, extra_ids: int = 0) -> "SentencePieceVocabulary":
+        model = reading.read_bytes(path, _TOKENIZER_BYTES)
         try:
-            return cls(pathlib.Path(path).read_bytes(), extra_ids)
+            return cls(model, extra_ids)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -188,10 +217,15 @@ def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_p
     """
     import tokenizers
 
+    pieces = reading.read_json(vocab_file, _TOKENIZER_BYTES)
+    reading.check_file(merges_file, _TOKENIZER_BYTES)
     try:
+        tokenizer_checks.check_ids(pieces.items())
         bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{vocab_file}: got no readable vocabulary with merges ({error}), expected GPT-2's") from None
+        raise ValueError(
+            f"{vocab_file}: got no readable vocabulary with merges ({reading.reason(error)}), expected GPT-2's"
+        ) from None
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -225,34 +259,43 @@ class TokenizerJsonVocabulary(Vocabulary):
         import tokenizers
 
         self.text = text
+        tokenizer_checks.check(text)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"got no readable tokenizer.json ({error}), expected one") from None
+            raise ValueError(f"got no readable tokenizer.json ({reading.reason(error)}), expected one") from None
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if eos_ids is None:
             ends = (self._appended(), *map(self._tokenizer.token_to_id, (eos_token, "</s>")))
             end = next((i for i in ends if i is not None), None)
             eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
+        if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
+            raise ValueError(f"eos_ids: got {reading.shown(eos_ids)}, expected ids")
         if not eos_ids:
-            raise ValueError(f"got a tokenizer.json without {eos_token!r}, expected it or eos_ids")
+            raise ValueError(f"got a tokenizer.json without {reading.shown(eos_token)}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
         self._dropped = {*self.eos_ids, self._tokenizer.token_to_id("<pad>")}
 
     @classmethod
     def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":
         """Reads a file; `options` as for the class."""
+        text = reading.read_text(path, _TOKENIZER_BYTES)
         try:
-            return cls(pathlib.Path(path).read_text(encoding="utf-8"), eos_ids, **options)
+            return cls(text, eos_ids, **options)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     def _appended(self) -> int | None:
         """The one id that the file's post-processor puts after a text; None where it does something else."""
-        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        try:
+            plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        except Exception as error:  # as above
+            raise ValueError(
+                f"got a tokenizer.json that cannot encode ({reading.reason(error)}), expected one that can"
+            ) from None
         return whole[-1] if whole[:-1] == plain else None
 
     def encode(self, text: str) -> list[int]:

@@ -237,9 +237,28 @@ def test_the_default_dtype_is_said(tmp_path, capsys):
     make.write_hf(tmp_path, TENSORS)
     assert checkpoints.load(tmp_path).config.dtype == "float32"  # on a CPU
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and "float32" in captured.err
+    said = f"loading {tmp_path} in float32, the default on a CPU (choose another with dtype=)\n"
+    assert (captured.out, captured.err) == ("", said)
     checkpoints.load(tmp_path, "float32")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "own", "legacy", "orbax"])
+def test_a_path_that_goes_up(form, tmp_path, monkeypatch):
+    FORMATS[form](tmp_path / "model")
+    (tmp_path / "beside").mkdir()
+    monkeypatch.chdir(tmp_path / "beside")
+    assert_params(checkpoints.load("../model", "float32"))
+
+
+def test_links_as_in_hugging_faces_cache(tmp_path):
+    """There every file of a snapshot is a link to one beside it, outside the folder."""
+    make.write_hf(tmp_path / "blobs", TENSORS, shards=3)
+    snapshot = tmp_path / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    for path in (tmp_path / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert_params(checkpoints.load(snapshot, "float32"))
 
 
 # Saving.

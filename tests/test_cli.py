@@ -418,7 +418,12 @@ def test_empty_standard_input(generate, monkeypatch):
 def test_standard_input_not_utf8(generate, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"sch\xf6n\n")))
     code, out, err = generate()
-    assert (code, out) == (2, "") and "standard input: got bytes that are not UTF-8" in err
+    assert (code, out) == (2, "") and "standard input, line 1: got bytes that are not UTF-8" in err
+
+
+def test_the_help_says_that_gin_files_are_code(specdec):
+    code, out, _ = specdec("train", "--help")
+    assert code == 0 and "it is code: use none from a source you do not trust" in out
 
 
 def test_debug_shows_the_traceback(generate):

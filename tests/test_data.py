@@ -137,6 +137,11 @@ def test_read_pairs_takes_plain_and_compressed_files(tmp_path):
         ("a.tsv", b"a\tb\nc\n", "a.tsv, line 2: got 1 columns, expected 2"),
         ("a.tsv", b"a\tb\tc\n", "a.tsv, line 1: got 3 columns"),
         ("a.tsv", b"a\tb\n\xff\tc\n", "a.tsv, line 2: got bytes that are not UTF-8"),
+        (
+            "a.tsv",
+            b"a\tb\n" + b"a" * 5_000_000 + b"\n",
+            "a.tsv, line 2: got 5,000,001 bytes, expected fewer than 4,000,000",
+        ),
         ("a.tsv.gz", b"a\tb\n", "a.tsv.gz, after line 0: got a damaged gzip file"),
         ("a.tsv.gz", gzip.compress(b"a\tb\n" * 999, mtime=0)[:-9], "a.tsv.gz, after line .*: got a damaged gzip file"),
     ],

@@ -18,7 +18,7 @@ from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax import acceptance, benchmark, checkpoints, cli, distill, inference, measure, measuring, passes
 from specdec_jax.cache import KVCache
-from specdec_jax.formats import huggingface, leaves
+from specdec_jax.formats import huggingface, huggingface_tokenizers, leaves
 from specdec_jax.models import base, heads
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
 from specdec_jax.request import Plan, prepare, slots
@@ -116,7 +116,7 @@ def test_tokenizers_of_both_forms(form, tmp_path):
     files = ("tokenizer.json",) if form == "tokenizer.json" else ("vocab.json", "merges.txt")
     for name in files:
         shutil.copy(FOLDER / name, tmp_path)
-    vocabulary = huggingface.open_vocabulary(tmp_path, (287,))
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, (287,))
     assert (vocabulary.size, vocabulary.eos_ids) == (288, (287,))
     assert vocabulary.fingerprint() == golden().vocabulary.fingerprint()
     for record in RECORDS:
@@ -128,14 +128,14 @@ def test_added_tokens_beside_merges(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(FOLDER / name, tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<turn>": 289, "<pause>": 288}))
-    vocabulary = huggingface.open_vocabulary(tmp_path, (287,))
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, (287,))
     assert vocabulary.encode("<turn>The<pause>") == [289, *vocabulary.encode("The"), 288]
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<turn>": 300}))
     with pytest.raises(ValueError, match="got added token '<turn>' with id 300"):
-        huggingface.open_vocabulary(tmp_path, (287,))
+        huggingface_tokenizers.open_folder(tmp_path, (287,))
     (tmp_path / "merges.txt").write_text("no merge of pieces\n")
     with pytest.raises(ValueError, match="vocab.json: got no readable vocabulary with merges"):
-        huggingface.open_vocabulary(tmp_path, (287,))
+        huggingface_tokenizers.open_folder(tmp_path, (287,))
 
 
 # Through the loop.

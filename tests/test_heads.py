@@ -284,7 +284,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path):
     record = json.loads((path / "config.json").read_text())
     wrong = [
         ({**record, "version": 2}, "config.json: got version 2, expected 1"),
-        ({**record, "heads": {"width": 3}}, "config.json: got no readable configuration of heads"),
+        ({**record, "heads": {"width": 3}}, "config.json: got 'width', expected a configuration of num_heads"),
         ({**record, "heads": {**record["heads"], "num_heads": 4}}, "parameter head_3/block_0/kernel: got none"),
         ({**record, "heads": {**record["heads"], "num_heads": 2}}, "got unexpected parameter head_2/block_0/kernel"),
         ({**record, "heads": {**record["heads"], "emb_dim": 8}}, r"got shape \(16, 16\), expected \(8, 8\)"),

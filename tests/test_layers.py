@@ -15,20 +15,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = [
     {
         *("draws", "processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies"),
-        *("stopping", "writing"),
+        *("stopping", "reading", "tokenizer_checks", "writing"),
     },
     {
-        *(
-            "models",
-            "models.identity",
-            "models.int8",
-            "models.layers",
-            "models.packing",
-            "models.shortlist",
-            "models.t5",
-            "models.base",
-        ),
-        *("models.heads", "models.gpt"),
+        *("models", "models.base", "models.fields", "models.gpt", "models.heads", "models.identity", "models.int8"),
+        *("models.layers", "models.packing", "models.shortlist", "models.t5"),
     },
     {
         *(
@@ -38,6 +29,7 @@ LAYERS = [
             "formats.leaves",
             "formats.flax_msgpack",
             "formats.huggingface",
+            "formats.huggingface_tokenizers",
             "formats.own",
         ),
         *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),

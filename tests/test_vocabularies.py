@@ -5,27 +5,28 @@ import gzip
 import json
 import pathlib
 import shutil
+import time
 
 import make_checkpoints
 import pytest
 from golden_models import GOLDEN
 
-from specdec_jax import checkpoints, data, inference
-from specdec_jax.formats import huggingface
+from specdec_jax import checkpoints, data, inference, tokenizer_checks, vocabularies
+from specdec_jax.formats import huggingface_tokenizers
 
 FOLDER = GOLDEN / "hf_tokenizer"
 IDS = json.loads((FOLDER / "ids.json").read_text(encoding="utf-8"))
 TEXTS = pathlib.Path(__file__).parents[2] / "shared" / "data"
 
 
-def vocabularies():
+def both():
     return {
         "spiece.model": data.SentencePieceVocabulary.load(FOLDER / "spiece.model", IDS["extra_ids"]),
         "tokenizer.json": data.TokenizerJsonVocabulary.load(FOLDER / "tokenizer.json"),
     }
 
 
-VOCABULARIES = vocabularies()
+VOCABULARIES = both()
 
 
 @pytest.mark.parametrize("record", IDS["records"], ids=lambda record: record["text"][:20])
@@ -154,7 +155,7 @@ def test_inputs_end_with_the_tokenizers_own_eos(case, tmp_path):
     (tmp_path / "tokenizer.json").write_text(text.replace("</s>", "<other>") if "renamed" in changes else text)
     for name, eos_token in files.items():
         (tmp_path / name).write_text(json.dumps({"eos_token": eos_token}))
-    vocabulary = huggingface.open_vocabulary(tmp_path, stop_ids)
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, stop_ids or ())
     assert vocabulary.eos_ids == expected
 
 
@@ -220,16 +221,16 @@ def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
     (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    vocabulary = huggingface.open_vocabulary(tmp_path, None)
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
     assert (type(vocabulary), vocabulary.extra_ids) == (data.SentencePieceVocabulary, extra_ids)
 
 
 def test_which_tokenizer_a_folder_has(tmp_path):
-    assert huggingface.open_vocabulary(tmp_path, None) is None
+    assert huggingface_tokenizers.open_folder(tmp_path, ()) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}))
-    vocabulary = huggingface.open_vocabulary(tmp_path, None)
+    vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
     assert (type(vocabulary), vocabulary.size) == (data.ByteVocabulary, 384)
-    assert type(huggingface.open_vocabulary(FOLDER, (1,))) is data.TokenizerJsonVocabulary
+    assert type(huggingface_tokenizers.open_folder(FOLDER, (1,))) is data.TokenizerJsonVocabulary
 
 
 @pytest.mark.parametrize("added", [{"<sep>": 200}, {"<extra_id_0>": 150}])
@@ -237,7 +238,7 @@ def test_added_tokens_that_spiece_model_does_not_give_are_refused(added, tmp_pat
     (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     with pytest.raises(ValueError, match="got added token .* expected only sentinels"):
-        huggingface.open_vocabulary(tmp_path, None)
+        huggingface_tokenizers.open_folder(tmp_path, ())
 
 
 @pytest.mark.skipif(not TEXTS.is_dir(), reason=f"real text not beside the checkout ({TEXTS.name}/)")
@@ -249,3 +250,40 @@ def test_the_two_files_agree_on_real_text(name):
     spiece, tokenizer = VOCABULARIES.values()
     different = [text for text in texts if spiece.encode(text) != tokenizer.encode(text)]
     assert len(texts) > 1000 and different == []
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_length():
+    texts = ["short", None, "a" * 1_000_001]
+    vocabularies.check_lengths("input", texts[:2])
+    with pytest.raises(ValueError, match="input 3: got a text of 1,000,001 characters, expected at most 1,000,000"):
+        vocabularies.check_lengths("input", texts)
+
+
+def regex_tokenizer(pattern: str) -> str:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return tokenizer_json(normalizer=None, pre_tokenizer=split)
+
+
+@pytest.mark.parametrize(
+    "pattern", [" {2,}", r"\s+", r" ?\p{L}+|\d{1,3}|[^\s\p{L}]+", *sorted(tokenizer_checks.PUBLISHED)]
+)
+def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text(pattern):
+    vocabulary = data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+    for character in (" ", "a", "1", "'", "a ", "\n", "é"):
+        start = time.perf_counter()
+        vocabulary._tokenizer.pre_tokenizer.pre_tokenize_str(character * 100_000)
+        assert time.perf_counter() - start < 5, repr(character)  # quadratic time would be a minute
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+", "a*a*", r"\s+$", "(?:a|a)*", "a?a?", r"\s*x", "a{3}{3}", "(?=a)", "[a&&b]+", "a+?b"]
+)
+def test_expressions_that_could_take_longer_are_refused(pattern):
+    with pytest.raises(ValueError, match="got the regular expression .*, expected characters or classes"):
+        data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+
+
+@pytest.mark.parametrize("rule", ["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"])
+def test_every_normalisation_of_sentencepiece_is_let_through(rule):
+    model = make_checkpoints.sentencepiece_model(TRAINING, 80, normalization_rule_name=rule)
+    assert data.SentencePieceVocabulary(model).encode("Ｔom")

@@ -7,7 +7,9 @@ no 64-bit integers (which JAX lacks unless asked for them).
 """
 
 import io
+import math
 import pathlib
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.reading import check_file, reason
 from specdec_jax.vocabularies import Vocabulary
 from specdec_jax.writing import write_file
 
@@ -25,6 +28,8 @@ _FORMAT = "specdec_jax n-gram table, version 1"
 _ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")
 _NUMBERS = ("vocab_size", "order", "start_token", "continuations")
 _MAX_ORDER = 16
+# How far a file of zeros may be compressed: the counts of 250,000 ids of which none occurs, and ten times what tables are.
+_LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
 
 @flax.struct.dataclass
@@ -94,17 +99,25 @@ class NGramTable:
         Raises:
           ValueError: no such file, or not one that `save` wrote whole.
         """
-        if not pathlib.Path(path).is_file():
+        if not pathlib.Path(path).exists():
             raise ValueError(f"{path}: got no such file, expected an n-gram table (.npz)")
+        check_file(path, 2**63)
         try:
-            archive = np.load(io.BytesIO(pathlib.Path(path).read_bytes()), allow_pickle=False)
-            values = {name: archive[name] for name in getattr(archive, "files", ())}
-        except (ValueError, EOFError, OSError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-            raise ValueError(f"{path}: got a file that cannot be read ({error}), expected an n-gram table") from None
+            values = _read_arrays(path)
+        except (
+            *(ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError),
+            *(zipfile.BadZipFile, zlib.error),
+        ) as error:  # numpy parses a header as Python does
+            raise ValueError(
+                f"{path}: got a file that cannot be read ({reason(error)}), expected an n-gram table"
+            ) from None
         if str(values.pop("format", "")) != _FORMAT or not {*_ARRAYS, *_NUMBERS, "fingerprint"} <= set(values):
             raise ValueError(f"{path}: got something else, expected a {_FORMAT}")
         arrays = [values.pop(name) for name in _ARRAYS]
-        numbers = {name: int(values.pop(name)) for name in _NUMBERS}
+        found = {name: values.pop(name) for name in _NUMBERS}
+        if not all(number.shape == () and np.issubdtype(number.dtype, np.integer) for number in found.values()):
+            raise ValueError(f"{path}: got {', '.join(_NUMBERS)} that are no integers, expected an n-gram table")
+        numbers = {name: int(number) for name, number in found.items()}
         _check(path, *arrays, **numbers)
         return cls(**_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))), values
 
@@ -154,6 +167,34 @@ class NGramTable:
         row = jnp.arange(len(rows))[:, None]
         some = nothing.at[row, tokens].set(jnp.log(self.counts[places].astype(jnp.float32)), mode="drop")
         return jnp.where((rows == 0)[:, None], jnp.log(self.unigram.astype(jnp.float32)), some)
+
+
+def _read_arrays(path) -> dict[str, np.ndarray]:
+    """Arrays of an .npz file by their names; ValueError where they would take far more memory than a file of its size can hold
+    of a table's numbers."""
+    most, found = _LEAST_ROOM + _COMPRESSION * pathlib.Path(path).stat().st_size, {}
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        size = sum(entry.file_size for entry in entries)
+        if size > most or len(entries) > _MOST_ARRAYS:
+            raise ValueError(f"{len(entries)} arrays of {size:,} bytes where {most:,} are the most")
+        if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+            raise ValueError("a compression that numpy does not write")
+        for entry in entries:
+            with archive.open(entry) as member:
+                version = np.lib.format.read_magic(member)
+                read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                if version not in read_header:
+                    raise ValueError(f"version {version} of numpy's format")
+                shape, is_fortran, dtype = read_header[version](member)
+                length = math.prod(shape) * dtype.itemsize
+                if dtype.hasobject or length != entry.file_size - member.tell():
+                    raise ValueError(f"{entry.file_size:,} bytes for {dtype} of shape {shape}")
+                array = np.frombuffer(
+                    member.read(length), dtype
+                )  # without a number it would decompress all that there is
+                found[entry.filename.removesuffix(".npy")] = array.reshape(shape, order="F" if is_fortran else "C")
+    return found
 
 
 def _padded(sequences, vocab_size: int, before: int, start_token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,8 +7,7 @@ import functools
 
 import numpy as np
 
-from specdec_jax.formats.leaves import Leaf
-from specdec_jax.formats.tensorstore_arrays import FLOATS
+from specdec_jax.formats.leaves import FLOATS, Leaf
 
 _MOST = 127
 _VALUES, _SCALES = "values", "scales"

@@ -1,29 +1,24 @@
 """Hugging Face folders of T5 1.0, 1.1, Flan-T5, mT5, UL2, ByT5 and GPT-2: config.json, tensors, tokenizer."""
 
-import dataclasses
-import functools
 import json
 import pathlib
 import re
 from typing import Any
 
-from specdec_jax.formats import flax_msgpack, safetensors_files
+from specdec_jax import reading
+from specdec_jax.formats import flax_msgpack, huggingface_tokenizers, safetensors_files
+from specdec_jax.formats.huggingface_tokenizers import first, optional
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, parameter_shapes
 from specdec_jax.models.base import ModelConfig
+from specdec_jax.models.fields import built
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.vocabularies import (
-    ByteVocabulary,
-    SentencePieceVocabulary,
-    TokenizerJsonVocabulary,
-    Vocabulary,
-    byte_level_bpe,
-)
+from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 from specdec_jax.writing import write_file
 
-_MODEL_TYPES = ("t5", "mt5", "gpt2")
 _T5_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
-_GPT_ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
+# Those of every model_type.
+_ARCHITECTURES = {"t5": _T5_ARCHITECTURES, "mt5": _T5_ARCHITECTURES, "gpt2": ("GPT2LMHeadModel", "GPT2Model")}
 # "gelu" alone means the exact form there, which no T5 uses; "gated-gelu" means the tanh approximation.
 _ACTIVATIONS = {
     "relu": ("relu",), "gelu_new": ("gelu",), "silu": ("silu",), "gated-relu": ("relu", "linear"),
@@ -59,52 +54,45 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     Raises:
       ValueError: no weights in a readable format, an unknown architecture, or damaged files.
     """
-    options = _read_json(folder / "config.json", required=True)
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: got no config.json, expected one beside the weights")
+    options, generation = reading.read_json(folder / "config.json"), optional(folder / "generation_config.json")
     _check_architecture(folder, options)
     tensors = _open_tensors(folder)
-    generation = _read_json(folder / "generation_config.json")
-    if options["model_type"] == "gpt2":
+    is_gpt = options["model_type"] == "gpt2"
+    config: ModelConfig
+    if is_gpt:
+        options = {"bos_token_id": _GPT_END, "eos_token_id": _GPT_END} | options
         gpt = _gpt_config(folder, options)
-        special = {"bos_token_id": _GPT_END, "eos_token_id": _GPT_END} | options
-        found = _checkpoint(folder, gpt, _gpt_by_our_names(tensors, gpt), special, generation, "bos_token_id")
-        return dataclasses.replace(found, eos_ids=found.eos_ids or ())  # null: nothing ends a sequence
-    config = _config(folder, options, separate_head="lm_head.weight" in tensors)
-    leaves = _by_our_names(tensors, config)
-    return _checkpoint(folder, config, leaves, options, generation, "decoder_start_token_id")
+        config, leaves = gpt, _gpt_by_our_names(tensors, gpt)
+    else:
+        t5 = _config(folder, options, separate_head="lm_head.weight" in tensors)
+        config, leaves = t5, _by_our_names(tensors, t5)
+    start = _ids(folder, generation, options, "bos_token_id" if is_gpt else "decoder_start_token_id") or (0,)
+    if len(start) > 1:
+        raise ValueError(f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one")
+    eos_ids = _ids(folder, generation, options, "eos_token_id")
+    if eos_ids is None and is_gpt:
+        eos_ids = ()  # null: nothing ends a sequence
+    return Checkpoint(config, leaves, huggingface_tokenizers.open_folder(folder, eos_ids or ()), start[0], eos_ids)
 
 
-def _checkpoint(folder, config: ModelConfig, leaves: dict[str, Leaf], options, generation, start_id: str) -> Checkpoint:
-    start = _first(generation.get(start_id), options.get(start_id), 0)
-    eos = _first(generation.get("eos_token_id"), options.get("eos_token_id"))
-    eos = eos if eos is None or isinstance(eos, list) else [eos]
-    eos_ids = None if eos is None else tuple(eos)
-    return Checkpoint(config, leaves, open_vocabulary(folder, eos_ids), start, eos_ids)
-
-
-def _first(*values):
-    return next((value for value in values if value is not None), None)
-
-
-def _read_json(path: pathlib.Path, required: bool = False) -> dict:
-    if not path.exists() and not required:
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent}: got no {path.name}, expected one beside the weights") from None
-    except ValueError:
-        raise ValueError(f"{path}: got no readable JSON, expected an object") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: got {type(content).__name__}, expected an object")
-    return content
+def _ids(folder: pathlib.Path, generation: dict, options: dict, name: str) -> tuple[int, ...] | None:
+    """The id or ids that generation_config.json, or else config.json, says."""
+    file = "config.json" if generation.get(name) is None else "generation_config.json"
+    found = first(generation.get(name), options.get(name))
+    ids = found if found is None or isinstance(found, list) else [found]
+    if ids is not None and not all(type(i) is int for i in ids):
+        raise ValueError(f"{folder / file}: {name}: got {reading.shown(found)}, expected an integer")
+    return None if ids is None else tuple(ids)
 
 
 def _check_architecture(folder: pathlib.Path, options: dict) -> None:
-    architectures = options.get("architectures") or []
-    known = _GPT_ARCHITECTURES if options.get("model_type") == "gpt2" else _T5_ARCHITECTURES
-    if options.get("model_type") not in _MODEL_TYPES or not set(architectures) <= set(known):
-        got = f"model_type {options.get('model_type')!r}, architectures {architectures}"
-        expected = f"model_type {' or '.join(_MODEL_TYPES)} with an architecture of {', '.join(known)}"
+    kind, architectures = options.get("model_type"), options.get("architectures") or []
+    known = _ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if known is None or not isinstance(architectures, list) or any(name not in known for name in architectures):
+        got = f"model_type {reading.shown(kind)} with architectures {reading.shown(architectures)}"
+        expected = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in _ARCHITECTURES.items())
         raise ValueError(f"{folder / 'config.json'}: unknown architecture: got {got}, expected {expected}")
 
 
@@ -131,56 +119,62 @@ def _from_flax(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     return tensors
 
 
+# What config.json calls the fields of our configurations.
+_T5_NAMES = {
+    "vocab_size": "vocab_size", "emb_dim": "d_model", "num_heads": "num_heads", "head_dim": "d_kv",
+    "num_encoder_layers": "num_layers", "num_decoder_layers": "num_decoder_layers", "mlp_dim": "d_ff",
+    "num_buckets": "relative_attention_num_buckets", "max_distance": "relative_attention_max_distance",
+    "scale_decoder_outputs": "scale_decoder_outputs",
+}  # fmt: skip
+_GPT_NAMES = {
+    "vocab_size": "vocab_size", "emb_dim": "n_embd", "num_heads": "n_head", "num_decoder_layers": "n_layer",
+    "mlp_dim": "n_inner", "num_positions": "n_positions", "logits_via_embedding": "tie_word_embeddings",
+}  # fmt: skip
+
+
+def _fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Values of our fields: what config.json says, else the default, else None."""
+    return {ours: first(options.get(theirs), defaults.get(ours)) for ours, theirs in names.items()}
+
+
 def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Config:
     """config.json as ours; what decides on the head is the file (transformers 5 calls every T5 tied)."""
-    is_mt5 = options["model_type"] == "mt5"
-    feed_forward = options.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
-    if feed_forward not in _ACTIVATIONS:
-        raise ValueError(
-            f"{folder}: feed_forward_proj: got {feed_forward!r}, expected one of {', '.join(_ACTIVATIONS)}"
-        )
-    epsilon = options.get("layer_norm_epsilon", 1e-6)
-    if epsilon != 1e-6:
-        raise ValueError(f"{folder}: layer_norm_epsilon: got {epsilon}, expected 1e-06")
+    path, is_mt5 = folder / "config.json", options["model_type"] == "mt5"
+    activations = _choice(path, options, "feed_forward_proj", "gated-gelu" if is_mt5 else "relu", _ACTIVATIONS)
+    _check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
     # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always writes true).
-    scale = options.get("scale_decoder_outputs", not is_mt5 and options.get("tie_word_embeddings", True))
-
-    integer = functools.partial(_integer, folder, options)
-    return T5Config(
-        vocab_size=integer("vocab_size"), emb_dim=integer("d_model"), num_heads=integer("num_heads"),
-        head_dim=integer("d_kv"), num_encoder_layers=integer("num_layers"),
-        num_decoder_layers=integer("num_decoder_layers", options.get("num_layers")), mlp_dim=integer("d_ff"),
-        mlp_activations=_ACTIVATIONS[feed_forward], logits_via_embedding=not separate_head,
-        scale_decoder_outputs=bool(scale), num_buckets=integer("relative_attention_num_buckets", 32),
-        max_distance=integer("relative_attention_max_distance", 128),
-    )  # fmt: skip
-
-
-def _integer(folder: pathlib.Path, options: dict, name: str, default=None) -> int:
-    value = options.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int):
-        raise ValueError(f"{folder / 'config.json'}: {name}: got {value!r}, expected an integer")
-    return value
+    defaults = {
+        "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
+        "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
+    }  # fmt: skip
+    fields = _fields(options, _T5_NAMES, defaults)
+    fields |= {"mlp_activations": activations, "logits_via_embedding": not separate_head}
+    return built(T5Config, fields, path, _T5_NAMES)
 
 
 def _gpt_config(folder: pathlib.Path, options: dict) -> GPTConfig:
-    for name, expected in _GPT_FIXED.items():
+    path, width = folder / "config.json", first(options.get("n_embd"), 768)
+    _check_fixed(path, options, _GPT_FIXED)
+    defaults = {
+        "vocab_size": 50257, "emb_dim": width, "num_heads": 12, "num_decoder_layers": 12, "num_positions": 1024,
+        "mlp_dim": 4 * width if isinstance(width, int) else None, "logits_via_embedding": True,
+    }  # fmt: skip
+    fields = _fields(options, _GPT_NAMES, defaults)
+    fields["mlp_activation"] = _choice(path, options, "activation_function", "gelu_new", _GPT_ACTIVATIONS)
+    return built(GPTConfig, fields, path, _GPT_NAMES)
+
+
+def _choice(path: pathlib.Path, options: dict, name: str, default: str, known: dict[str, Any]) -> Any:
+    value = options.get(name, default)
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected one of {', '.join(known)}")
+    return known[value]
+
+
+def _check_fixed(path: pathlib.Path, options: dict, fixed: dict[str, Any]) -> None:
+    for name, expected in fixed.items():
         if options.get(name, expected) != expected:
-            raise ValueError(f"{folder / 'config.json'}: {name}: got {options[name]!r}, expected {expected!r}")
-    activation = options.get("activation_function", "gelu_new")
-    if activation not in _GPT_ACTIVATIONS:
-        raise ValueError(
-            f"{folder / 'config.json'}: activation_function: got {activation!r}, expected one of {', '.join(_GPT_ACTIVATIONS)}"
-        )
-    integer = functools.partial(_integer, folder, options)
-    width = integer("n_embd", 768)
-    return GPTConfig(
-        vocab_size=integer("vocab_size", 50257), emb_dim=width, num_heads=integer("n_head", 12),
-        num_decoder_layers=integer("n_layer", 12), mlp_dim=integer("n_inner", 4 * width),
-        num_positions=integer("n_positions", 1024), mlp_activation=_GPT_ACTIVATIONS[activation],
-        logits_via_embedding=bool(options.get("tie_word_embeddings", True)),
-    )  # fmt: skip
+            raise ValueError(f"{path}: {name}: got {reading.shown(options[name])}, expected {expected!r}")
 
 
 _ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
@@ -264,83 +258,6 @@ def _gpt_by_our_names(tensors: dict[str, Leaf], config: GPTConfig) -> dict[str, 
     return leaves | {name: leaf for name, leaf in tensors.items() if not masks.fullmatch(name)}
 
 
-def open_vocabulary(folder: pathlib.Path, stop_ids: tuple[int, ...] | None) -> Vocabulary | None:
-    """The tokenizer of a folder: `tokenizer.json`, else `vocab.json` with `merges.txt`, else `spiece.model`, else bytes where
-    it says ByT5, else None.
-
-    Args:
-      stop_ids: ids at which the model stops; inputs end with the tokenizer's own EOS all the same, where it has one.
-    """
-    options = _read_json(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.json").exists():
-        path, token = folder / "tokenizer.json", _special_token(folder, options, "eos_token") or "</s>"
-        return TokenizerJsonVocabulary.load(path, eos_token=token, stop_ids=stop_ids or ())
-    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        return _byte_level_bpe(folder, options, stop_ids or ())
-    if (folder / "spiece.model").exists():
-        return _sentencepiece(folder, options)
-    if str(options.get("tokenizer_class", "")).startswith("ByT5"):
-        added = _added_tokens(folder, options)
-        vocabulary = ByteVocabulary(_first(options.get("extra_ids") or None, len(_sentinels(added)) or None, 125))
-        _check_added(folder, added, vocabulary)
-        return vocabulary
-    return None
-
-
-def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None:
-    token = options.get(name) or _read_json(folder / "special_tokens_map.json").get(name)
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _byte_level_bpe(folder: pathlib.Path, options: dict, stop_ids: tuple[int, ...]) -> TokenizerJsonVocabulary:
-    """GPT-2's own files: pieces with their ids, and merges in their order."""
-    names = ("bos_token", "eos_token", "unk_token")
-    special = {_special_token(folder, options, name) or "<|endoftext|>": None for name in names}
-    added = special | _added_tokens(folder, options)
-    text = byte_level_bpe(
-        folder / "vocab.json", folder / "merges.txt", sorted(added, key=lambda token: added[token] or -1),
-        bool(options.get("add_prefix_space", False)),
-    )  # fmt: skip
-    token = _special_token(folder, options, "eos_token") or "<|endoftext|>"
-    vocabulary = TokenizerJsonVocabulary(text, eos_token=token, stop_ids=stop_ids)
-    _check_added(folder, added, vocabulary)
-    return vocabulary
-
-
-def _sentencepiece(folder: pathlib.Path, options: dict) -> SentencePieceVocabulary:
-    added = _added_tokens(folder, options)
-    extra_ids = _first(options.get("extra_ids"), len(_sentinels(added)) or None, 100)
-    vocabulary = SentencePieceVocabulary.load(folder / "spiece.model", extra_ids)
-    _check_added(folder, added, vocabulary)
-    return vocabulary
-
-
-def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
-    """Tokens that the tokenizer's files add to the SentencePiece model, with their ids where these are given."""
-    key = "additional_special_tokens"  # transformers 5 calls them extra_special_tokens
-    listed = options.get("extra_special_tokens") or options.get(key)
-    listed = listed or _read_json(folder / "special_tokens_map.json").get(key) or []
-    listed = listed.values() if isinstance(listed, dict) else listed
-    added: dict[str, int | None] = {token if isinstance(token, str) else token["content"]: None for token in listed}
-    added |= {entry["content"]: int(i) for i, entry in (options.get("added_tokens_decoder") or {}).items()}
-    return added | _read_json(folder / "added_tokens.json")
-
-
-def _sentinels(added: dict) -> list[str]:
-    return [token for token in added if re.fullmatch(r"<extra_id_\d+>", token)]
-
-
-def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary) -> None:
-    """Refuses added tokens that the vocabulary would not give the ids they have."""
-    for token, i in added.items():
-        if token in ("<pad>", "</s>", "<unk>"):
-            continue
-        known = vocabulary.encode(token)
-        if len(known) != 1 or (i is not None and known != [i]):
-            got = f"added token {token!r} with id {i}" if i is not None else f"added token {token!r}"
-            raise ValueError(f"{folder}: got {got}, expected only sentinels <extra_id_0> … or a tokenizer.json")
-
-
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
     """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an empty folder.
 
@@ -384,7 +301,7 @@ def _options(config: T5Config, dtype: str) -> dict[str, Any]:
 
 
 def _tokenizer_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Contents of the files that `open_vocabulary` makes the same vocabulary of: bytes, or what JSON holds."""
+    """Contents of the files that `huggingface_tokenizers.open_folder` makes the same vocabulary of: bytes, or what JSON holds."""
     if vocabulary is None:
         return {}
     options: dict[str, Any] = {

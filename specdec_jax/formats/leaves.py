@@ -12,6 +12,7 @@ from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.vocabularies import Vocabulary
 
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a parameter may be stored as
 # What a writer goes through the names of the parameters with: a progress bar, or nothing.
 Track = Callable[[Sequence[str]], Iterable[str]]
 

@@ -10,12 +10,20 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from specdec_jax import reading
 from specdec_jax.formats import eight_bits, tensorstore_arrays
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten
+from specdec_jax.models.fields import built
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+    Vocabulary,
+    check_extra_ids,
+)
 from specdec_jax.writing import new_folder, write_file
 
 FORMAT, VERSION = "specdec_jax", 1
@@ -25,10 +33,10 @@ _CONFIGS = {"t5": T5Config, "gpt": GPTConfig}
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
     """Whether `folder` holds a model, the heads of one (`kind` "heads"), or what is to be known of a T5X checkpoint ("t5x")."""
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return content.get("format") == FORMAT and content.get("kind", "model") == kind
-    except (OSError, ValueError, AttributeError):
+        content = reading.read_json(folder / "config.json")
+    except ValueError:
         return False
+    return content.get("format") == FORMAT and content.get("kind", "model") == kind
 
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
@@ -40,14 +48,23 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
 def open_description(folder: pathlib.Path) -> Checkpoint:
     """All that `write_description` wrote; no leaves."""
     path, content = folder / "config.json", _read_record(folder)
-    try:
-        shape = _CONFIGS[content.get("architecture", "t5")]  # the first models were all T5s, and do not say so
-        config, eos_ids = shape(**content["model"]), tuple(content["eos_ids"])
-        start, vocabulary = content["start_token"], content["vocabulary"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: got no readable model configuration ({error}), expected this package's") from None
-    vocabulary = vocabulary and _open_vocabulary(folder, vocabulary)
-    return Checkpoint(config, {}, vocabulary, start, eos_ids, content.get("encoder_fingerprint"))
+    architecture = content.get("architecture", "t5")  # the first models were all T5s, and do not say so
+    if not isinstance(architecture, str) or architecture not in _CONFIGS:
+        expected = f"one of {', '.join(_CONFIGS)}"
+        raise ValueError(f"{path}: architecture: got {reading.shown(architecture)}, expected {expected}")
+    config = built(_CONFIGS[architecture], content.get("model"), path)
+    eos_ids, entry, encoder = (content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint"))
+    for name, value, kind, expected in (
+        ("eos_ids", [] if eos_ids is None else eos_ids, list, "a list of ids"),
+        ("vocabulary", {} if entry is None else entry, dict, "an object"),
+        ("encoder_fingerprint", "" if encoder is None else encoder, str, "a string"),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
+    vocabulary = None if entry is None else _open_vocabulary(folder, entry)
+    return Checkpoint(
+        config, {}, vocabulary, content.get("start_token"), None if eos_ids is None else tuple(eos_ids), encoder
+    )
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
@@ -55,33 +72,34 @@ def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]
     if not is_folder(folder, "heads"):
         raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
     path, content = folder / "config.json", _read_record(folder)
-    try:
-        config, fingerprint = HeadsConfig(**content["heads"]), content["target_fingerprint"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: got no readable configuration of heads ({error}), expected this package's") from None
+    config, fingerprint = built(HeadsConfig, content.get("heads"), path), content.get("target_fingerprint")
+    if not isinstance(fingerprint, str):
+        raise ValueError(f"{path}: target_fingerprint: got {reading.shown(fingerprint)}, expected a string")
     return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
 
 
 def _read_record(folder: pathlib.Path) -> dict:
     path = folder / "config.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = reading.read_json(path)
     if content.get("version") != VERSION:
-        raise ValueError(f"{path}: got version {content.get('version')!r}, expected {VERSION}")
+        raise ValueError(f"{path}: got version {reading.shown(content.get('version'))}, expected {VERSION}")
     return content
 
 
 def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
-    kind, extra_ids = entry.get("kind"), entry.get("extra_ids", 0)
+    kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
     if kind == "bytes":
-        return ByteVocabulary(extra_ids)
-    name = entry.get("file", "")
-    places = [place / name for place in (folder, folder.absolute().parent)]  # a pair of models shares the parent's
+        return ByteVocabulary(check_extra_ids(extra_ids, file))
+    if kind not in ("sentencepiece", "tokenizer_json"):
+        raise ValueError(f"{file}: vocabulary: got kind {reading.shown(kind)}, expected one of this package")
+    # A pair of models shares the parent's.
+    places = [reading.inside(place, entry.get("file"), file) for place in (folder, folder.absolute().parent)]
     path = next((place for place in places if place.is_file()), None)
-    if path is None or kind not in ("sentencepiece", "tokenizer_json"):
-        raise ValueError(f"{folder}: got no vocabulary {kind} {name!r}, expected it there or in the folder above")
-    if kind == "tokenizer_json":
-        return TokenizerJsonVocabulary.load(path, tuple(entry["eos_ids"]))
-    return SentencePieceVocabulary.load(path, extra_ids)
+    if path is None:
+        raise ValueError(f"{folder}: got no vocabulary {places[0].name}, expected it there or in the folder above")
+    if kind == "sentencepiece":
+        return SentencePieceVocabulary.load(path, check_extra_ids(extra_ids, file))
+    return TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
 
 
 def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:

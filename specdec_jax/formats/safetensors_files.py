@@ -10,7 +10,9 @@ import struct
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 
+from specdec_jax import reading
 from specdec_jax.formats.leaves import Leaf, Track, fill_rows
 from specdec_jax.writing import naming, write_file
 
@@ -23,60 +25,54 @@ def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
     """Every tensor of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
 
     Raises:
-      ValueError: a shard or a tensor is missing, or a file is truncated.
+      ValueError: a shard or a tensor is missing, or a file is damaged.
     """
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return _open_file(folder / "model.safetensors")
-    try:
-        shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError):
-        raise ValueError(f"{index}: got no readable weight_map, expected a safetensors index") from None
-    tensors = {}
-    for shard in sorted(set(shard_of.values())):
-        if not (folder / shard).exists():
-            raise ValueError(f"{folder}: got no shard {shard}, expected it as {index.name} names it")
-        tensors |= _open_file(folder / shard)
-    for name, shard in shard_of.items():
-        if name not in tensors:
-            raise ValueError(f"{folder / shard}: got no tensor {name}, expected it as {index.name} names it")
-    return tensors
+    shard_of = reading.read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict):
+        raise ValueError(f"{index}: got weight_map {reading.shown(shard_of)}, expected the file of each tensor")
+    reading.check_names(shard_of, index)
+    shards = {name: reading.inside(folder, shard, index) for name, shard in shard_of.items()}
+    tensors: dict[pathlib.Path, dict[str, Leaf]] = {}
+    for shard in sorted(set(shards.values())):
+        tensors[shard] = _open_file(shard)
+    for name, shard in shards.items():
+        if name not in tensors[shard]:
+            raise ValueError(f"{shard}: got no tensor {name}, expected it as {index.name} names it")
+    return {name: leaf for leaves in tensors.values() for name, leaf in leaves.items()}
 
 
 def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
-    size = path.stat().st_size
+    """Tensors of one file; the package `safetensors` checks its header: lengths, and that the tensors fill the file."""
+    reading.check_file(path, 2**63)
     with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size:
-            raise ValueError(
-                f"{path}: got a file of {size} bytes, expected a safetensors header of {length} (truncated?)"
-            )
-        try:
-            header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            leaves = {name: _leaf(path, name, entry, 8 + length) for name, entry in entries.items()}
-            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
-            raise ValueError(f"{path}: got no readable header, expected a safetensors file") from None
-    if size != end:
-        raise ValueError(f"{path}: got {size} bytes, expected {end} by its header (truncated or damaged)")
-    return leaves
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(path.stat().st_size, reading.MOST_BYTES):
+            raise ValueError(f"{path}: got a header of {length:,} bytes, expected a safetensors file (truncated?)")
+        header = file.read(length)
+    try:
+        with safetensors.safe_open(path, "numpy"):
+            entries = reading.parse_json(
+                header.decode()
+            )  # which, unlike the package, refuses a name that is there twice
+    except (safetensors.SafetensorError, ValueError) as error:
+        got = reading.reason(error).removeprefix("got ")
+        raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)") from None
+    reading.check_names(entries, path)
+    return {name: _leaf(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
 
 
 def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"{path}: tensor {name}: got dtype {entry['dtype']}, expected one of {', '.join(_DTYPES)}")
-    dtype = np.dtype(_DTYPES[entry["dtype"]])
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{path}: tensor {name}: got {end - begin} bytes, expected {dtype} of shape {shape}")
-    width = math.prod(shape[1:])
+    shape, code, offset = tuple(entry["shape"]), entry["dtype"], base + entry["data_offsets"][0]
+    if code not in _DTYPES:
+        raise ValueError(f"{path}: tensor {name}: got dtype {code}, expected one of {', '.join(_DTYPES)}")
+    dtype, width = np.dtype(_DTYPES[code]), math.prod(shape[1:])
 
     def read_rows(start: int, stop: int) -> np.ndarray:
-        offset = base + begin + start * width * dtype.itemsize
-        rows = np.fromfile(path, dtype, (stop - start) * width, offset=offset)
-        return rows.reshape(stop - start, *shape[1:])
+        place = offset + start * width * dtype.itemsize
+        return np.fromfile(path, dtype, (stop - start) * width, offset=place).reshape(stop - start, *shape[1:])
 
     read = lambda dtype, transpose: fill_rows(shape, dtype, read_rows, transpose)
     return Leaf(shape, read, dtype.name)

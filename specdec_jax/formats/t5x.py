@@ -1,6 +1,7 @@
 """T5X checkpoints, read and written without t5x: legacy (msgpack beside zarr arrays) and Orbax (OCDBT), scanned layers too."""
 
 import functools
+import math
 import pathlib
 import re
 from typing import NamedTuple
@@ -8,12 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from flax import serialization
 
-from specdec_jax.formats import tensorstore_arrays
+from specdec_jax.formats import flax_msgpack, tensorstore_arrays
 from specdec_jax.formats.leaves import Checkpoint, Leaf, Track, flatten, unflatten
+from specdec_jax.models.fields import built
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.reading import check_file, check_folder, inside, shown
 from specdec_jax.writing import write_file
 
 _STEP = re.compile(r"checkpoint_(\d+)")
+_MOST_LAYERS = 1000  # as a configuration may have
+_TABLE_SIZE = 1 << 22  # of the position tables of all layers; T5 11B's have 98,304 numbers
 
 
 def find(folder: pathlib.Path) -> pathlib.Path | None:
@@ -53,20 +58,15 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
 
 def _open_legacy(folder: pathlib.Path) -> dict[str, Leaf]:
     path = folder / "checkpoint"
-    try:
-        contents = serialization.msgpack_restore(path.read_bytes())
-        version = contents.get("version", 0)
-    except Exception as error:  # msgpack raises many kinds
-        reason = str(error) or type(error).__name__
-        raise ValueError(
-            f"{path}: got no readable msgpack ({reason}), expected a T5X checkpoint (truncated?)"
-        ) from None
+    contents = flax_msgpack.read_tree(path)
+    version = contents.get("version", 0) if isinstance(contents, dict) else 0
     if version not in (2, 3):
-        raise ValueError(f"{path}: got checkpoint version {version}, expected 3")
-    target = contents.get("optimizer", contents).get("target")
+        raise ValueError(f"{path}: got checkpoint version {shown(version)}, expected 3")
+    state = contents.get("optimizer", contents)
+    target = state.get("target") if isinstance(state, dict) else None
     if not isinstance(target, dict):
         raise ValueError(f"{path}: got no 'target', expected the parameters of a T5X checkpoint")
-    return {name: _legacy_leaf(name, value, folder) for name, value in flatten(_mark_arrays(target)).items()}
+    return {name: _legacy_leaf(name, value, path) for name, value in flatten(_mark_arrays(target)).items()}
 
 
 class _Spec(NamedTuple):
@@ -84,18 +84,19 @@ def _mark_arrays(tree):
     return {key: _mark_arrays(value) for key, value in tree.items()}
 
 
-def _legacy_leaf(name: str, value, folder: pathlib.Path) -> Leaf:
-    if isinstance(value, _Spec):
-        spec = value.spec
-        stored = spec["kvstore"].get("path", spec.get("path"))  # TensorStore before 0.1.14 kept it at the top
-        if not isinstance(stored, str):
-            raise ValueError(f"{folder}: parameter {name}: got a spec without a path, expected one")
-        # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
-        kvstore = {"driver": "file", "path": str((folder / stored).absolute()) + "/"}
-        return tensorstore_arrays.open_array({"driver": spec["driver"], "kvstore": kvstore}, name, folder)
-    if not isinstance(value, np.ndarray):
-        raise ValueError(f"{folder}: parameter {name}: got {type(value).__name__}, expected an array")
-    return Leaf.of(value)
+def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
+    if not isinstance(value, _Spec):
+        return flax_msgpack.leaf(path, name, value)
+    spec, store = value.spec, value.spec["kvstore"]
+    if spec["driver"] != "zarr" or not isinstance(store, dict):
+        raise ValueError(f"{path}: parameter {name}: got driver {shown(spec['driver'])}, expected zarr")
+    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
+    array = inside(path.parent, store.get("path", spec.get("path")), path)  # at the top before TensorStore 0.1.14
+    check_folder(array)
+    if (array / ".zarray").exists():
+        check_file(array / ".zarray")
+    kvstore = {"driver": "file", "path": f"{array.resolve()}/"}
+    return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
 
 
 def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
@@ -112,13 +113,14 @@ def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
 
     for name, leaf in leaves.items():
         stack, *path = name.split("/")
-        if stack not in ("encoder", "decoder") or path[0] != stack:
+        if stack not in ("encoder", "decoder") or path[:1] != [stack]:
             flat[name] = leaf
-        elif path[1] == "relpos_bias":
+        elif path[1:2] == ["relpos_bias"]:
             flat["/".join([stack, *path[1:]])] = _shared_table(leaf, name, folder)
         else:
-            if len(leaf.shape) < 2:
-                raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected the layers on axis 1")
+            if len(path) < 3 or len(leaf.shape) < 2 or leaf.shape[1] > _MOST_LAYERS:
+                expected = f"at most {_MOST_LAYERS} layers on axis 1"
+                raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected {expected}")
             for i in range(leaf.shape[1]):
                 flat["/".join([stack, f"layers_{i}", *path[1:]])] = _layer(
                     leaf, functools.partial(stacked, name), i, path[-2]
@@ -141,6 +143,8 @@ def _layer(stack: Leaf, read_stack, i: int, module: str) -> Leaf:
 
 def _shared_table(leaf: Leaf, name: str, folder: pathlib.Path) -> Leaf:
     """A stacked `[H, layers, buckets]` position table as one `[H, buckets]`, where all layers agree."""
+    if math.prod(leaf.shape) > _TABLE_SIZE:
+        raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected a relative position table")
     tables = leaf.load(np.float32)
     if tables.ndim != 3 or not (tables == tables[:, :1]).all():
         raise ValueError(
@@ -164,22 +168,23 @@ def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
         return got
 
     def layers(stack: str) -> int:
-        numbers = [int(match[1]) for name in leaves if (match := re.match(rf"{stack}/layers_(\d+)/", name))]
+        numbers = [int(match[1]) for name in leaves if (match := re.match(rf"{stack}/layers_(\d{{1,6}})/", name))]
         return max(numbers, default=0) + 1
 
     vocab_size, emb_dim = shape("token_embedder/embedding", 2)
     num_heads, num_buckets = shape("decoder/relpos_bias/rel_embedding", 2)
     inner = shape("decoder/layers_0/self_attention/query/kernel", 2)[1]
-    if inner % num_heads:
+    if not num_heads or inner % num_heads:
         raise ValueError(f"{path}: got query kernels of width {inner}, expected a multiple of the {num_heads} heads")
     gated = "decoder/layers_0/mlp/wi_0/kernel" in leaves
-    return T5Config(
+    fields = dict(
         vocab_size=vocab_size, emb_dim=emb_dim, num_heads=num_heads, head_dim=inner // num_heads,
         num_encoder_layers=layers("encoder"), num_decoder_layers=layers("decoder"),
         mlp_dim=shape("decoder/layers_0/mlp/wo/kernel", 2)[0],
         mlp_activations=("gelu", "linear") if gated else ("relu",),
         logits_via_embedding="decoder/logits_dense/kernel" not in leaves, num_buckets=num_buckets,
     )  # fmt: skip
+    return built(T5Config, fields, path)
 
 
 def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:

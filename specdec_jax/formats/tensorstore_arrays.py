@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from specdec_jax.formats.leaves import Leaf, fill_rows
+from specdec_jax import reading
+from specdec_jax.formats.leaves import FLOATS, Leaf, fill_rows
 from specdec_jax.writing import write_file
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")
+_METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}  # of one array, by TensorStore's driver
+_METADATA_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 26  # what T5X aims at
+# Of Orbax's list of all arrays, optimizer states included, and of the database's list of its nodes.
+_STRUCTURE_BYTES = 1 << 24
 _COMMIT_BYTES = 1 << 28  # of arrays that are held until they are written to a database together
 
 
@@ -20,25 +24,32 @@ def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) ->
     """The array of a TensorStore spec; opening reads its metadata only.
 
     Raises:
-      ValueError: there is none, or its numbers are of none of `dtypes`; `read` raises it for a missing or damaged chunk.
+      ValueError: there is none, its numbers are of none of `dtypes`, or its chunks, which are read whole, are larger
+        than itself; `read` raises it for a missing or damaged chunk.
     """
     import tensorstore
 
     # Without this a chunk that is not there reads as zeros.
     spec = spec | {"open": True, "fill_missing_data_reads": False}
     try:
+        metadata = tensorstore.KvStore.open(spec["kvstore"]).result().read(_METADATA[spec["driver"]]).result().value
+        if len(metadata) > _METADATA_BYTES:
+            raise ValueError(f"metadata of {len(metadata):,} bytes")
         store = tensorstore.open(spec, read=True).result()
     except ValueError as error:
         raise ValueError(f"{path}: parameter {name}: got {_reason(error)}, expected an array there") from None
     shape, stored = tuple(store.shape), store.dtype.name
     if stored not in dtypes:
         raise ValueError(f"{path}: parameter {name}: got dtype {stored}, expected one of {', '.join(dtypes)}")
+    chunk = store.chunk_layout.read_chunk.shape
+    if any(part > max(size, 1) for part, size in zip(chunk, shape)):
+        raise ValueError(f"{path}: parameter {name}: got chunks of shape {tuple(chunk)}, expected at most {shape}")
 
     def read(dtype, transpose: bool) -> np.ndarray:
         source = tensorstore.cast(store, dtype.name)  # so that no copy in the stored dtype is made
         with _told(name, path, stored, shape):
             # A chunk is decoded whole whatever part of it is asked for, so blocks are runs of whole chunks.
-            rows = store.chunk_layout.read_chunk.shape[0] if shape else 1
+            rows = chunk[0] if shape else 1
             if rows >= (shape or (1,))[0] and not transpose:
                 return np.asarray(source.read().result())
             read_rows = lambda start, stop: np.asarray(source[start:stop].read().result())
@@ -63,20 +74,21 @@ def _told(name: str, path, stored: str, shape: tuple[int, ...]):
 
 
 def _reason(error: ValueError) -> str:
-    return str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0].strip()
+    return reading.reason(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0].strip()
 
 
 def ocdbt_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
     """Paths of all leaves of an Orbax folder, and TensorStore's driver for them."""
+    path = folder / "_METADATA"
+    if not path.exists():
+        raise ValueError(f"{folder}: got no _METADATA, expected the one of an Orbax checkpoint")
+    metadata = reading.read_json(path, _STRUCTURE_BYTES)
     try:
-        metadata = json.loads((folder / "_METADATA").read_text(encoding="utf-8"))
-        entries = metadata["tree_metadata"].values()
-        paths = [tuple(key["key"] for key in entry["key_metadata"]) for entry in entries]
-        return paths, "zarr3" if metadata.get("use_zarr3") else "zarr"
-    except FileNotFoundError:
-        raise ValueError(f"{folder}: got no _METADATA, expected the one of an Orbax checkpoint") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{folder / '_METADATA'}: got no readable tree_metadata, expected Orbax's") from None
+        paths = [tuple(key["key"] for key in entry["key_metadata"]) for entry in metadata["tree_metadata"].values()]
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: got no readable tree_metadata, expected Orbax's") from None
+    reading.check_names((key for keys in paths for key in keys), path)
+    return paths, "zarr3" if metadata.get("use_zarr3") else "zarr"
 
 
 def open_ocdbt(
@@ -86,8 +98,11 @@ def open_ocdbt(
 ) -> dict[str, Leaf]:
     """The arrays under `prefix` in an Orbax folder, by their `/`-joined names without it; what dtypes each may have."""
     paths, driver = ocdbt_structure(folder)
+    reading.check_folder(folder)
+    for manifest in folder.rglob("manifest.*"):  # which is read whole, unlike the data
+        reading.check_file(manifest, _STRUCTURE_BYTES)
     # No file:// URL: in one '#', '?' and '%' of the path would have to be quoted.
-    base, leaves = {"driver": "file", "path": f"{folder.absolute()}/"}, {}
+    base, leaves = {"driver": "file", "path": f"{folder.resolve()}/"}, {}
     for path in paths:
         if path[: len(prefix)] != prefix:
             continue

@@ -12,6 +12,7 @@ from specdec_jax.models import identity, packing
 from specdec_jax.models.gpt import GPT, GPT_PRESETS, GPTCache, GPTConfig
 from specdec_jax.models.t5 import PRESETS as T5_PRESETS
 from specdec_jax.models.t5 import T5, DecoderCache, T5Config
+from specdec_jax.reading import shown
 from specdec_jax.sharding import ShardingRules, pinned, read
 
 ModelConfig = T5Config | GPTConfig
@@ -315,8 +316,9 @@ def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> 
 def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
     """Raises ValueError where a special id or a piece of the vocabulary has no logit."""
     for token in (start_token, *eos_ids):
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(f"special id: got {token}, expected an id of the vocabulary of {config.vocab_size}")
+        whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not whole or not 0 <= token < config.vocab_size:
+            raise ValueError(f"special id: got {shown(token)}, expected an id of the vocabulary of {config.vocab_size}")
     if vocabulary is not None and vocabulary.size > config.vocab_size:
         raise ValueError(
             f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model"

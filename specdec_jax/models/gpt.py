@@ -8,7 +8,8 @@ import flax.struct
 import jax.numpy as jnp
 
 from specdec_jax.cache import KVCache
-from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, LayerNorm, product
+from specdec_jax.models.fields import FieldError, check_fields
+from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +44,10 @@ class GPTConfig:
     encoder_dim: ClassVar[None] = None  # of a `T5Config`; there is nothing to attend to
 
     def __post_init__(self):
-        for name in ("vocab_size", "emb_dim", "num_heads", "num_decoder_layers", "mlp_dim", "num_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig.{name}: got {getattr(self, name)}, expected at least 1")
+        check_fields(self)
         if self.emb_dim % self.num_heads:
             expected = f"a multiple of num_heads = {self.num_heads}"
-            raise ValueError(f"GPTConfig.emb_dim: got {self.emb_dim}, expected {expected}")
-        if self.mlp_activation not in ACTIVATIONS:
-            raise ValueError(f"GPTConfig.mlp_activation: got {self.mlp_activation!r}, expected one of {ACTIVATIONS}")
-        if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f"GPTConfig.dropout_rate: got {self.dropout_rate}, expected a number in [0, 1)")
+            raise FieldError(self, "emb_dim", f"got {self.emb_dim}, expected {expected}")
 
     @property
     def head_dim(self) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from specdec_jax.models import packing
 from specdec_jax.models.base import Network
+from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Dense
 from specdec_jax.models.t5 import T5Config
 
@@ -37,11 +38,9 @@ class HeadsConfig:
     matmul_dtype: str | None = None
 
     def __post_init__(self):
-        for name in ("num_heads", "emb_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"HeadsConfig.{name}: got {getattr(self, name)}, expected at least 1")
+        check_fields(self)
         if self.num_blocks < self.share_head:
-            raise ValueError(f"HeadsConfig.num_blocks: got {self.num_blocks}, expected at least {int(self.share_head)}")
+            raise FieldError(self, "num_blocks", f"got {self.num_blocks}, expected at least {int(self.share_head)}")
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

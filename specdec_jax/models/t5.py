@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.cache import MAX_UNROLLED_ROWS, KVCache
-from specdec_jax.models.layers import ACTIVATIONS, Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, product
+from specdec_jax.models.fields import FieldError, check_fields
+from specdec_jax.models.layers import Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,26 +51,15 @@ class T5Config:
     matmul_dtype: str | None = None
 
     def __post_init__(self):
+        check_fields(self)
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-        for name in (
-            "vocab_size",
-            "emb_dim",
-            "num_heads",
-            "head_dim",
-            "num_decoder_layers",
-            "mlp_dim",
-            *("num_encoder_layers" if self.encoder_dim is None else "encoder_dim",),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"T5Config.{name}: got {getattr(self, name)}, expected at least 1")
-        if self.encoder_dim is not None and self.num_encoder_layers:
-            expected = "0 with encoder_dim, which says that the encoder is another model's"
-            raise ValueError(f"T5Config.num_encoder_layers: got {self.num_encoder_layers}, expected {expected}")
-        if len(self.mlp_activations) not in (1, 2) or any(name not in ACTIVATIONS for name in self.mlp_activations):
-            expected = f"one name or two (gated) from {ACTIVATIONS}"
-            raise ValueError(f"T5Config.mlp_activations: got {self.mlp_activations}, expected {expected}")
-        if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f"T5Config.dropout_rate: got {self.dropout_rate}, expected a number in [0, 1)")
+        own = self.encoder_dim is None
+        if own != (self.num_encoder_layers > 0):
+            expected = "at least 1" if own else "0 with encoder_dim, which says that the encoder is another model's"
+            raise FieldError(self, "num_encoder_layers", f"got {self.num_encoder_layers}, expected {expected}")
+        if self.max_distance <= self.num_buckets // 2:
+            expected = f"more than half of num_buckets = {self.num_buckets}"
+            raise FieldError(self, "max_distance", f"got {self.max_distance}, expected {expected}")
 
     def with_own_head(self) -> "T5Config":
         """The same function of the parameters, but for a head that is a kernel of its own."""

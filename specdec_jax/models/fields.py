@@ -1,0 +1,86 @@
+"""What the fields of configurations may be, whatever file they come from: types and ranges, in one table."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from specdec_jax.models.layers import ACTIVATIONS
+from specdec_jax.reading import shown
+
+Shape = TypeVar("Shape")
+
+# The least and the most: beyond every model that exists, but nothing that could not be listed or multiplied.
+_COUNTS = {
+    "vocab_size": (1, 10_000_000), "emb_dim": (1, 1_000_000), "encoder_dim": (1, 1_000_000), "mlp_dim": (1, 1_000_000),
+    "num_heads": (1, 1000), "head_dim": (1, 100_000), "num_encoder_layers": (0, 1000), "num_decoder_layers": (1, 1000),
+    "num_buckets": (4, 100_000), "max_distance": (3, 1_000_000_000), "num_positions": (1, 100_000_000),
+    "num_blocks": (0, 100),
+}  # fmt: skip
+_FLAGS = ("logits_via_embedding", "scale_decoder_outputs", "share_head")
+_CHOICES = {
+    "mlp_activation": ACTIVATIONS, "dtype": ("float32", "bfloat16"), "matmul_dtype": ("float32", "bfloat16"),
+}  # fmt: skip
+
+
+class FieldError(ValueError):
+    """A field that is not what it may be: `field` is its name, `problem` what was got and what was expected."""
+
+    def __init__(self, config, field: str, problem: str):
+        super().__init__(f"{type(config).__name__}.{field}: {problem}")
+        self.field, self.problem = field, problem
+
+
+def check_fields(config) -> None:
+    """Raises `FieldError` at the first field of a configuration that the table does not allow.
+
+    None is allowed where it is the default.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None and field.default is None:
+            continue
+        expected = _expected(field.name, value)
+        if expected:
+            raise FieldError(config, field.name, f"got {shown(value)}, expected {expected}")
+
+
+def _expected(name: str, value) -> str | None:
+    """What was expected of a field, if `value` is something else."""
+    number = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
+    if name in _COUNTS:
+        least, most = _COUNTS[name]
+        if not number or isinstance(value, float):
+            return "an integer"
+        return f"at least {least}" if value < least else f"at most {most:,}" if value > most else None
+    if name in _FLAGS:
+        return None if isinstance(value, bool) else "true or false"
+    if name in _CHOICES:
+        return None if isinstance(value, str) and value in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
+    if name == "dropout_rate":
+        return None if number and 0 <= value < 1 else "a number in [0, 1)"
+    if name == "mlp_activations":
+        fits = isinstance(value, list | tuple) and len(value) in (1, 2)
+        fits = fits and all(isinstance(activation, str) and activation in ACTIVATIONS for activation in value)
+        return None if fits else f"one name or two (gated) from {ACTIVATIONS}"
+    raise AssertionError(f"{name} is not in the table")
+
+
+def built(shape: type[Shape], values, path, names: Mapping[str, str] | None = None) -> Shape:
+    """The configuration `shape` with these values out of the file at `path`, which calls the fields by `names`.
+
+    Raises:
+      ValueError: the file's name, and what is wrong with which field.
+    """
+    known = {field.name: field for field in dataclasses.fields(shape)}  # type: ignore[arg-type]
+    unknown = [name for name in values if name not in known] if isinstance(values, dict) else [values]
+    if unknown:
+        raise ValueError(f"{path}: got {shown(unknown[0])}, expected a configuration of {', '.join(known)}")
+    for name, field in known.items():
+        if name not in values and field.default is dataclasses.MISSING:
+            raise ValueError(f"{path}: {(names or {}).get(name, name)}: got none, expected one")
+    try:
+        return shape(**values)
+    except FieldError as error:
+        raise ValueError(f"{path}: {(names or {}).get(error.field, error.field)}: {error.problem}") from None
