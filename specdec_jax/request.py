@@ -16,6 +16,7 @@ from specdec_jax.models.base import LanguageModel, Network, decoder_only, given_
 from specdec_jax.sampling import SamplingConfig, SamplingRows
 from specdec_jax.speculative import DecodeState, Drafter, Program
 from specdec_jax.verification import Settings
+from specdec_jax.vocabularies import check_lengths
 
 # Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
 _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -329,6 +330,7 @@ def _as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np
         if any(isinstance(text, str) for text in inputs) and all(isinstance(text, str | None) for text in inputs):
             if target.vocabulary is None:
                 raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
+            check_lengths("input", inputs, first=0)
             end = list(target.vocabulary.eos_ids[:1]) if eos else []
             inputs = [None if text is None else target.vocabulary.encode(text) + end for text in inputs]
         if input_lengths is not None:

@@ -17,13 +17,13 @@ _TOKENIZER_BYTES = 24 << 20  # of a vocabulary's file; mT5's tokenizer.json has 
 LONGEST_TEXT = 1_000_000
 
 
-def check_lengths(name: str, texts: Iterable[str | None]) -> None:
+def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> None:
     """Refuses a text that is too long to be encoded, before anything goes through it; None is none.
 
     Raises:
-      ValueError: the number of the text, from 1, after `name`, and its length.
+      ValueError: the number of the text, counted from `first`, after `name`, and its length.
     """
-    for number, text in enumerate(texts, 1):
+    for number, text in enumerate(texts, first):
         if text is not None and len(text) > LONGEST_TEXT:
             expected = f"at most {LONGEST_TEXT:,}"
             raise ValueError(f"{name} {number}: got a text of {len(text):,} characters, expected {expected}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_models import HashModel, HashNetwork, compilations
+from toy_models import EchoModel, HashModel, HashNetwork, Words, compilations
 from toy_options import (
     ALL,
     DRAFT,
@@ -159,11 +159,18 @@ def test_the_command_line_passes_every_option_on():
 
 
 def test_lenience_one_is_strict():
-    assert ids_of(base("lenience")) == ids_of(base("drafter"))
-    np.testing.assert_array_equal(base("lenience").log_probs, base("drafter").log_probs)
+    strict = generate(**BASE, verifier="token")
+    assert ids_of(base("lenience")) == ids_of(strict)
+    np.testing.assert_array_equal(base("lenience").log_probs, strict.log_probs)
 
 
 # --- What is refused ---
+
+
+def test_a_text_that_is_far_too_long_is_refused_by_its_length():
+    with pytest.raises(ValueError, match="input 1: got a text of 1,200,000 characters, expected at most 1,000,000"):
+        generate(EchoModel(Words()), ["w2", "w2 " * 400_000])
+
 
 COLD, WARM = SamplingConfig(), SamplingConfig(temperature=1.0)
 NO_WORDS = HashModel(V)
