@@ -40,7 +40,7 @@ def main() -> int:
     _returned.set()
     if (
         code > 1
-    ):  # an interpreter whose call of XLA or TensorStore was cut short may crash, or say more, when it is taken down
+    ):  # taken down after a call of XLA or TensorStore that was cut short, an interpreter may crash or say more
         os._exit(code)
     _handle(signal.SIG_DFL)
     return code

@@ -25,7 +25,7 @@ specdec_main._PATIENCE = float(sys.argv.pop(1))
 def send(number, after):
     threading.Timer(after, os.kill, (PID, number)).start()
 
-def compute(iterations=2 * 10**9):
+def compute(iterations=10**8):
     hashlib.pbkdf2_hmac("sha256", b"", b"", iterations)  # as a compilation, which sees no signals
 
 class Package(types.ModuleType):
@@ -85,7 +85,7 @@ def test_a_signal_ends_it(when):
     body, expected = ENDS[when]
     begin = time.monotonic()
     assert stub(body) == expected
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 15
 
 
 def test_a_second_signal_kills():
