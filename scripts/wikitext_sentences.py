@@ -17,7 +17,7 @@ import re
 from absl import app, flags
 
 from specdec_jax import data
-from specdec_jax.runs import write_atomically
+from specdec_jax.writing import write_file
 
 _INPUT = flags.DEFINE_string("input_file", None, "WikiText, a paragraph a line, gzip or not.", required=True)
 _OUTPUT = flags.DEFINE_string("output_file", None, "File to write, gzip where it ends in .gz.", required=True)
@@ -73,7 +73,8 @@ def main(_) -> None:
     found = sentences(data.read_lines(_INPUT.value), excluded)
     text = "".join(f"{sentence}\n" for sentence in found).encode()
     path = pathlib.Path(_OUTPUT.value)
-    write_atomically(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     print(f"{len(found)} sentences")
 
 

@@ -41,7 +41,7 @@ def main() -> int:
         _exit(error.args[0])
     _returned.set()
     if code > 1:
-        os._exit(code)  # an interpreter whose call of XLA or TensorStore was cut short may crash when it is taken down
+        os._exit(code)  # taken down after a call of XLA that was cut short, an interpreter may crash or say more
     _handle(signal.SIG_DFL)
     return code
 
