@@ -248,7 +248,10 @@ def test_a_path_that_goes_up(form, tmp_path, monkeypatch):
     FORMATS[form](tmp_path / "model")
     (tmp_path / "beside").mkdir()
     monkeypatch.chdir(tmp_path / "beside")
-    assert_params(checkpoints.load("../model", "float32"))
+    model = checkpoints.load("../model", "float32")
+    assert_params(model)
+    checkpoints.save(model, "../saved")
+    assert_params(checkpoints.load("../saved", "float32"))
 
 
 def test_links_as_in_hugging_faces_cache(tmp_path):

@@ -128,7 +128,7 @@ def write_zarr(array: np.ndarray, folder: pathlib.Path, name: str) -> dict:
     import tensorstore
 
     spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": _layout(array, {"id": "gzip", "level": 1})}
-    kvstore = {"driver": "file", "path": f"{folder.absolute() / name}/"}
+    kvstore = {"driver": "file", "path": f"{folder.resolve() / name}/"}
     tensorstore.open(spec | {"kvstore": kvstore} | _WRITE_ALL).result().write(array).result()
     return spec | {"kvstore": {"driver": "file", "path": f"{name}/"}}
 
@@ -140,7 +140,7 @@ def write_ocdbt(arrays: Iterable[tuple[tuple[str, ...], np.ndarray]], folder: pa
     # Every commit writes the database's index anew, so the small ones are written together.
     context, transaction, held, tree = tensorstore.Context(), tensorstore.Transaction(), 0, {}
     for path, array in arrays:
-        base = {"driver": "file", "path": f"{folder.absolute()}/"}
+        base = {"driver": "file", "path": f"{folder.resolve()}/"}
         spec = {
             "driver": "zarr", "dtype": array.dtype.name, "metadata": _layout(array, {"id": "zstd", "level": 1}),
             "kvstore": {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"},
