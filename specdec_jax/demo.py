@@ -58,15 +58,15 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     console = Console()
     colours = console.is_terminal and "NO_COLOR" not in os.environ
     show = lambda parts: console.print(render(parts, colours), soft_wrap=True)
-    print(
-        f"{options.drafter} drafts up to {options.gamma} tokens, {options.target} checks them all in one call and adds one of "
-        "its own. One line for each such call:",
-    )
-    show(traces.LEGEND)
-    console.file.flush()
     with waiting(f"loading {options.target} and {options.drafter}"):
         target, drafter = options.load()
         ids = encode(target, sentences, options.max_input_length)
+    print(
+        f"{options.drafter} drafts up to {options.gamma} tokens, {options.target} checks them all in one call and adds one of "
+        "its own. One line for each such call:"
+    )
+    show(traces.LEGEND)
+    console.file.flush()
     keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
     speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
     shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it

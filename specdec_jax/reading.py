@@ -12,7 +12,7 @@ MOST_BYTES = 4 << 20  # of a file of settings, which has a few thousand; an empt
 MOST_VALUES = 2_000_000  # of a larger JSON file, a tokenizer's: mT5's has 750,000
 
 _LONGEST_NAME = 500
-_DEEPEST_FOLDER, _MOST_FOLDERS = 4, 1000
+_DEEPEST_FOLDER, _MOST_FOLDERS = 4, 20_000
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100

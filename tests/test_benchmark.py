@@ -389,7 +389,7 @@ def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     monkeypatch.setattr(benchmark, "load", lambda _: (None, None, []))
     options = benchmark.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
     if fails == "write":
-        monkeypatch.setattr(benchmark.pathlib.Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError))
+        monkeypatch.setattr(benchmark, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError))
     with pytest.raises(OSError if fails == "write" else KeyError):  # a summary of {"a": 1} cannot be made
         benchmark.run(options)
     assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {"a": 1}

@@ -20,6 +20,8 @@ import make_checkpoints as make
 import numpy as np
 import pytest
 from golden_models import unpack_t5x
+from test_law_statistics import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREAD, V, g_test, joint_law
+from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax import benchmark, cli, passes, records
@@ -179,6 +181,26 @@ def test_samples_depend_on_the_key(golden):
     other, _ = decode(rng=jax.random.PRNGKey(1))
     assert (first != other).any() and (aux["scores"] < 0).all()
     np.testing.assert_array_equal(decode(decoder_params={"decode_rng": jax.random.PRNGKey(1)})[0], other)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("drafts", [True, False], ids=["speculative", "plain"])
+def test_law_with_keys_of_every_kind(impl, drafts):
+    """A G-test of the joint law of three tokens; T5X's trainer can be set to rbg keys."""
+    target, drafter = tiny_t5(0, V, decoder_layers=1), tiny_t5(1, V, decoder_layers=1)
+    vocabulary = type("Letters", (), dict(eos_id=EOS, vocab_size=V))
+    model = interop.SpeculativeEncoderDecoderModel(
+        interop.transformer(target.config), vocabulary, vocabulary, None, gamma=1, verifier="token", sampling=SPREAD,
+        drafter=sd.ModelDrafter(drafter) if drafts else None,
+    )  # fmt: skip
+    inputs, prompts = np.tile(INPUTS, (ROWS, 1)).astype(np.int32), np.zeros((ROWS, POSITIONS), np.int32)
+    counts = np.zeros(V**POSITIONS)
+    for seed in range(4):
+        rng = jax.random.key_data(jax.random.key(seed, impl=impl))  # raw, as T5X makes them
+        tokens, _ = predict(model, target.params, inputs, prompts, rng)
+        counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**POSITIONS)
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_law(drafter, SPREAD)) < FALSE_ALARM
 
 
 BAD = {
