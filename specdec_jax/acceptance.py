@@ -16,7 +16,7 @@ import numpy as np
 from specdec_jax import analysis, sampling
 from specdec_jax.drafters.drawing import match_width
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, finish, generate
+from specdec_jax.generate import NotNumbers, advance, finish, generate
 from specdec_jax.models.base import LanguageModel, joined
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.passes import Batch
@@ -96,11 +96,16 @@ def scored(target, drafter: ModelDrafter, batches, verifiers, gamma: int, option
     sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
     work: dict[tuple[str, int], list[Work]] = {(name, g): [] for name in verifiers for g in range(1, gamma + 1)}
     for batch in track(batches, len(batches), "scoring"):
-        result = generate(target, batch.inputs, key=batch.keys, **options.decoding(plain=True))
+        result = batch.through(
+            lambda batch: generate(target, batch.inputs, key=batch.keys, **options.decoding(plain=True))
+        )
         lengths.append(result.lengths)
         agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
         expected = {key: [] for key in work}
         for row, length in enumerate(result.lengths):
+            sound = np.isfinite(agreed.overlap[row, :length])
+            if not sound.all():
+                raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
             sums.append(float(agreed.overlap[row, :length].sum()))
             counts.append(int(length))
             ended = result.finish_reasons[row] == "eos"
@@ -149,7 +154,7 @@ def counted(target, drafter, batches, verifiers, gamma: int, options) -> Accepta
     for name in verifiers:
         decoding = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier=name)
         results = [
-            generate(target, batch.inputs, key=batch.keys, **decoding)
+            batch.through(lambda batch: generate(target, batch.inputs, key=batch.keys, **decoding))
             for batch in track(batches, len(batches), f"counting, {name} verification")
         ]
         rows = [row for result in results for row in result.stats.per_row]

@@ -90,10 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     what the system refuses), 130 (interrupted), 143 (terminated)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        try:
-            return _main(argv)
-        finally:
-            _flush()
+        code = _main(argv)
+        _flush()
+        return code
     except KeyboardInterrupt as error:
         number = next(iter(error.args), signal.SIGINT)  # the signal that it was
         _say("terminated" if number == signal.SIGTERM else "interrupted")
@@ -103,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if "--debug" in argv:
             raise
+        with contextlib.suppress(OSError):  # what is said next matters more
+            _flush()
         _say(f"error: {' '.join(str(error).split())}")
         return 1 if isinstance(error, CheckFailed) else 2
 
@@ -356,3 +357,7 @@ def _overview() -> str:
     lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family and GPT-like models.", ""]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import rich.console
 
-from specdec_jax import checkpoints, corpora, data, train
+from specdec_jax import checkpoints, corpora, data, reading, train
 from specdec_jax.formats import own
 from specdec_jax.jobs import decode_all
 from specdec_jax.journal import digest
@@ -214,9 +214,9 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
     with alone(output):
         _record(config, parts, contents)
+        target_model = checkpoints.load(config.target, config.dtype)
+        _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
         if not all(job.path.exists() for job in jobs):
-            target_model = checkpoints.load(config.target, config.dtype)
-            _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
             begun()
             _write_all(config, target_model, jobs, console)
     return train.fit(training, begun)
@@ -274,7 +274,7 @@ def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[s
     for part, texts in parts.items():
         found = hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
         settings[f"{part} sources"] = f"{len(texts)} lines, {found[:16]}"
-    before = contents | (json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings)
+    before = contents | (reading.read_json(path) if path.exists() else settings)
     settings |= {name: before[name] for name in _CONTENTS if name in before} | contents
     for name in before | settings:
         got, expected = settings.get(name), before.get(name)
@@ -311,7 +311,7 @@ def _write_all(config: DistillConfig, target: LanguageModel, jobs: list[Job], co
 def _stop_if_asked(signals: list[int], progress: Progress) -> None:
     if signals:
         progress.message("interrupted: files of outputs are kept; the same command goes on from there")
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(signals[0])
 
 
 def _lines(config: DistillConfig, target: LanguageModel, job: Job, start: int) -> Iterator[str]:

@@ -7,7 +7,8 @@ sample does not depend on its batch.
 import jax
 import jax.numpy as jnp
 
-# Every key is brought to this kind: JAX batches the others (rbg, unsafe_rbg) by drawing for all rows from the first key.
+# Every key is brought to this kind: JAX batches the others (rbg, unsafe_rbg) by drawing for all rows from the first
+# row's key.
 KEY_IMPL = "threefry2x32"
 
 
@@ -30,7 +31,7 @@ def threefry(key: jax.Array) -> jax.Array:
     if typed and str(jax.random.key_impl(key)) == KEY_IMPL:
         return key
     words = jax.random.key_data(key) if typed else key
-    if words.dtype != jnp.uint32 or words.ndim == 0 or words.shape[-1] < 2:
+    if words.dtype != jnp.uint32 or words.ndim == 0 or not (typed or words.shape[-1] in (2, 4)):
         raise ValueError(
             f"key: got an array of shape {key.shape} and type {key.dtype}, expected jax.random.key(seed), or raw keys of "
             "2 words of uint32 (threefry) or 4 (rbg)"
@@ -65,7 +66,7 @@ def words(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> 
     """
 
     def one(key, offset):
-        # A key that nothing is drawn from: its own two words are as random as what would be.
+        # Nothing is drawn from this key, so its own two words serve as the random ones.
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, offset), tag))
 
     folded = jax.vmap(jax.random.fold_in)(keys, lengths)
@@ -117,7 +118,7 @@ def draw(weights: jax.Array, random: jax.Array) -> jax.Array:
 
 
 def choose(weights: jax.Array, word: jax.Array) -> jax.Array:
-    """Returns the place `[B]` int32 in the cumulated `weights [B, N]` at which `word [B]` of 2³² points.
+    """Returns the place `[B]` int32 in the cumulated `weights [B, N]` to which `word [B]`, one of 2³², points.
 
     Weights count as multiples of 2⁻³¹ of their sum, rounded up, so that none that is positive is lost.
     """

@@ -90,6 +90,10 @@ class NotNumbers(ValueError):
             "numbers: are its weights damaged?"
         )
 
+    def at(self, input: int) -> "NotNumbers":
+        """Returns the same error with the number that the input has elsewhere."""
+        return NotNumbers(self.source, input, self.token)
+
 
 class GenerationResult(NamedTuple):
     """What `generate` returns.

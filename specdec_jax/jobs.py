@@ -113,7 +113,7 @@ def decode_all(
         try:
             yield from _in_order(outputs)
         except NotNumbers as error:
-            raise NotNumbers(error.source, error.input + start + first, error.token) from None
+            raise error.at(error.input + start + first) from None
 
 
 def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:

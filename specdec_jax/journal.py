@@ -86,7 +86,7 @@ class Journal:
 
     def _append(self, record: Any) -> int:
         """Writes a line; returns where it begins."""
-        rest = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        rest = _line(record)
         with naming(self.path):
             place = self._file.seek(0, os.SEEK_END)
             while rest:  # of a disk that becomes full a part is written
@@ -101,7 +101,7 @@ class Journal:
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file):
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n") and (number or _line(settings).startswith(line)):
                     break
                 record = self._record(number, line)
                 if number:
@@ -123,9 +123,13 @@ class Journal:
             record = json.loads(line)
             if number:
                 place, lines = record
-                if not 0 <= place < self._total or not all(isinstance(text, str) for text in lines):
+                if (
+                    type(place) is not int
+                    or not 0 <= place < self._total
+                    or not all(isinstance(text, str) for text in lines)
+                ):
                     raise ValueError
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ValueError(
                 f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the file to begin anew"
             ) from None
@@ -139,6 +143,10 @@ class Journal:
                     f"{self.path}: got results with {name} {before.get(name)!r}, expected {settings.get(name)!r}; remove the "
                     "file to begin anew"
                 )
+
+
+def _line(record: Any) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
 
 def digest(parts: Iterable[bytes]) -> str:

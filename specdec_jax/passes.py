@@ -12,7 +12,7 @@ import numpy as np
 
 from specdec_jax import compatibility, measure
 from specdec_jax.draws import seeded
-from specdec_jax.generate import GenerationResult
+from specdec_jax.generate import GenerationResult, NotNumbers
 from specdec_jax.measure import Spread
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.progress import track
@@ -36,6 +36,13 @@ class Batch:
     ids: list[list[int]]
     numbers: list[int]
     keys: jax.Array
+
+    def through(self, decode: Callable[["Batch"], GenerationResult]) -> GenerationResult:
+        """Decodes the batch; an error about one of its inputs gets the number that it had before it was sorted."""
+        try:
+            return decode(self)
+        except NotNumbers as error:
+            raise error.at(self.numbers[error.input]) from None
 
     @property
     def padded(self) -> int:
@@ -114,7 +121,7 @@ def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Seq
     for arm, batch in track([(arm, batch) for arm in arms.values() for batch in shapes.values()],
                             len(arms) * len(shapes), "compiling"):  # fmt: skip
         start = time.perf_counter()
-        arm.decode(batch)
+        batch.through(arm.decode)
         arm.compile_seconds += time.perf_counter() - start
     for step in track(steps.values(), len(steps), "compiling steps"):
         jax.block_until_ready(step())
@@ -128,7 +135,7 @@ def one_pass(arms: Mapping[str, Arm], batches: Sequence[Batch], turn: int, what:
     for index, batch in enumerate(track(batches, len(batches), what)):
         for name in measure.rotated(arms, turn + index):
             start = time.perf_counter()
-            result = arms[name].decode(batch)
+            result = batch.through(arms[name].decode)
             arms[name].seconds[-1] += time.perf_counter() - start
             arms[name].results.append(result)
 

@@ -89,7 +89,7 @@ def apply_own(logits: jax.Array, context: Context, processor: Processor) -> jax.
     rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
     if rows.shape != flat.shape:
         raise ValueError(f"processor: got logits of shape {rows.shape}, expected {flat.shape}")
-    chosen = rows == jnp.inf
+    chosen = (rows == jnp.inf) & ~jnp.any(jnp.isnan(rows), axis=-1, keepdims=True)  # NaN must stay, to be noticed
     rows = jnp.where(jnp.any(chosen, axis=-1, keepdims=True), jnp.where(chosen, 0.0, -jnp.inf), rows)
     return rows.astype(logits.dtype).reshape(logits.shape)
 

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 import rich.console
 import rich.progress
 
+from specdec_jax import reading
 from specdec_jax.losses import TrainState
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.writing import naming, write_file
@@ -111,7 +112,7 @@ def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Call
     path, settings = output / "config.json", json.loads(json.dumps(dataclasses.asdict(config)))
     if step is not None and path.exists():
         # What a setting did before it was one, its default says.
-        before = {field.name: field.default for field in dataclasses.fields(config)} | json.loads(path.read_text())
+        before = {field.name: field.default for field in dataclasses.fields(config)} | reading.read_json(path)
         for name, value in fixed(settings).items():
             if fixed(before)[name] != value:
                 expected = f"that of the run in {config.output_dir}: {before[name]}"
@@ -137,15 +138,18 @@ def record_contents(
     Raises:
       ValueError: the run began with a vocabulary that makes other ids of the same text.
     """
-    path, digests = output / "contents.json", {"vocabulary": vocabulary}
+    path, digests = output / "contents.json", {}
     for name, file in files.items():
         with open(file, "rb") as opened:
             digests[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    before = json.loads(path.read_text()) if step is not None and path.is_file() else {}
-    changed = [name for name, digest in digests.items() if before.get(name, digest) != digest]
-    if "vocabulary" in changed:
+    before = reading.read_json(path) if step is not None and path.exists() else {}
+    if before.get("vocabulary", vocabulary) != vocabulary:
         raise ValueError(f"vocabulary: got another, expected the one with which the run in {output} began")
-    write_file(path, json.dumps(digests, indent=1))
+    known = before.get("files", {})
+    if not isinstance(known, dict):
+        raise ValueError(f"{path}: files: got {reading.shown(known)}, expected digests by name")
+    write_file(path, json.dumps({"vocabulary": vocabulary, "files": digests}, indent=1))
+    changed = [name for name, digest in digests.items() if known.get(name, digest) != digest]
     return [f"changed since step {step}: contents of {name}" for name in changed]
 
 
@@ -227,7 +231,8 @@ def trim_log(path: pathlib.Path, last: int) -> None:
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+        # A line that a kill cut short, or that is none of ours, is none to keep.
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             if json.loads(line)["step"] <= last:
                 kept.append(line + "\n")
     write_file(path, "".join(kept))

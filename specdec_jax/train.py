@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import rich.console
 
-from specdec_jax import checkpoints, corpora, data
+from specdec_jax import checkpoints, corpora, data, reading
 from specdec_jax.deepening import deepened
 from specdec_jax.formats import own
 from specdec_jax.journal import digest
@@ -250,7 +249,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     output, path = pathlib.Path(output_dir).absolute(), pathlib.Path(path)
     if not (output / "config.json").is_file():
         raise ValueError(f"{output_dir}: got a folder without config.json, expected one of a training run")
-    stored = json.loads((output / "config.json").read_text())
+    stored = reading.read_json(output / "config.json")
     config = TrainConfig(**{**stored, "model": _recorded_shape(stored), "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
     state = _abstract_state(config)
@@ -386,7 +385,7 @@ def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
                 run.save(state, done)
             if saved and signals:
                 reporter.message(f"interrupted: step {done} is saved; the same command goes on from there")
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(signals[0])
     return state
 
 

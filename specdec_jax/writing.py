@@ -25,7 +25,8 @@ def new_file(path) -> Iterator[BinaryIO]:
     """Opens a file that takes the name `path` when the block ends, when it is on the disk; after an error nothing is new.
 
     It gets the permissions of the file that it replaces. Where `path` is a symbolic link, the file that it leads to is
-    replaced. What `passes_through` is written as it stands.
+    replaced; of several hard links the others keep the old contents. A path for which `passes_through` holds is written
+    to directly.
 
     Raises:
       OSError: with a file's name, whatever failed.
@@ -71,6 +72,9 @@ def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathli
     check(place)
     if os.path.ismount(place):
         raise ValueError(f"{folder}: got a mount point, expected a folder in it")
+    for path in (new, old):
+        if path.is_symlink():
+            raise ValueError(f"{path}: got a symbolic link, expected nothing there")
     new.mkdir(parents=True, exist_ok=True)
     with alone(new):
         try:

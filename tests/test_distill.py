@@ -479,11 +479,13 @@ def test_other_files_under_the_same_paths_are_refused(undisturbed, models, langu
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints, "load", changed)
-        with pytest.raises(ValueError, match="teacher: got .*, expected the one on which the run in .*run began"):
-            distill.run(config)
-        (tmp_path / "run/outputs-train-greedy.tsv").unlink()
-        with pytest.raises(ValueError, match="target's contents: got .*: the outputs in .*run are of that"):
-            distill.run(config)
+        # Of a run that has finished, of one that was killed before it saved a state, and of one without all outputs.
+        for gone in ("", "checkpoints", "outputs-train-greedy.tsv"):
+            if gone:
+                path = tmp_path / "run" / gone
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with pytest.raises(ValueError, match="target's contents: got .*: the outputs in .*run are of that"):
+                distill.run(config)
     path = tmp_path / "run/distill.json"
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({**stored, "vocabulary's contents": "x"}))

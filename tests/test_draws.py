@@ -45,6 +45,7 @@ LAWS = {
     "Zipf's": 1 / np.arange(1, V + 1),
     "logits": np.exp(4 * RNG.normal(size=V)),
     "one id and a tail": np.where(np.arange(V) == 77_777, 1.0, 1e-7),
+    "one id and next to nothing": np.where(np.arange(V) == 77_777, 1.0, 1e-20),  # what is rounded up most
 }
 
 
@@ -164,8 +165,9 @@ def test_every_word_of_other_keys_counts(impl):
 
 
 @pytest.mark.parametrize(
-    "key", [jnp.zeros(2), jnp.zeros((), jnp.uint32), jnp.zeros(1, jnp.uint32), jnp.zeros(2, jnp.int32)]
-)
+    "key",
+    [jnp.zeros(2), jnp.zeros((), jnp.uint32), jnp.zeros(1, jnp.uint32), jnp.zeros(3, jnp.uint32), jnp.zeros(2, jnp.int32)],
+)  # fmt: skip
 def test_what_is_no_key_is_refused(key):
     with pytest.raises(ValueError, match=r"key: got an array of shape .* expected jax.random.key\(seed\)"):
         generate(HashModel(8, 0), [[3, 1]], key=key)

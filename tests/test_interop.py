@@ -88,6 +88,20 @@ def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
     np.testing.assert_array_equal(decode(decoder, target, traced={"decode_rng": raw}).tokens, tokens)
 
 
+@pytest.mark.parametrize("rescaled", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_no_numbers_have_no_score(temperature, rescaled, pair):
+    """Nothing can be raised here: the score says it, and every token is an id."""
+    target, drafter = pair
+    params = target.params
+    params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(np.nan)
+    broken = sd.LanguageModel(target.config, params)
+    for drafts in (drafter, None):
+        options = dict(sampling=sd.SamplingConfig(temperature=temperature), rescale_log_probs=rescaled)
+        got = decode(Decoder(target.config, drafts, **options), broken)
+        assert np.isnan(got.scores).all() and (got.tokens >= 0).all()
+
+
 def test_without_a_drafter_or_a_prompt(pair):
     target, _ = pair
     got = decode(Decoder(target.config), target, prompted=False)

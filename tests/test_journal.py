@@ -83,7 +83,10 @@ def test_a_journal_of_something_else_is_refused_and_left_alone(tmp_path, case):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("line", [b"x", b"\xff", b'[7, ["a"]]', b'[0, "a", 1]', b"[0, [1]]", b'{"0": 1}', b"3"])
+@pytest.mark.parametrize(
+    "line",
+    [b"x", b"\xff", b'[7, ["a"]]', b'[0.5, ["a"]]', b"[" * 20_000, b'[0, "a", 1]', b"[0, [1]]", b'{"0": 1}', b"3"],
+)
 def test_a_damaged_line_is_refused(tmp_path, line):
     path = fill(tmp_path, _2=["c"])
     path.write_bytes(path.read_bytes() + line + b'\n[1, ["b"]]\n')
@@ -91,11 +94,16 @@ def test_a_damaged_line_is_refused(tmp_path, line):
         journal(tmp_path)
 
 
-@pytest.mark.parametrize("line", [b"x\n", b"[1]\n"])
-def test_some_other_file_is_refused(tmp_path, line):
-    (tmp_path / "out.txt.partial").write_bytes(line)
-    with pytest.raises(ValueError, match="remove the file to begin anew"):
+@pytest.mark.parametrize("line", [b"x\n", b"[1]\n", b"half of a download", b"[" * 20_000, b"\0"])
+@pytest.mark.parametrize("link", [False, True])
+def test_some_other_file_is_refused_and_left_alone(tmp_path, line, link):
+    path, file = tmp_path / "out.txt.partial", tmp_path / "mine"
+    (file if link else path).write_bytes(line)
+    if link:
+        path.symlink_to(file)
+    with pytest.raises(ValueError, match="partial.*: got .*, expected .*; remove the file to begin anew"):
         journal(tmp_path)
+    assert path.read_bytes() == line
 
 
 def _try(tmp_path, queue):

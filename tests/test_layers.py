@@ -65,6 +65,7 @@ LAYERS = [
     },
     {"cli"},
     {"entry"},
+    {"__main__"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 FACADE = ""  # specdec_jax itself: public names, imported by the command line only

@@ -4,18 +4,20 @@ import json
 import sys
 import types
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_cli
 import toy
 import toy_processors
-from toy_models import HashModel
+from toy_models import HashModel, HashNetwork
 
 from specdec_jax import acceptance, analysis, figures, measure, measuring, passes, plots, results, speculative
 from specdec_jax.drafters.lookup import RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import generate
+from specdec_jax.generate import NotNumbers, generate
 from specdec_jax.measure import Spread
 from specdec_jax.sampling import SamplingConfig
 
@@ -219,6 +221,34 @@ def test_another_drafters_law_does_not_agree(monkeypatch):
     monkeypatch.setattr(acceptance, "agreement", shifted)
     found = acceptance.compared(TARGET, drafter, batches_of(9, 4), 3, options())
     assert found.difference != 0
+
+
+def test_damaged_models_are_named_with_the_number_of_the_input():
+    """Batches are sorted by length: the number is the one that the input had before."""
+    inputs = [[3, 4, 5, 6, 1], [7, 1], [3, 2, 2, 1]]
+    batches = passes.cut(inputs, inputs, 2, 0)
+    sound = HashModel(V, 1, spread=6.0)
+
+    @flax.struct.dataclass
+    class Broken(HashNetwork):
+        def decode(self, tokens, positions, cache):
+            logits, cache = HashNetwork.decode(self, tokens, positions, cache)
+            return jnp.where(cache.inputs[:, None, None] % 2 == 1, jnp.nan, logits), cache
+
+    broken = HashModel(V, 0, spread=6.0)
+    broken.network = Broken(broken.law)
+    odd = [
+        place for place, ids in enumerate(inputs)
+        if int(TARGET.network.prefill(np.array([ids]), np.array([len(ids)]), 9).inputs[0]) % 2
+    ]  # fmt: skip
+    assert 0 < len(odd) < 3
+    arm = passes.Arm(0, lambda batch: generate(broken, batch.ids, max_new_tokens=3))
+    with pytest.raises(NotNumbers, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"):
+        passes.one_pass({"plain": arm}, batches, 0, "pass")
+    nothing = HashModel(V, 1)
+    nothing.logits = lambda *arguments, **options: np.full((*np.shape(arguments[1]), V), np.nan, np.float32)
+    with pytest.raises(NotNumbers, match="input [012]: got logits from the drafter hash .* at new token 0"):
+        acceptance.scored(sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0))
 
 
 def test_what_cannot_be_scored_is_counted():

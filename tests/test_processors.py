@@ -145,8 +145,9 @@ def test_an_ngram_longer_than_the_buffer_changes_nothing():
 
 def test_nan_of_a_processor_stays():
     """It must be noticed, not taken for a processor that leaves nothing."""
-    processor = lambda prefixes, lengths, logits: logits.at[:, 1].set(jnp.nan)
-    assert np.isnan(alone(process, np.zeros(5, np.float32), [0, 1], processor=processor)[1])
+    for other in (0.0, jnp.inf):
+        processor = lambda prefixes, lengths, logits: logits.at[:, 1].set(jnp.nan).at[:, 2].set(other)  # noqa: B023
+        assert np.isnan(alone(process, np.zeros(5, np.float32), [0, 1], processor=processor)[1])
 
 
 NOTHING_LEFT = {

@@ -1,5 +1,7 @@
 """The command as a process: its standard streams, and what signals do while it imports, computes, trains and ends."""
 
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -180,6 +182,38 @@ def test_a_reader_that_has_gone_is_no_traceback(stream):
     done = process("--version" if stream == "stdout" else "nonsense", **{stream: writer, other: subprocess.PIPE})
     os.close(writer)
     assert done.returncode == (1 if stream == "stdout" else 2) and not getattr(done, other)
+
+
+def test_an_error_is_said_though_the_reader_has_gone(monkeypatch, capsys):
+    """What went before it into the buffer of standard output is lost; the reason is not."""
+
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe", "standard output")
+
+        def fileno(self):
+            return os.open(os.devnull, os.O_WRONLY)
+
+    def failing(argv):
+        print("something")
+        raise ValueError("the real reason")
+
+    monkeypatch.setattr(cli, "_main", failing)
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert cli.main([]) == 2 and capsys.readouterr().err == "specdec: error: the real reason\n"
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+def test_output_comes_at_once_where_python_is_told_so(unbuffered):
+    body = "def run():\n  print('first'); os.write(1, b'second\\n'); return 0"
+    _, out, _ = stub(body, env=os.environ | {"PYTHONUNBUFFERED": "1" * unbuffered})
+    assert out.split() == (["first", "second"] if unbuffered else ["second", "first"])
+
+
+@pytest.mark.parametrize("module", ["specdec_jax", "specdec_jax.cli"])
+def test_modules_are_the_command_too(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("specdec ")
 
 
 def test_standard_output_on_a_full_disk_is_one_line(tmp_path):

@@ -177,9 +177,38 @@ def test_a_run_that_is_not_finite_stops(language, tmp_path, monkeypatch, loss, s
 
 def test_the_log_loses_what_a_kill_left_behind(tmp_path):
     log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 2, "loss": 1}\n{"step": 6, "loss": 1}\n{"step": 3, "validation_loss": 1}\n{"step": 4, "lo')
+    others = "5\n" + '{"x": 1}\n' + '{"step": "a"}\n' + "[" * 20_000 + "\n"
+    log.write_text(
+        '{"step": 2, "loss": 1}\n{"step": 6, "loss": 1}\n'
+        + others
+        + '{"step": 3, "validation_loss": 1}\n{"step": 4, "lo'
+    )
     runs.trim_log(log, 4)
     assert log.read_text() == '{"step": 2, "loss": 1}\n{"step": 3, "validation_loss": 1}\n'
+
+
+@pytest.mark.parametrize("text", ["[1]", '"x"', "null", "{", "[" * 20_000, "{} {}"], ids=str.__len__)
+def test_damaged_files_of_a_run_are_named(language, tmp_path, text):
+    config = config_of(language, tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "contents.json").write_text(text)
+    for read in (
+        lambda: runs.changed_settings(config, tmp_path, 1, lambda settings: settings),
+        lambda: runs.record_contents(tmp_path, 1, "vocabulary", {}),
+        lambda: train.export(tmp_path, tmp_path / "model"),
+    ):
+        with pytest.raises(ValueError, match=r"(config|contents).json: got .*, expected an object"):
+            read()
+
+
+def test_a_training_file_may_be_called_vocabulary(tmp_path):
+    (tmp_path / "vocabulary").write_text("a\tb\n")
+    files = {"vocabulary": tmp_path / "vocabulary"}
+    assert runs.record_contents(tmp_path, None, "first", files) == []
+    with pytest.raises(ValueError, match="vocabulary: got another, expected the one with which the run in"):
+        runs.record_contents(tmp_path, 1, "second", files)
+    (tmp_path / "vocabulary").write_text("c\td\n")
+    assert runs.record_contents(tmp_path, 1, "first", files) == ["changed since step 1: contents of vocabulary"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -216,8 +245,9 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
         monkeypatch.setattr(runs.Reporter, "training", lambda reporter, *at, **more: interrupt(*at))
     if busy.startswith("save"):
         monkeypatch.setattr(train.Run, "save", lambda run, state, at: (save(run, state, at), interrupt(at)))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         train.fit(config)
+    assert raised.value.args == (signal.SIGTERM,), "by which the command says 143"
     assert os.listdir(tmp_path / "checkpoints") == [str(step)]
     assert f"interrupted: step {step} is saved" in capsys.readouterr().err
     assert int(runs.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step

@@ -224,6 +224,17 @@ def test_a_mount_point_is_refused_at_once(disk):
     assert names(disk.parent) == ["disk"]
 
 
+@pytest.mark.parametrize("which", ["new", "old"])
+def test_a_link_in_the_place_of_what_is_left_behind_is_not_followed(tmp_path, which):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("mine")
+    (tmp_path / f".folder.specdec-{which}").symlink_to(precious)
+    with pytest.raises(ValueError, match=f"specdec-{which}: got a symbolic link, expected nothing there"):
+        make(tmp_path / "folder")
+    assert (precious / "file").read_text() == "mine" and not (tmp_path / "folder").exists()
+
+
 # One process at a time. Another opening of a file within a process locks as another process does.
 
 

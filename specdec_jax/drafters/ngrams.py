@@ -28,6 +28,10 @@ _FORMAT = "specdec_jax n-gram table, version 1"
 _ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")
 _NUMBERS = ("vocab_size", "order", "start_token", "continuations")
 _MAX_ORDER = 16
+# What reading an archive of somebody else's may raise; numpy parses an array's header as Python does.
+_UNREADABLE = (
+    ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 # How far a file of zeros may be compressed: the counts of 250,000 ids of which none occurs, and ten times what tables are.
 _LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
@@ -104,10 +108,7 @@ class NGramTable:
         check_file(path, 2**63)
         try:
             values = _read_arrays(path)
-        except (
-            *(ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError),
-            *(zipfile.BadZipFile, zlib.error),
-        ) as error:  # numpy parses a header as Python does
+        except _UNREADABLE as error:
             raise ValueError(
                 f"{path}: got a file that cannot be read ({reason(error)}), expected an n-gram table"
             ) from None
@@ -190,9 +191,8 @@ def _read_arrays(path) -> dict[str, np.ndarray]:
                 length = math.prod(shape) * dtype.itemsize
                 if dtype.hasobject or length != entry.file_size - member.tell():
                     raise ValueError(f"{entry.file_size:,} bytes for {dtype} of shape {shape}")
-                array = np.frombuffer(
-                    member.read(length), dtype
-                )  # without a number it would decompress all that there is
+                # Without a number it would decompress all that there is.
+                array = np.frombuffer(member.read(length), dtype)
                 found[entry.filename.removesuffix(".npy")] = array.reshape(shape, order="F" if is_fortran else "C")
     return found
 

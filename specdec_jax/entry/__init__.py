@@ -58,9 +58,13 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, flags)  # gets the lowest number that is free, which is this one
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
     if os.name != "nt":  # whose consoles have streams of their own
+        bare, unbuffered = (
+            _StandardOutput(1, "w", closefd=False),
+            getattr(sys.stdout, "write_through", False),
+        )  # as by python -u
         sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(_StandardOutput(1, "w", closefd=False)), sys.stdout.encoding, sys.stdout.errors,
-            line_buffering=bool(sys.stdout.line_buffering),
+            bare if unbuffered else io.BufferedWriter(bare), sys.stdout.encoding, sys.stdout.errors,
+            line_buffering=bool(sys.stdout.line_buffering), write_through=unbuffered,
         )  # fmt: skip
 
 

@@ -171,8 +171,10 @@ class Decoder:
         if given.get("rescale_log_probs", self.rescale_log_probs):
             adjusted = state.adjusted_log_probs  # None where every token is the argmax
             log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
-        counts = state.counts
-        return Decoded(decoded, jnp.sum(log_probs, axis=1), counts.target_calls, counts.drafted, counts.accepted)
+        counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)
+        scores = jnp.where(sound, jnp.sum(log_probs, axis=1), jnp.nan)
+        # The id in the place of what could not be drawn would be none to T5X.
+        return Decoded(jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted)
 
 
 def _traced(value) -> bool:
