@@ -89,7 +89,7 @@ def load(
     if replicate and mesh is None:
         raise ValueError("replicate: got it without a mesh, expected one")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
-    folder = _resolve(path)
+    folder = resolve(path)
     checkpoint = _open(folder, config)
     checkpoint = _completed(checkpoint, vocabulary, folder)
     dtype = choose_dtype(dtype, path, say)
@@ -122,13 +122,13 @@ def _completed(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Chec
 
 def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
     """A checkpoint's vocabulary (`vocabulary` overrides it) and its start token; no parameter is read."""
-    checkpoint = _open(_resolve(path), None)
+    checkpoint = _open(resolve(path), None)
     return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
 
 
 def load_shape(path) -> ModelConfig:
     """A checkpoint's configuration; no parameter is read."""
-    return _open(_resolve(path), None).config
+    return _open(resolve(path), None).config
 
 
 def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
@@ -199,7 +199,7 @@ def convert(
         _check_stored(dtype, format)
     target = pathlib.Path(output).absolute()
     _check_empty(target)
-    folder = _resolve(source)
+    folder = resolve(source)
     checkpoint = _completed(_open(folder, config), vocabulary, folder)
     found = t5x.find(folder)
     step = t5x.step_of(found) if found else None
@@ -379,11 +379,12 @@ def choose_dtype(dtype, path, say: Callable[[str], None] = _say) -> str:
     platform = jax.default_backend()
     chosen = "float32" if platform == "cpu" else "bfloat16"
     kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
-    say(f"loading {path} in {chosen}, the default on {kind} (choose another with dtype=)")
+    say(f"loading {path} in {chosen}, the default on {kind} (dtype=, or --dtype on the command line, chooses another)")
     return chosen
 
 
-def _resolve(path) -> pathlib.Path:
+def resolve(path) -> pathlib.Path:
+    """Returns the folder of a checkpoint that `load` is given; ValueError where there is none."""
     folder = pathlib.Path(path)
     if folder.is_dir():
         return folder

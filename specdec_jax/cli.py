@@ -142,7 +142,7 @@ def _main(argv: list[str]) -> int:
     fields = dataclasses.fields(cls) if command.by_flags else ()
     rest, bindings = _split_gin(rest)
     values = _define_flags(cls, fields)
-    arguments = values(["specdec", *rest])[1:]
+    arguments = _parsed(values, rest)
     if values.help:
         print(help_page.page(name, command.summary, command.arguments, cls, [field.name for field in fields], values))
         return 0
@@ -190,6 +190,19 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)
     flags.DEFINE_boolean("help", False, "show this help", short_name="h", **common)
     return values
+
+
+def _parsed(values: flags.FlagValues, arguments: list[str]) -> list[str]:
+    """Reads the flags; returns the arguments that are none."""
+    try:
+        return values(["specdec", *arguments])[1:]
+    except flags.IllegalFlagValueError as error:
+        kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
+        found = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
+        expected = kinds.get(values[found[1]].flag_type()) if found else None
+        if not expected:
+            raise
+        raise UsageError(f"{found[1]}: got {found[2]!r}, expected {expected}") from None
 
 
 def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:

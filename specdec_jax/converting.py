@@ -43,7 +43,8 @@ class ConvertOptions:
     def check(self) -> None:
         for name in ("source", "output", "format"):
             if not getattr(self, name):
-                raise ValueError(f"{name}: got nothing, expected --{name}")
+                formats = f" (one of {', '.join(checkpoints.FORMATS)})" if name == "format" else ""
+                raise ValueError(f"{name}: got nothing, expected --{name}{formats}")
 
 
 def run(options: ConvertOptions) -> None:

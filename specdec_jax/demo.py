@@ -22,7 +22,7 @@ from specdec_jax.sentences import built_in, check_text, encode
 _STYLES = {
     "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
 }  # fmt: skip
-_MARKS = {"committed": "{}", "accepted": "{}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
+_MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
 _SENTENCES = 8  # of the built-in ones
 _NEXT = """
 next: specdec demo "A sentence of your own."
@@ -97,7 +97,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
 
 def compiling(what: str, tokens: int):
     """Returns a context that says what compiles."""
-    return waiting(f"compiling {what} for inputs of up to {bucket(tokens)} tokens (some seconds the first time)")
+    return waiting(f"compiling {what} (up to {bucket(tokens)} tokens)")
 
 
 def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
@@ -132,7 +132,7 @@ def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
     calls = sum(result.stats.target_calls for result in results["speculative"])
     per_token = {name: np.array(seconds[name]) / tokens[name] for name in arms}
     ratios = per_token["plain"] / per_token["speculative"]
-    middle = int(np.argsort(ratios)[repeats // 2])
+    middle, passes = int(np.argsort(ratios)[repeats // 2]), "passes" if repeats > 1 else "pass"
     lines = [
         f"{name:<12} {1e3 * per_token[name][middle]:8.4g} ms a token: {tokens[name]} tokens in "
         f"{seconds[name][middle]:.4g} s"
@@ -140,7 +140,7 @@ def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
     ]
     return "\n".join([
         *lines,
-        f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} passes ({min(ratios):.2f} to {max(ratios):.2f}); the times "
+        f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to {max(ratios):.2f}); the times "
         "are that pass's",
         f"{tokens['speculative'] / calls:.2f} tokens per target call",
     ])  # fmt: skip

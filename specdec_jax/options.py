@@ -211,6 +211,8 @@ class DecodingOptions:
     def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, NamedDrafter | None]:
         """The target, unless it is given, and, where one is named, the drafter; refuses a drafter of another vocabulary."""
         load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices())
+        if self.drafter:
+            check_drafter_name(self.drafter)
         target = target or load(self.target)
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
@@ -267,13 +269,19 @@ def named_drafter(
         return NGramDrafter.load(name, target.vocabulary)
     if own.is_folder(pathlib.Path(name), "heads"):
         return HeadsDrafter.load(name, target)
+    return reduced(load(name))
+
+
+def check_drafter_name(name: str) -> None:
+    """Refuses a name that is no drafter's, before the target, which may be large, is loaded."""
+    if without_model(name):
+        return
     try:
-        model = load(name)
+        checkpoints.resolve(name)
     except ValueError as error:
-        if pathlib.Path(name).is_dir() or name in checkpoints.bundled():
-            raise
-        raise ValueError(f"drafter: {error}; or lookup, assisted, exit:K, random, a table (.npz)") from None
-    return reduced(model)
+        missing, stop, advice = str(error).partition(". If a model")
+        others = "lookup, assisted, exit:K, random or a table (.npz)"
+        raise ValueError(f"drafter: {missing}, {others}{stop}{advice}") from None
 
 
 def _exit_layer(name: str) -> int:

@@ -109,10 +109,10 @@ def waiting(what: str) -> Iterator[None]:
         console.print(what, markup=False)
         yield
         return
-    columns = (
-        rich.progress.TextColumn("{task.description}", markup=False),
-        rich.progress.BarColumn(),
+    columns = (  # the text last: a narrow terminal cuts what does not fit
         rich.progress.TimeElapsedColumn(),
+        rich.progress.BarColumn(20),
+        rich.progress.TextColumn("{task.description}", markup=False),
     )
     with rich.progress.Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
         bar.add_task(what, total=None)

@@ -53,8 +53,10 @@ def check_folder(folder: pathlib.Path) -> None:
     Folders may be links too, but must not lead back to themselves.
     """
     for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
-        if number > _MOST_FOLDERS or len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
+        if len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
             raise ValueError(f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint's")
+        if number > _MOST_FOLDERS:
+            raise ValueError(f"{folder}: got more than {_MOST_FOLDERS:,} folders, expected a checkpoint's")
         for name in names:
             check_file(pathlib.Path(parent, name), 2**63)
 

@@ -17,9 +17,13 @@ import numpy as np
 
 from specdec_jax import reading
 
-# Of published tokenizers, beyond what `_PLAIN` lets through: GPT-2's, GPT-4's (Llama 3 has the same) and Qwen 2's.
+# Of published tokenizers, beyond what `_PLAIN` lets through: GPT-2's in two spellings, GPT-4's in two (Llama 3 has the
+# first), Qwen 2's and BLOOM's.
 PUBLISHED = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
     *(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,24 +32,38 @@ PUBLISHED = {
 }  # fmt: skip
 # Alternatives of single characters or classes of them, of which one may be missing and the last may repeat: nothing
 # follows a repetition that could fail and send the matcher back.
-_CHARACTER = r"(?:\\[pP]\{\^?\w{1,30}\}|\\[sSdDwWnrt]|\\[^\w\s]|\[\^?(?:\\.|[^\[\]\\&])+\]|[^\\\[\](){}*+?|^$])"
-_ALTERNATIVE = rf"\^?(?:{_CHARACTER})*(?:{_CHARACTER}\?)?(?:{_CHARACTER})*(?:[*+]|\{{\d{{1,2}}(?:,\d{{0,2}})?\}})?"
-_PLAIN = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
+_CLASS = r"\[\^?+(?:\\.|[^\[\]\\&^])(?:\\.|[^\[\]\\&])*+\]|\[\[:\^?+\w{1,10}:\]\]"
+_CHARACTER = rf"(?:\\[pP]\{{\^?+\w{{1,30}}+\}}|\\[bsSdDwWnrt]|\\[^\w\s]|{_CLASS}|[^\\\[\](){{}}*+?|^$])"
+# Read in one way only (possessive, and looking one character ahead): otherwise the check itself would backtrack.
+_ONCE = rf"(?:{_CHARACTER}(?![?*+{{]))*+"
+_REPEATED = rf"(?:{_CHARACTER}(?:[*+]|\{{\d{{1,2}}+(?:,\d{{0,2}}+)?+\}}))?+"
+_ALTERNATIVE = rf"\^?+{_ONCE}(?:{_CHARACTER}\?)?+{_ONCE}{_REPEATED}"
+_ALTERNATIVES = rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*+"
+_PLAIN = re.compile(rf"{_ALTERNATIVES}|\((?:\?:)?+{_ALTERNATIVES}\)")
 _LONGEST_PATTERN = 200
 _LONGEST_WORD = 1000
+_LONGEST_REPLACEMENT = 1000  # bytes in the place of a character; of published tables 33
 _MOST_IDS = 10_000_000  # as a model's vocab_size may be
 _NORMALIZER, _DENORMALIZER, _TABLE = 3, 5, 2  # fields of a SentencePiece model, and of the first two
-_MOST_GROWTH = 1000  # times, by all steps together; T5's table of characters allows 33, its marks of spaces 3
+# How many times as long all steps together may make a text: T5's table of characters allows 33, its marks of spaces 3,
+# and every replacement of a letter by a longer one 2 or 3. Texts are looked at again by `check_length`.
+_MOST_GROWTH = 10**7
+_MOST_GROWTH_DECODING = 1000
+_MOST_CHARACTERS = 10**8
+_COMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 3, "Lowercase": 2}  # Unicode's own bounds
 
 
-def check(text: str) -> None:
+def check(text: str) -> int:
     """Refuses the contents of a tokenizer.json that could keep the library busy for ever.
+
+    Returns:
+      How many times as long its steps may make a text, at most.
 
     Raises:
       ValueError: what is wrong with it.
     """
     content = reading.parse_json(text)
-    model, added, growth = content.get("model"), content.get("added_tokens"), 1
+    model, added = content.get("model"), content.get("added_tokens")
     if isinstance(model, dict):
         length, pieces = model.get("max_input_chars_per_word"), model.get("vocab")
         if isinstance(length, int) and length > _LONGEST_WORD:  # WordPiece tries all parts of a word
@@ -53,7 +71,22 @@ def check(text: str) -> None:
         check_ids(pieces.items() if isinstance(pieces, dict) else ())
     tokens = added if isinstance(added, list) else ()
     check_ids((token.get("content"), token.get("id")) for token in tokens if isinstance(token, dict))
-    nodes = [content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    _growth_of([content.get("decoder")], _MOST_GROWTH_DECODING)
+    return _growth_of([content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")], _MOST_GROWTH)
+
+
+def check_length(text: str, growth: int) -> None:
+    """Refuses a text that a tokenizer which may make it `growth` times as long could not hold."""
+    if len(text) * growth > _MOST_CHARACTERS:
+        raise ValueError(
+            f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, expected at most "
+            f"{_MOST_CHARACTERS // growth:,}"
+        )
+
+
+def _growth_of(nodes: list, most: int) -> int:
+    """Returns how many times as long steps, nested in any way, may make a text together; refuses more than `most`."""
+    growth = 1
     while nodes:
         node = nodes.pop()
         if isinstance(node, dict):
@@ -61,8 +94,9 @@ def check(text: str) -> None:
             nodes += node.values()
         elif isinstance(node, list):
             nodes += node
-        if growth > _MOST_GROWTH:
-            raise ValueError(f"got steps that make a text more than {_MOST_GROWTH:,} times as long, expected fewer")
+        if growth > most:
+            raise ValueError(f"got steps that make a text more than {most:,} times as long, expected fewer")
+    return growth
 
 
 def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
@@ -74,17 +108,23 @@ def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _growth(step: dict) -> int:
-    """How many times as long a step may make a text; refuses one that may take too much time."""
+    """Returns how many times as long a step may make a text; refuses one that may take too much time."""
     pattern = step.get("Regex")
     if isinstance(pattern, str) and pattern not in PUBLISHED:
         if len(pattern) > _LONGEST_PATTERN or not _PLAIN.fullmatch(pattern):
-            expected = "characters or classes of which only the last repeats"
-            raise ValueError(f"got the regular expression {reading.shown(pattern)}, expected {expected}")
+            raise ValueError(
+                f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a well-known "
+                "tokenizer, or alternatives in which nothing follows a repetition"
+            )
     # By their fields: the library takes steps that do not say their type.
     if "precompiled_charsmap" in step or step.get("type") == "Precompiled":
         return _longest_replacement(_decoded(step.get("precompiled_charsmap")))
     if "pattern" in step and isinstance(step.get("content"), str):
-        return max(1, len(step["content"].encode("utf-8", "replace")))
+        searched = step["pattern"].get("String") if isinstance(step["pattern"], dict) else None
+        shortest = len(searched.encode("utf-8", "replace")) if isinstance(searched, str) else 1
+        return max(1, -(-len(step["content"].encode("utf-8", "replace")) // max(1, shortest)))
+    if step.get("type") in _COMPOSED:
+        return _COMPOSED[step["type"]]
     if isinstance(step.get("single"), list):
         return max(1, sum(isinstance(part, dict) and "Sequence" in part for part in step["single"]))
     return 2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1  # a byte becomes a character
@@ -106,8 +146,8 @@ def check_model(model: bytes) -> None:
     for part, specification in _fields(model):
         if part in (_NORMALIZER, _DENORMALIZER):
             for field, table in _fields(specification):
-                if field == _TABLE and table and _longest_replacement(table) > _MOST_GROWTH:
-                    raise ValueError(f"got characters that become more than {_MOST_GROWTH:,} bytes, expected fewer")
+                if field == _TABLE and table:
+                    _longest_replacement(table)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
@@ -140,7 +180,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _longest_replacement(table: bytes) -> int:
-    """The most bytes that SentencePiece's table of characters puts in the place of one.
+    """Returns the most bytes that SentencePiece's table of characters puts in the place of one; refuses a damaged table.
 
     The table is its size, a double array (a trie in which the children of a node lie at its offset, XOR the byte), and
     the replacements one after the other, each with a NUL at its end.
@@ -164,4 +204,7 @@ def _longest_replacement(table: bytes) -> int:
         sound = False
     if not sound:
         raise ValueError(f"got a precompiled_charsmap of {len(table):,} bytes that is none, expected SentencePiece's")
-    return max(1, max(map(len, texts.split(b"\0"))))
+    longest = max(1, max(map(len, texts.split(b"\0"))))
+    if longest > _LONGEST_REPLACEMENT:
+        raise ValueError(f"got a character that becomes {longest:,} bytes, expected at most {_LONGEST_REPLACEMENT:,}")
+    return longest

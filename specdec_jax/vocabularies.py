@@ -259,7 +259,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         import tokenizers
 
         self.text = text
-        tokenizer_checks.check(text)
+        self._growth = tokenizer_checks.check(text)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
@@ -299,6 +299,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         return whole[-1] if whole[:-1] == plain else None
 
     def encode(self, text: str) -> list[int]:
+        tokenizer_checks.check_length(text, self._growth)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:

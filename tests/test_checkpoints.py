@@ -237,7 +237,7 @@ def test_the_default_dtype_is_said(tmp_path, capsys):
     make.write_hf(tmp_path, TENSORS)
     assert checkpoints.load(tmp_path).config.dtype == "float32"  # on a CPU
     captured = capsys.readouterr()
-    said = f"loading {tmp_path} in float32, the default on a CPU (choose another with dtype=)\n"
+    said = f"loading {tmp_path} in float32, the default on a CPU (dtype=, or --dtype on the command line, chooses another)\n"
     assert (captured.out, captured.err) == ("", said)
     checkpoints.load(tmp_path, "float32")
     assert capsys.readouterr().err == ""

@@ -12,7 +12,7 @@ import pytest
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS
 
-from specdec_jax import checkpoints
+from specdec_jax import checkpoints, reading
 from specdec_jax.formats import allocator, leaves
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import PRESETS
@@ -273,3 +273,13 @@ def test_other_dtypes_are_refused(dtype, tmp_path):
     make.write_hf(tmp_path, TENSORS)
     with pytest.raises(ValueError, match=f"dtype: got {dtype}, expected float32 or bfloat16"):
         checkpoints.load(tmp_path, dtype)
+
+
+def test_a_state_of_many_processes_is_a_checkpoints(tmp_path):
+    """Orbax makes two folders for each; but not without end, nor in circles."""
+    for process in range(1200):
+        (tmp_path / f"ocdbt.process_{process}" / "d").mkdir(parents=True)
+    reading.check_folder(tmp_path)
+    (tmp_path / "ocdbt.process_7" / "d" / "again").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="got folders nested too deeply or in a circle"):
+        reading.check_folder(tmp_path)

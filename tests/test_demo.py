@@ -11,7 +11,7 @@ import rich.console
 import test_cli
 
 import specdec_jax as sd
-from specdec_jax import demo, progress, sentences, traces
+from specdec_jax import demo, sentences, traces
 from specdec_jax.generate import TraceStep
 from specdec_jax.request import bucket
 
@@ -23,7 +23,7 @@ def test_demo_says_what_it_does(specdec):
     code, out, err = specdec("demo", *test_cli.MODELS, "--repeats=1", "Tom", "We", "We asked where she left the book.")
     assert code == 0 and "\x1b" not in out + err
     assert err.splitlines()[0].startswith("loading ")
-    waits = re.findall("^compiling (.*) for inputs of up to (\\d+) tokens", err, re.MULTILINE)
+    waits = re.findall("^compiling (.*) \\(up to (\\d+) tokens", err, re.MULTILINE)
     lengths = sorted({number for _, number in waits}, key=int)
     assert len(lengths) == 2 and sorted(waits) == sorted(
         itertools.product(["plain decoding", "speculative decoding"], lengths)
@@ -65,7 +65,7 @@ KINDS = [("committed", "Tom"), ("accepted", " lernt"), ("rejected", " sehr"), ("
 
 
 def test_marks_and_colours():
-    assert demo.render(KINDS, colours=False).plain == "Tom lernt [-sehr-] {+Deutsch+}{*.*}"
+    assert demo.render(KINDS, colours=False).plain == "Tom {=lernt=} [-sehr-] {+Deutsch+}{*.*}"
     line = demo.render(KINDS, colours=True)
     assert line.plain == "Tom lernt sehr Deutsch."
     styles = {line.plain[span.start : span.end]: span.style for span in line.spans}
@@ -86,9 +86,10 @@ def test_a_bar_moves_where_there_is_a_terminal(monkeypatch):
     for terminal in (True, False):
         screen = io.StringIO()
         monkeypatch.setattr(rich.console, "Console", lambda **_: make(file=screen, force_terminal=terminal, width=80))
-        with progress.waiting("compiling [x]"):
+        with demo.compiling("speculative decoding [x]", 500):
             pass
-        assert ("\x1b" in screen.getvalue()) == terminal and "compiling [x]" in screen.getvalue()
+        assert ("\x1b" in screen.getvalue()) == terminal == ("0:00:00" in screen.getvalue())
+        assert "compiling speculative decoding [x]" in screen.getvalue()
 
 
 def test_the_built_in_sentences_need_one_shape():

@@ -339,7 +339,8 @@ def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
 def test_no_record(tmp_path, capsys, text):
     (tmp_path / "bad.json").write_text(text)
     assert cli.main(["figures", f"--records={tmp_path / 'bad.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert "expected a record of `specdec benchmark`" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path / 'bad.json'}: got" in error and "in a record of `specdec benchmark`" in error
 
 
 def test_bad_output(tmp_path, capsys):

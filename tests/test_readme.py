@@ -16,8 +16,8 @@ def test_python_examples(capsys):
     exec(compile(basic, "README.md", "exec"), names)
     texts, figures = capsys.readouterr().out.splitlines()
     assert "Tom" in texts and "Deutsch" in texts
-    rate, per_call = map(float, figures.split())
-    assert 0 < rate <= 1 < per_call <= 5
+    rate, per_call, accepted = map(float, figures.split())
+    assert 0 < rate <= 1 < per_call <= 5 and 0 < accepted < per_call
     exec(compile(streaming, "README.md", "exec"), names)
     assert "." not in capsys.readouterr().out.partition("[")[0], "the first output stops before its full stop"
     assert len(names["several"].texts) == 4 and set(names["several"].finish_reasons) <= {"eos", "length", "deadline"}

@@ -265,7 +265,11 @@ def regex_tokenizer(pattern: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "pattern", [" {2,}", r"\s+", r" ?\p{L}+|\d{1,3}|[^\s\p{L}]+", *sorted(tokenizer_checks.PUBLISHED)]
+    "pattern",
+    [
+        *(" {2,}", r"\s+", r" ?\p{L}+|\d{1,3}|[^\s\p{L}]+", r"(\s+)", r"(?:\r\n|\r|\n)", "[[:punct:]]", r"\b", "[^a]+"),
+        *sorted(tokenizer_checks.PUBLISHED),
+    ],
 )
 def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text(pattern):
     vocabulary = data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
@@ -279,8 +283,37 @@ def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text
     "pattern", ["(a+)+", "a*a*", r"\s+$", "(?:a|a)*", "a?a?", r"\s*x", "a{3}{3}", "(?=a)", "[a&&b]+", "a+?b"]
 )
 def test_expressions_that_could_take_longer_are_refused(pattern):
-    with pytest.raises(ValueError, match="got the regular expression .*, expected characters or classes"):
+    with pytest.raises(ValueError, match="got the regular expression .*, which might take for ever; expected one of"):
         data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[^a]" * 49 + "(", "a{1,2}|" * 28 + "(", "a?" * 99 + "(", "a" * 199 + "(", "(" * 200]
+)
+def test_the_check_of_an_expression_takes_no_time_itself(pattern):
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="got the regular expression"):
+        data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+    assert time.perf_counter() - start < 1
+
+
+def replacing(*pairs) -> dict:
+    step = lambda old, new: {"type": "Replace", "pattern": {"String": old}, "content": new}
+    return {"type": "Sequence", "normalizers": [step(*pair) for pair in pairs]}
+
+
+def test_steps_that_make_a_text_longer_allow_shorter_texts():
+    """Letters of the same length cost nothing; what could fill the memory is refused before it is encoded."""
+    same = replacing(*[(letter, "ی") for letter in "يىئےېۍێۑؽؾ"])
+    assert data.TokenizerJsonVocabulary(tokenizer_json(normalizer=same)).encode("Tom " * 10_000)
+    wider = replacing(*[(mark, chr(ord(mark) + 0xFEE0)) for mark in "!?,.:;()"])  # 1 byte becomes 3
+    assert data.TokenizerJsonVocabulary(tokenizer_json(normalizer=wider)).encode("Tom " * 1000)
+    decomposed = {"type": "Sequence", "normalizers": [{"type": "NFKD"}, *replacing((" ", "x" * 900))["normalizers"]]}
+    vocabulary = data.TokenizerJsonVocabulary(tokenizer_json(normalizer=decomposed))
+    with pytest.raises(
+        ValueError, match="got a text of 100,000 characters, which this tokenizer may make 16,200 times as"
+    ):
+        vocabulary.encode("\ufdfa" * 100_000)
 
 
 @pytest.mark.parametrize("rule", ["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"])

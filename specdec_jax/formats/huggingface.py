@@ -147,9 +147,10 @@ def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Confi
         "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
         "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
     }  # fmt: skip
+    names = _T5_NAMES | ({} if "scale_decoder_outputs" in options else {"scale_decoder_outputs": "tie_word_embeddings"})
     fields = _fields(options, _T5_NAMES, defaults)
     fields |= {"mlp_activations": activations, "logits_via_embedding": not separate_head}
-    return built(T5Config, fields, path, _T5_NAMES)
+    return built(T5Config, fields, path, names)
 
 
 def _gpt_config(folder: pathlib.Path, options: dict) -> GPTConfig:
