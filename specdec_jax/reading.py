@@ -20,12 +20,12 @@ _short.maxlevel = 2
 
 
 def shown(value) -> str:
-    """What a file holds, as a message quotes it: in one line, and cut where it is long."""
+    """Quotes what a file holds in a message: in one line, and cut where it is long."""
     return _short.repr(value)
 
 
 def reason(error: Exception) -> str:
-    """What a library says of a file, in one line of some length."""
+    """Returns what a library says of a file, in one line of some length."""
     return " ".join(str(error).split())[:500]
 
 
@@ -62,7 +62,7 @@ def check_folder(folder: pathlib.Path) -> None:
 
 
 def read_bytes(path, most: int = MOST_BYTES) -> bytes:
-    """The contents of a regular file of at most `most` bytes; ValueError where it is none."""
+    """Reads a regular file of at most `most` bytes; raises ValueError where it is none."""
     check_file(path, most)
     try:
         return pathlib.Path(path).read_bytes()
@@ -71,7 +71,7 @@ def read_bytes(path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path, most: int = MOST_BYTES) -> str:
-    """As `read_bytes`, decoded."""
+    """Reads UTF-8 text, as `read_bytes` reads bytes."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -79,7 +79,7 @@ def read_text(path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a JSON file; ValueError where there is none, or nothing that a reader could hold or go through."""
+    """Reads the object in a JSON file; raises ValueError where there is none that could be held and gone through."""
     text = read_text(path, most)
     try:
         return parse_json(text)
@@ -88,7 +88,7 @@ def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """As `read_json`, of the contents of a file, whose name the caller puts before the message."""
+    """Reads the object in the contents of a JSON file, whose name the caller puts before an error's message."""
     values = sum(map(text.count, ",[{"))
     if values > MOST_VALUES:
         raise ValueError(f"got JSON of some {values:,} values, expected at most {MOST_VALUES:,}")
@@ -106,7 +106,9 @@ def parse_json(text: str) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)} is there twice")
     return found
 
 
@@ -118,7 +120,7 @@ def check_names(names: Iterable, path) -> None:
 
 
 def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
-    """The file `name` in `folder`, as the file at `path` calls it; ValueError where that leads out of the folder."""
+    """Returns the file `name` in `folder`; raises ValueError where the file at `path`, which names it, leads out of there."""
     flavours = (pathlib.PurePosixPath, pathlib.PureWindowsPath)
     if not isinstance(name, str) or len(name) > 255 or not name.strip("/.") or "\0" in name or any(
         flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours

@@ -16,7 +16,7 @@ Share = Annotated[float, 0, 1.01]  # a mean of probabilities in float32 may exce
 Count = Annotated[int, 0, 10**12]
 Gamma = Annotated[int, 0, MAX_GAMMA]
 Verifier = Literal["token", "block", "gumbel", "lenient", "typical", "rejection"]
-MOST_ITEMS, MOST_CALLS, MOST_CHARACTERS = 500, 5000, 100_000
+MOST_ITEMS, MOST_CALLS, MOST_CHARACTERS = 500, 20_000, 100_000
 
 
 class SpreadRecord(TypedDict):
