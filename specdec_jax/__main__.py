@@ -2,6 +2,6 @@
 
 import sys
 
-from specdec_jax.entry import main
+from specdec_main import main
 
 sys.exit(main())

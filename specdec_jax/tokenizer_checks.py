@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec_jax import reading
 
-# Of published tokenizers, beyond what `_PLAIN` lets through: GPT-2's in two spellings, GPT-4's in two (Llama 3 has the
+# Of published tokenizers, beyond what `_plain` lets through: GPT-2's in two spellings, GPT-4's in two (Llama 3 has the
 # first), Qwen 2's and BLOOM's.
 PUBLISHED = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -30,16 +30,12 @@ PUBLISHED = {
         for digits in (r"\p{N}{1,3}", r"\p{N}")
     ),
 }  # fmt: skip
-# Alternatives of single characters or classes of them, of which one may be missing and the last may repeat: nothing
-# follows a repetition that could fail and send the matcher back.
-_CLASS = r"\[\^?+(?:\\.|[^\[\]\\&^])(?:\\.|[^\[\]\\&])*+\]|\[\[:\^?+\w{1,10}:\]\]"
-_CHARACTER = rf"(?:\\[pP]\{{\^?+\w{{1,30}}+\}}|\\[bsSdDwWnrt]|\\[^\w\s]|{_CLASS}|[^\\\[\](){{}}*+?|^$])"
-# Read in one way only (possessive, and looking one character ahead): otherwise the check itself would backtrack.
-_ONCE = rf"(?:{_CHARACTER}(?![?*+{{]))*+"
-_REPEATED = rf"(?:{_CHARACTER}(?:[*+]|\{{\d{{1,2}}+(?:,\d{{0,2}}+)?+\}}))?+"
-_ALTERNATIVE = rf"\^?+{_ONCE}(?:{_CHARACTER}\?)?+{_ONCE}{_REPEATED}"
-_ALTERNATIVES = rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*+"
-_PLAIN = re.compile(rf"{_ALTERNATIVES}|\((?:\?:)?+{_ALTERNATIVES}\)")
+# What `_plain` reads an expression by: a character or a class of them, and how often it may be there.
+_CHARACTER = re.compile(
+    r"\\[pP]\{\^?\w{1,30}\}|\\[bsSdDwWnrt]|\\[^\w\s]|[^\\\[\](){}*+?|^$]"
+    r"|\[\[:\^?\w{1,10}:\]\]|\[\^?(?:\\.|[^\[\]\\&^])(?:\\.|[^\[\]\\&])*\]"
+)
+_QUANTIFIER = re.compile(r"[?*+]|\{\d{1,2}(?:,\d{0,2})?\}")
 _LONGEST_PATTERN = 200
 _LONGEST_WORD = 1000
 _LONGEST_REPLACEMENT = 1000  # bytes in the place of a character; of published tables 33
@@ -111,7 +107,7 @@ def _growth(step: dict) -> int:
     """Returns how many times as long a step may make a text; refuses one that may take too much time."""
     pattern = step.get("Regex")
     if isinstance(pattern, str) and pattern not in PUBLISHED:
-        if len(pattern) > _LONGEST_PATTERN or not _PLAIN.fullmatch(pattern):
+        if len(pattern) > _LONGEST_PATTERN or not _plain(pattern):
             raise ValueError(
                 f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a well-known "
                 "tokenizer, or alternatives in which nothing follows a repetition"
@@ -128,6 +124,36 @@ def _growth(step: dict) -> int:
     if isinstance(step.get("single"), list):
         return max(1, sum(isinstance(part, dict) and "Sequence" in part for part in step["single"]))
     return 2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1  # a byte becomes a character
+
+
+def _plain(pattern: str) -> bool:
+    """Whether an expression takes time in proportion to the text.
+
+    It does where each of its alternatives is a row of characters and classes of which one may be missing and the last may
+    repeat: nothing follows a repetition that could fail and send the matcher back. A group around all of it is allowed.
+    """
+    if pattern.startswith("(") and pattern.endswith(")"):
+        pattern = pattern[1:-1].removeprefix("?:")
+    place, begins, optional, repeated = 0, True, False, False
+    while place < len(pattern):
+        if pattern[place] == "|":
+            place, begins, optional, repeated = place + 1, True, False, False
+            continue
+        if begins and pattern[place] == "^":
+            place, begins = place + 1, False
+            continue
+        character = _CHARACTER.match(pattern, place)
+        if not character or repeated:
+            return False
+        quantifier = _QUANTIFIER.match(pattern, character.end())
+        place, begins = (quantifier or character).end(), False
+        if quantifier and quantifier[0] == "?":
+            if optional:
+                return False
+            optional = True
+        else:
+            repeated = bool(quantifier)
+    return True
 
 
 def _decoded(text) -> bytes:

@@ -6,6 +6,7 @@ import subprocess
 import tomllib
 
 import pytest
+import specdec_main
 
 import specdec_jax
 
@@ -83,6 +84,8 @@ def modules() -> dict[str, ast.Module]:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         names[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    # Installed outside the package.
+    names["entry"] = ast.parse(pathlib.Path(specdec_main.__file__).read_text(encoding="utf-8"))
     return names
 
 

@@ -211,8 +211,9 @@ def test_output_comes_at_once_where_python_is_told_so(unbuffered):
 
 
 @pytest.mark.parametrize("module", ["specdec_jax", "specdec_jax.cli"])
-def test_modules_are_the_command_too(module):
-    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+def test_modules_are_the_command_too(module, tmp_path):
+    """As installed: not out of a checkout that happens to be the working directory."""
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("specdec ")
 
 

@@ -100,8 +100,10 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, langua
     train.fit(config)
     assert "resumed at step 20 of 20" in capsys.readouterr().err and len(records(output)) == 9
     digests = json.loads((output / "contents.json").read_text())
-    assert set(digests) == {"vocabulary", "train.tsv", "validation.tsv", "more.tsv"}
-    (output / "contents.json").write_text(json.dumps({**digests, "train.tsv": "of others"}))
+    assert set(digests) == {"vocabulary", "files"}
+    assert set(digests["files"]) == {"train.tsv", "validation.tsv", "more.tsv"}
+    others = {**digests, "files": {**digests["files"], "train.tsv": "of others"}}
+    (output / "contents.json").write_text(json.dumps(others))
     train.fit(config)
     assert "changed since step 20: contents of train.tsv\n" in capsys.readouterr().err
     assert json.loads((output / "contents.json").read_text()) == digests
@@ -376,7 +378,7 @@ def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tm
     wait_for(process, lambda: max(finished(), default=0) > first + 4)
     process.terminate()
     said = process.communicate()[1]
-    assert process.returncode == 130 and "is saved; the same command goes on from there" in said, said
+    assert process.returncode == 143 and "is saved; the same command goes on from there" in said, said
     process = command(broken)
     said = process.communicate()[1]
     assert process.returncode == 0 and "resumed at step" in said, said
