@@ -68,9 +68,10 @@ def load(
     Args:
       path: a Hugging Face folder; a T5X `checkpoint_<step>` or the folder of several (the newest is taken); a folder
         that `save` wrote; or one of `bundled()`.
-      dtype: of parameters and computation. "float32" multiplies at float32 precision on every device (on accelerators, which
-        would round the operands, by `jax.lax.Precision.HIGHEST`); "bfloat16" multiplies bfloat16 operands; normalisation,
-        softmax and logits are float32 in both. None: float32 on a CPU, bfloat16 on an accelerator.
+      dtype: of parameters and computation. "float32" multiplies at float32 precision on every device (on
+        accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`); "bfloat16" multiplies bfloat16
+        operands; normalisation, softmax and logits are float32 in both. None: float32 on a CPU, bfloat16 on an
+        accelerator.
       config: for a T5X checkpoint, which does not hold one: None infers it from the parameters, taking a gated
         feed-forward block for gelu (give it for UL2's silu).
       vocabulary: overrides the checkpoint's; a `Vocabulary`, or the path of a SentencePiece model (with T5's 100

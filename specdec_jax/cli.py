@@ -86,8 +86,8 @@ class UsageError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 1 (a check failed, or whoever read the output has gone), 2 (bad input, or
-    what the system refuses), 130 (interrupted), 143 (terminated)."""
+    """Runs one command; returns the exit code: 0, 1 (a check failed, or whoever read the output has gone), 2 (bad
+    input, or what the system refuses), 130 (interrupted), 143 (terminated)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _main(argv)

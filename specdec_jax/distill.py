@@ -177,7 +177,8 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     """`specdec distill`: writes the target's outputs, trains on them, writes the model `output_dir/model`.
 
     Args:
-      begun: called once nothing is left that could refuse the run, before an output is written and before the first step.
+      begun: called once nothing is left that could refuse the run, before an output is written and before
+        the first step.
 
     Returns: the parameters of the last step.
     Raises:
@@ -266,7 +267,8 @@ def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[s
     """Writes what decides the outputs, or compares it with that of the run that goes on.
 
     Args:
-      contents: of models and vocabulary, as far as they are known; what was not recorded of them before is taken as it is.
+      contents: of models and vocabulary, as far as they are known; what was not recorded of them before
+        is taken as it is.
     """
     path = pathlib.Path(config.output_dir, _RECORD)
     settings: dict[str, Any] = {name: getattr(config, name) for name in _DECIDING}

@@ -55,8 +55,8 @@ DRAFT, ACCEPT, RESIDUAL, BONUS, GUMBEL = range(5)
 def words(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> jax.Array:
     """Returns random words `[B, N, 2]` uint32, what `draw` takes.
 
-    Each pair is a function of the request's key, the row's committed length at the start of the iteration, the offset in
-    the draft and the use; never of the row's place in the batch.
+    Each pair is a function of the request's key, the row's committed length at the start of the iteration, the
+    offset in the draft and the use; never of the row's place in the batch.
 
     Args:
       keys: `[B]` threefry keys, one per request.

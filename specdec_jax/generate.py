@@ -57,7 +57,8 @@ class Stats(NamedTuple):
       target_calls, draft_calls, drafted, accepted: counts.
       accepted_by_position, examined_by_position: `[G]` arrays.
       acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was examined, and for block
-        verification at T > 0, which judges a draft as a whole and has no such rate: the next two numbers are always known.
+        verification at T > 0, which judges a draft as a whole and has no such rate: the next two numbers are always
+        known.
       tokens_per_target_call: new tokens over target calls (equation 1 is its expectation); None without a call.
       per_row: the same for every row, or None.
       accepted_per_target_call: drafted tokens that stood over target calls; None without a call. Divide
@@ -163,8 +164,8 @@ def generate(
       typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
       forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
-      key: one key (request i gets `fold_in(key, i)`) or B keys; that of seed 0 if None. Keys of other kinds than threefry
-        (rbg, as T5X uses them) are made into threefry keys first.
+      key: one key (request i gets `fold_in(key, i)`) or B keys; that of seed 0 if None. Keys of other kinds than
+        threefry (rbg, as T5X uses them) are made into threefry keys first.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input, a prompt
         is read once.
       input_lengths: `[B]`, with an array of inputs only.

@@ -18,8 +18,8 @@ class Journal:
     """Results in `<output>.partial`, in the order in which they were finished, until `finish` writes the output file.
 
     The first line holds the settings; each other one the number of an input and its lines of output, as JSON. A process that is
-    killed loses nothing that was added, but for a line that was being written. The output file appears whole or not at all;
-    where it is a symbolic link, the journal lies beside the file that it leads to.
+    killed loses nothing that was added, but for a line that was being written. The output file appears whole or not
+    at all; where it is a symbolic link, the journal lies beside the file that it leads to.
 
     Attributes:
       path: of the journal.

@@ -1,5 +1,6 @@
 """Reads files that somebody else made: of bounded size, and where they are not sound with one line that names them."""
 
+import collections
 import json
 import os
 import pathlib
@@ -106,8 +107,8 @@ def parse_json(text: str) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        counts = collections.Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"the key {shown(twice)} is there twice")
     return found
 

@@ -89,8 +89,8 @@ def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
     """Saves a checkpoint.
 
     Raises:
-      OSError: with the folder's name. A disk without room is found before Orbax begins: in the midst of it, its threads and
-        TensorStore's would each print a traceback.
+      OSError: with the folder's name. A disk without room is found before Orbax begins: in the midst of it, its
+        threads and TensorStore's would each print a traceback.
     """
     folder = pathlib.Path(manager.directory)
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + _OVERHEAD

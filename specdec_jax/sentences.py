@@ -17,8 +17,8 @@ def built_in() -> list[str]:
 
 
 def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str]:
-    """Sentences from the command line, a file (`BUILT_IN` names the one of the package), or standard input, where nothing
-    else is named.
+    """Sentences from the command line, a file (`BUILT_IN` names the one of the package), or standard input, where
+    nothing else is named.
 
     Raises:
       ValueError: two sources, a missing or empty one, or one that is not UTF-8.

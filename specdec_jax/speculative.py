@@ -370,9 +370,10 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
 def _commit(
     state: DecodeState, draft: Draft, verified: Verification, logits: jax.Array, adjusted: Law | None
 ) -> DecodeState:
-    """Writes the accepted tokens and the next one, stops rows at EOS, limit or a law that is not one of numbers, and counts.
+    """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
 
-    Such a law leaves −1 as token, and NaN as its log-probability.
+    A row is complete at an EOS, at its limit, or where its law is not one of numbers. Such a law leaves −1 as token,
+    and NaN as its log-probability.
     """
     width = state.program.gamma + 1
     active, num_accepted = ~state.done, verified.num_accepted

@@ -129,8 +129,9 @@ def _growth(step: dict) -> int:
 def _plain(pattern: str) -> bool:
     """Whether an expression takes time in proportion to the text.
 
-    It does where each of its alternatives is a row of characters and classes of which one may be missing and the last may
-    repeat: nothing follows a repetition that could fail and send the matcher back. A group around all of it is allowed.
+    It does where each of its alternatives is a row of characters and classes of which one may be missing and the last
+    may repeat: nothing follows a repetition that could fail and send the matcher back. A group around all of it is
+    allowed.
     """
     if pattern.startswith("(") and pattern.endswith(")"):
         pattern = pattern[1:-1].removeprefix("?:")
@@ -206,7 +207,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _longest_replacement(table: bytes) -> int:
-    """Returns the most bytes that SentencePiece's table of characters puts in the place of one; refuses a damaged table.
+    """Returns the most bytes that SentencePiece's table puts in the place of a character; refuses a damaged one.
 
     The table is its size, a double array (a trie in which the children of a node lie at its offset, XOR the byte), and
     the replacements one after the other, each with a NUL at its end.

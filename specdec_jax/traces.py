@@ -17,8 +17,9 @@ LEGEND = (
 
 
 def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
-    """Returns one line per target call: (kind, text) of what was committed before, of the drafted tokens that were accepted
-    and rejected, and of the target's own: a correction after a rejection, a bonus where nothing was rejected."""
+    """Returns one line per target call: (kind, text) of what was committed before, of the drafted tokens that were
+    accepted and rejected, and of the target's own: a correction after a rejection, a bonus where nothing was
+    rejected."""
     found, committed = [], ""
     for step in steps:
         accepted = "".join(surface(token, target) for token in step.accepted)

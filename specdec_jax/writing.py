@@ -22,11 +22,11 @@ def write_file(path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def new_file(path) -> Iterator[BinaryIO]:
-    """Opens a file that takes the name `path` when the block ends, when it is on the disk; after an error nothing is new.
+    """Opens a file that takes the name `path` at the end of the block, once it is on the disk.
 
-    It gets the permissions of the file that it replaces. Where `path` is a symbolic link, the file that it leads to is
-    replaced; of several hard links the others keep the old contents. A path for which `passes_through` holds is written
-    to directly.
+    After an error nothing is new. The file gets the permissions of the one that it replaces. Where `path` is a symbolic
+    link, the file that it leads to is replaced; of several hard links the others keep the old contents. A path for
+    which `passes_through` holds is written to directly.
 
     Raises:
       OSError: with a file's name, whatever failed.
@@ -58,8 +58,8 @@ def new_file(path) -> Iterator[BinaryIO]:
 def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathlib.Path]:
     """Makes a folder to write into, which takes the name `folder` when the block ends; after an error nothing is new.
 
-    Where `folder` is a symbolic link, what it leads to is replaced. Until then the folder is `.NAME.specdec-new` beside that,
-    which a process that is killed leaves behind for the next one to take over.
+    Where `folder` is a symbolic link, what it leads to is replaced. Until then the folder is `.NAME.specdec-new`
+    beside that, which a process that is killed leaves behind for the next one to take over.
 
     Args:
       check: raises ValueError where what is at `folder` must stay; called before the block and after it.
@@ -88,8 +88,8 @@ def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathli
 
 
 def passes_through(path) -> bool:
-    """Whether `path` leads to what takes bytes and passes them on: a device, a pipe, a socket, or a file that this process has
-    open (/dev/stdout, /dev/fd/3)."""
+    """Whether `path` leads to what takes bytes and passes them on: a device, a pipe, a socket, or a file that this
+    process has open (/dev/stdout, /dev/fd/3)."""
     if _descriptor(path) is not None:
         return True
     try:

@@ -171,8 +171,8 @@ class NGramTable:
 
 
 def _read_arrays(path) -> dict[str, np.ndarray]:
-    """Arrays of an .npz file by their names; ValueError where they would take far more memory than a file of its size can hold
-    of a table's numbers."""
+    """Arrays of an .npz file by their names; ValueError where they would take far more memory than a file of its
+    size can hold of a table's numbers."""
     most, found = _LEAST_ROOM + _COMPRESSION * pathlib.Path(path).stat().st_size, {}
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()

@@ -1,10 +1,12 @@
 """The command `specdec`: standard streams and signals first, then the package, which takes a second to import.
 
-SIGINT and SIGTERM end the process with one line and exit code 130 or 143: at once while the package is imported; as soon as
-Python has a say afterwards, so that what was opened is closed; and after some seconds in any case, also in the midst of a
-compilation, which Python cannot interrupt. A second signal ends it at once. Training ends by itself, when its step is saved.
+SIGINT and SIGTERM end the process with one line and exit code 130 or 143: at once while the package is imported; as
+soon as Python has a say afterwards, so that what was opened is closed; and after some seconds in any case, also in
+the midst of a compilation, which Python cannot interrupt. A second signal ends it at once. Training ends by itself,
+when its step is saved.
 
-It is installed as `specdec_main`, outside the package (pyproject.toml says how), since whatever is inside imports all of it.
+It is installed as `specdec_main`, outside the package (pyproject.toml says how), since whatever is inside imports
+all of it.
 """
 
 import io

@@ -51,7 +51,7 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 def _on_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
     """`array`, of which other processes may hold parts.
 
-    JAX keeps what it copied to the host as long as the array lives: of the weights that would be a second copy in the end.
+    JAX keeps what it copied to the host as long as the array lives: in the end a second copy of all weights.
     """
     shared = rules is None and jax.default_backend() == "cpu"
     return np.asarray(array if shared else _copied(array, rules))

@@ -117,9 +117,9 @@ def product(a: jax.Array, b: jax.Array, contracted, batch=((), ()), dtype=jnp.fl
 def precision_of(dtype) -> jax.lax.Precision | None:
     """Returns what every product of operands of this dtype asks of its device: the highest precision for float32.
 
-    Unasked, a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU to TF32, while it may not do so in a product over
-    a single row: calls over one position and over several would then differ by more than float32's rounding. A CPU
-    computes the same either way.
+    Unasked, a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU to TF32, while it may not do so in a product
+    over a single row: calls over one position and over several would then differ by more than float32's rounding. A
+    CPU computes the same either way.
     """
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
