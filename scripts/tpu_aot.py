@@ -63,7 +63,7 @@ def abstract_network(preset: str, drafts: bool = False) -> Network:
         tokens = jnp.ones((1, 2), jnp.int32)
         params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return packing.pack(params, packing.Layout(), fused)
+        return packing.pack(params, panels=False, fused=fused)
 
     def laid_out(path, leaf):
         if rules is None:

@@ -239,8 +239,7 @@ def _step_arms(target, drafter, batches, options: BenchmarkOptions) -> dict[str,
     arms = measure.products_arms(target.network, rows) | measure.bare_arms(target, drafter, rows, options.gamma)
     arms |= measure.step_arms(target, drafter, rows, lengths, room, options.gamma, options.gamma)
     for gamma in options.gamma if options.samples_preset else ():
-        wide = target.network_for(rows * (gamma + 1))
-        calls = measure.sampling_arms(wide, rows, longest, room, gamma, options.sampling())
+        calls = measure.sampling_arms(target.network, rows, longest, room, gamma, options.sampling())
         arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     return arms
 

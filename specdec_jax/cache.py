@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from specdec_jax.sharding import ShardingRules
 
-# Above this many rows the unrolled writes cost more to compile than they save (an unrolled dynamic_update_slice per
-# row is the fastest form on TPU and CPU alike; a batched one becomes a scatter).
+# A dynamic_update_slice per row is the fastest form on a TPU, where a batched one becomes a scatter; above this many
+# rows it costs more to compile than it saves. On a CPU every one of them but the first copies the whole cache.
 MAX_UNROLLED_ROWS = 32
 
 _AXES = ("batch", "heads", "length", "kv")
@@ -88,8 +88,16 @@ def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> j
     if buffer.ndim == 3:
         return jax.lax.dynamic_update_slice(buffer, update[0], (0, positions[0], 0))
     if buffer.shape[0] > MAX_UNROLLED_ROWS:
-        write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0))
-        return jax.vmap(write)(buffer, update, positions)
+        return _write_together(buffer, update, positions)
+    return jax.lax.platform_dependent(buffer, update, positions, cpu=_write_together, default=_write_one_by_one)
+
+
+def _write_together(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
+    write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0))
+    return jax.vmap(write)(buffer, update, positions)
+
+
+def _write_one_by_one(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
     for row in range(buffer.shape[0]):
         buffer = jax.lax.dynamic_update_slice(buffer, update[row : row + 1], (row, 0, positions[row], 0))
     return buffer

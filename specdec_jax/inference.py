@@ -21,6 +21,7 @@ from specdec_jax.formats import own
 from specdec_jax.generate import Stats, stream
 from specdec_jax.jobs import Output, decode_all, decode_stream, refills, rows_for
 from specdec_jax.journal import Journal, digest
+from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.options import DecodingOptions, NamedDrafter, at_least, check_gamma, check_output, option, same_file
 from specdec_jax.progress import Progress
@@ -280,7 +281,7 @@ def drafter_contents(drafter) -> str:
         case ModelDrafter():
             settings, arrays = [drafter.model.contents, drafter.int8], drafter.shortlist
         case EarlyExitDrafter():
-            settings, arrays = [drafter.model.contents, drafter.layers], drafter.network.kernel
+            settings, arrays = [drafter.model.contents, drafter.layers], packing.matrix(drafter.network.kernel)
         case HeadsDrafter():
             settings, arrays = [drafter.fingerprint, drafter.config], drafter.params
         case HorizontalCascade() | VerticalCascade():

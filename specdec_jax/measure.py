@@ -269,16 +269,16 @@ def step_arms(
       pairs: a "draft γ and verify" for each is that with γ draft steps before it. A "draft pair" is the call over two
         positions with which a model catches up after a full acceptance.
     """
-    single, longest = target.network_for(rows), max(lengths)
+    single, longest = target.network, max(lengths)
     arms = {"target step": step_arm(single, rows, longest, room, 1)}
     for gamma in gammas:
-        arms[f"verify {gamma}"] = step_arm(target.network_for(rows * (gamma + 1)), rows, longest, room, gamma + 1)
+        arms[f"verify {gamma}"] = step_arm(target.network, rows, longest, room, gamma + 1)
     for length in lengths:
         arms[f"target encoder {length}"] = prefill_arm(target.network, rows, length, room)
     if isinstance(drafter, ModelDrafter | EarlyExitDrafter):
         arms["draft step"] = step_arm(drafter.network, rows, longest, room, 1)
         for gamma in pairs:
-            pair = target.network_for(rows * (gamma + 1)), drafter.network
+            pair = target.network, drafter.network
             arms[f"draft {gamma} and verify"] = paired_arm(*pair, rows, longest, room, gamma)
     if isinstance(drafter, ModelDrafter):
         arms["draft pair"] = step_arm(drafter.network, rows, longest, room, 2, pair_steps)
@@ -350,20 +350,14 @@ class Products(NamedTuple):
       axes: of each, the one of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is the embedding `[V, D]`.
     """
 
-    kernels: list[jax.Array]
+    kernels: list[packing.Kernel]
     axes: tuple[int, ...]
 
     @classmethod
     def of(cls, network: Network, packed: bool = True) -> "Products":
         """In the loop's own layout, or in the checkpoint's (new arrays, where the two differ)."""
-        decoder = {"decoder": network.params["decoder"]}
-        kernels = []
-        decoder = decoder if packed else packing.unpack(decoder)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=packing.in_pieces):
-            names = [key.key for key in path]
-            once = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
-            if names[-1] == "kernel" and not once:
-                kernels.append(leaf)
+        kernels = packing.step_kernels(network.params)
+        kernels = kernels if packed else list(map(packing.matrix, kernels))
         axes = [0] * len(kernels)
         if network.module.config.logits_via_embedding:
             kernels.append(network.params["token_embedder"]["embedding"])
@@ -372,7 +366,7 @@ class Products(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps"))
-def bare_products(kernels: list[jax.Array], x: jax.Array, *, axes: tuple[int, ...], steps: int) -> jax.Array:
+def bare_products(kernels: list[packing.Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int) -> jax.Array:
     """`steps` times the products `x [B, K] · kernel` of one decoder step and nothing else.
 
     Each product's operand depends on the maximum of the one before, which no compiler can see through; the factor keeps
@@ -381,9 +375,8 @@ def bare_products(kernels: list[jax.Array], x: jax.Array, *, axes: tuple[int, ..
 
     def body(_, carry):
         for kernel, axis in zip(kernels, axes, strict=True):
-            first = kernel[0] if packing.in_pieces(kernel) else kernel
-            width = first.shape[-1] if axis else first.shape[-2]  # panels are [F/P, D, P]
-            operand = (x[:, :width] + carry).astype(first.dtype)
+            width, dtype = packing.shape_of(kernel)[axis], jnp.float32 if packing.is_kernel(kernel) else kernel.dtype
+            operand = (x[:, :width] + carry).astype(dtype)
             y = product(operand, kernel, ((1,), (1,))) if axis else apply_kernel(operand, kernel, jnp.float32)
             carry = jnp.max(y) * 1e-9
         return carry
@@ -395,7 +388,7 @@ def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object
     """Calls of `STEPS` times the bare matrix products of one step of `batch` rows: in the loop's own layout of the weights
     and, where another is used for several positions, in the checkpoint's, which may be the faster one for one position."""
     layouts = {"products": Products.of(network)}
-    if any(leaf.ndim == 3 for leaf in jax.tree.leaves(layouts["products"].kernels)):
+    if network.module.native:
         layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
     return {name: _products_arm(network, weights, batch) for name, weights in layouts.items()}
 
@@ -406,7 +399,7 @@ def bare_arms(target: LanguageModel, drafter, rows: int, gammas: Sequence[int]) 
     arms = {}
     for gamma in gammas:
         wide = rows * (gamma + 1)
-        network = target.network_for(wide)
+        network = target.network
         arms[f"bare verify {gamma}"] = _products_arm(network, Products.of(network), wide)
     if isinstance(drafter, ModelDrafter) and not drafter.reduced:
         arms["bare draft step"] = _products_arm(drafter.network, Products.of(drafter.network), rows)
@@ -455,7 +448,7 @@ def difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1)
     padded[: len(prefix)] = prefix
 
     def logits(step: int) -> np.ndarray:
-        network = model.network_for(batch * step)
+        network = model.network
         cache, rows = _prefill(network, inputs, lengths, slots=len(padded)), []
         for start in range(0, len(padded), step):
             tokens = np.tile(padded[start : start + step], (batch, 1))

@@ -45,7 +45,7 @@ class Request:
     """What the host keeps of a batch while it decodes.
 
     Attributes:
-      network: the target's, in the layout that is fastest for this batch; what `advance` takes.
+      network: the target's; what `advance` takes.
       drafter: the drafter really used: None where γ = 0.
       prefix_lengths: `[B]` start token and decoder prefix, or prompt.
       limits: `[B]` most new tokens of each row.
@@ -244,8 +244,7 @@ def plan(
         keys, drafter = rules.put(keys), rules.put(drafter)
     per_input = rows.replace(bias=None, forced=None)
     return Plan(
-        network=target.network_for((batch if batch_size is None else batch_size) * samples * (width + 1)),
-        drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
+        network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
         slots=slots(longest, width), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=per_input, settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),

@@ -154,9 +154,6 @@ class HashModel:
     def has(self, fingerprint):
         return fingerprint == self.fingerprint
 
-    def network_for(self, rows):
-        return self.network
-
     def logits(self, inputs, decoder_tokens, input_lengths=None):
         """Teacher-forced logits `[B, T, V]` in numpy."""
         inputs, tokens = np.asarray(inputs), np.asarray(decoder_tokens, np.uint32)
@@ -200,9 +197,6 @@ class EchoModel:
             types.SimpleNamespace(vocab_size=vocabulary.size, encoder_dim=None),
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"
-
-    def network_for(self, rows):
-        return self.network
 
 
 class Words:

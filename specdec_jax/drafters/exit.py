@@ -7,6 +7,7 @@ import numpy as np
 
 from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law, look, match_width
 from specdec_jax.models.base import LanguageModel, Network
+from specdec_jax.models import packing
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.speculative import DecodeState, Draft, empty_seen
 
@@ -21,7 +22,7 @@ class ExitNetwork(Network):
     """
 
     layers: int = flax.struct.field(pytree_node=False, default=1)
-    kernel: jax.Array | None = None
+    kernel: packing.Kernel | None = None
 
     def decode(self, tokens, positions, cache):
         states, cache = self.decode_states(tokens, positions, cache, self.layers)
@@ -61,8 +62,8 @@ class EarlyExitDrafter:
         if head is not None and (np.ndim(head) != 2 or np.shape(head)[0] != config.emb_dim):
             raise ValueError(f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)")
         self.model, self.layers = model, int(layers)
-        head = None if head is None else jnp.asarray(head, config.dtype)
         network = model.network
+        head = None if head is None else packing.lay(jnp.asarray(head, config.dtype), network.module.native)
         self.network = ExitNetwork(network.params, network.module, network.rules, self.layers, head)
 
     def tree_flatten(self):

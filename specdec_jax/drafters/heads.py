@@ -60,7 +60,7 @@ class HeadsDrafter:
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), params)
         head = target.network.head_alone() if config.share_head else None
         return cls(
-            HeadsNetwork(heads.pack(params, config.dtype, config.emb_dim), head, Heads(config)), target.fingerprint
+            HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint
         )
 
     @classmethod

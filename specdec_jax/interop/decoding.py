@@ -16,7 +16,7 @@ from specdec_jax.draws import seeded, threefry
 from specdec_jax.formats.leaves import check_shapes, flatten, parameter_shapes
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.generate import advance
-from specdec_jax.models import packing
+from specdec_jax.models import packing, panels
 from specdec_jax.models.base import Network
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.request import fold_keys, prefill, slots, verifier_settings
@@ -46,8 +46,8 @@ class Decoded(NamedTuple):
     accepted: jax.Array
 
 
-def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
-    """A target of traced parameters, for calls over `rows` positions.
+def network_of(params: Mapping, config: T5Config) -> Network:
+    """A target of traced parameters.
 
     On an accelerator the parameters are used as they are: the loop's own layout would be a second copy of them.
 
@@ -60,11 +60,12 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
     tree = _copied(params)
     check_shapes(flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration")
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
-    backend = jax.default_backend()
-    layout = packing.layout_for(backend, config.dtype, config.emb_dim, rows)
-    if layout.panel is None:
+    if not panels.usable(config.dtype):
         return Network(tree, T5(config))
-    return Network(packing.pack(tree, layout), T5(config, fused=True))
+    packed, module = packing.pack(tree, True), T5(config, fused=True, native=True)
+    if config.logits_via_embedding:
+        packed, module = packing.with_head(packed, True, True), T5(config.with_own_head(), fused=True, native=True)
+    return Network(packed, module)
 
 
 def _copied(node):
@@ -150,7 +151,7 @@ class Decoder:
             rng = given["decode_rng"]
         batch, length = prompts.shape
         mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
-        network = network_of(params, self.config, batch * (self.width + 1))
+        network = network_of(params, self.config)
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = getattr(self.drafter, "varies", False)
         widths = call_widths(self.width, none=varies) if self.width and (varies or policy is not None) else ()

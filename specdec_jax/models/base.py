@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.cache import KVCache
-from specdec_jax.models import identity, packing
+from specdec_jax.models import identity, packing, panels
 from specdec_jax.models.gpt import GPT, GPT_PRESETS, GPTCache, GPTConfig
 from specdec_jax.models.t5 import PRESETS as T5_PRESETS
 from specdec_jax.models.t5 import T5, DecoderCache, T5Config
@@ -103,10 +103,9 @@ class Network:
 
     def shortlisted(self, ids: np.ndarray) -> "Network":
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
-        config = self.module.config
-        layout = _layout(config, self.rules)
-        params = packing.with_head(self.params, np.asarray(ids), config.logits_via_embedding, layout)
-        return self.replace(params=params, module=module_of(config.with_own_head(), _fused(self.rules)))
+        config, native = self.module.config, self.module.native
+        params = packing.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
+        return self.replace(params=params, module=module_of(config.with_own_head(), _fused(self.rules), native))
 
     def in_int8(self) -> "Network":
         """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
@@ -137,7 +136,7 @@ class LanguageModel:
       eos_ids: ids that end a sequence.
       name: for messages and records.
       encoder_fingerprint: of the model whose encoder output this one was trained on, where it has no encoder; None: unknown.
-      network: the same as the jitted functions take it, laid out for calls over a single position.
+      network: the same as the jitted functions take it.
     """
 
     def __init__(
@@ -155,8 +154,12 @@ class LanguageModel:
             rules.check(config)
             _lay_out(params, rules)
         fused = _fused(rules)
-        self.network = Network(packing.pack(params, _layout(config, rules), fused), module_of(config, fused), rules)
-        self._for_several: Network | None = None
+        native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
+        packed, module = packing.pack(params, native, fused), module_of(config, fused, native)
+        if native and config.logits_via_embedding:
+            # An embedding is read by rows, a head by columns.
+            packed, module = packing.with_head(packed, True, native), module_of(config.with_own_head(), fused, native)
+        self.network = Network(packed, module, rules)
 
     @classmethod
     def random(
@@ -168,19 +171,6 @@ class LanguageModel:
         key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
         params = _random_params(key, module=module_of(config), dtype=config.dtype, rules=rules)
         return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True, rules=rules)
-
-    def network_for(self, rows: int) -> Network:
-        """`network` in the fastest layout for calls over `rows` positions, those of all batch rows together.
-
-        Where that is not the layout for one row (float32 on some processors), the decoder's kernels are held twice from
-        the first such call on.
-        """
-        single, layout = (_layout(self.config, self.network.rules, count) for count in (1, rows))
-        if layout == single:
-            return self.network
-        if self._for_several is None:
-            self._for_several = Network(packing.relaid(self.network.params, layout), self.network.module)
-        return self._for_several
 
     @property
     def params(self) -> dict:
@@ -249,16 +239,9 @@ class LanguageModel:
             raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
 
 
-def module_of(config: ModelConfig, fused: bool = False) -> T5 | GPT:
-    """The network of this shape; `fused`: for parameters in the loop's layout."""
-    return GPT(config) if isinstance(config, GPTConfig) else T5(config, fused)
-
-
-def _layout(config: ModelConfig, rules: ShardingRules | None, rows: int = 1) -> packing.Layout:
-    """That of one device is the fastest for its processor; on a mesh kernels stay two-dimensional."""
-    if rules is not None:
-        return packing.Layout()
-    return packing.layout_for(jax.default_backend(), config.dtype, config.emb_dim, rows)
+def module_of(config: ModelConfig, fused: bool = False, native: bool = False) -> T5 | GPT:
+    """The network of this shape; `fused`, `native`: for parameters in the loop's layout, as `packing.pack` makes it."""
+    return GPT(config, native) if isinstance(config, GPTConfig) else T5(config, fused, native)
 
 
 def _fused(rules: ShardingRules | None) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import flax.linen as nn
 import flax.struct
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax.cache import KVCache
 from specdec_jax.models.fields import FieldError, check_fields
@@ -109,33 +110,35 @@ class Embedder(nn.Module):
 
 class GPTLayer(nn.Module):
     config: GPTConfig
+    native: bool = False
 
     def setup(self):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         common = dict(dtype=dtype, fused=True, matmul_dtype=config.matmul_dtype, use_bias=True)
+        attention = dict(native=self.native, **common)
         self.pre_self_attention_layer_norm = LayerNorm(dtype)
         # Its qkv kernel is one in checkpoints too, so that `packing.py` has nothing to join or split under this name.
-        self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **common)
+        self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **attention)
         self.pre_mlp_layer_norm = LayerNorm(dtype)
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **common)
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def __call__(self, x, cache, positions, mask, deterministic=True):
         """One layer over T queries; with `cache` None over a whole sequence."""
-        query, key, value = self.causal_attention.project(self.pre_self_attention_layer_norm(x))
-        query = query / jnp.sqrt(self.config.head_dim).astype(query.dtype)
-        cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
-        x = x + self.dropout(self.causal_attention.attend(query, cache, mask), deterministic)
+        normed, divisor = self.pre_self_attention_layer_norm(x), np.sqrt(self.config.head_dim)
+        attended, cache = self.causal_attention.to_cache(normed, cache, positions, mask, divisor=divisor)
+        x = x + self.dropout(attended, deterministic)
         return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x)), deterministic), cache
 
 
 class GPTDecoder(nn.Module):
     config: GPTConfig
+    native: bool = False
 
     def setup(self):
         config = self.config
         self.position_embedder = Embedder(config.num_positions, config)
-        self.layers = [GPTLayer(config) for _ in range(config.num_decoder_layers)]
+        self.layers = [GPTLayer(config, self.native) for _ in range(config.num_decoder_layers)]
         self.decoder_norm = LayerNorm(jnp.dtype(config.dtype))
         self.dropout = nn.Dropout(config.dropout_rate)
         if not config.logits_via_embedding:
@@ -170,13 +173,14 @@ class GPTDecoder(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole network, with the methods of `T5` that the decode loop calls; there is one layout of its parameters."""
+    """The whole network, with the methods of `T5` that the decode loop calls; no kernels of it are joined."""
 
     config: GPTConfig
+    native: bool = False
 
     def setup(self):
         self.token_embedder = Embedder(self.config.vocab_size, self.config)
-        self.decoder = GPTDecoder(self.config)
+        self.decoder = GPTDecoder(self.config, self.native)
 
     def empty_cache(self, batch: int, slots: int) -> GPTCache:
         """A cache for sequences of which nothing has been fed."""

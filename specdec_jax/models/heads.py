@@ -7,7 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.models import packing
+from specdec_jax.models import packing, panels
 from specdec_jax.models.base import Network
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Dense
@@ -123,12 +123,11 @@ def head_kernel(config: T5Config, params: dict) -> jax.Array:
     return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if (tied if scaled is None else scaled) else kernel
 
 
-def pack(params: dict, dtype: str, width: int) -> dict:
-    """`params` in the layout of the decode loop of a target of this width; the dicts that were given stay as they are."""
-    layout = packing.layout_for(jax.default_backend(), dtype, width)
-    return packing.pack({"decoder": jax.tree.map(lambda leaf: leaf, params)}, layout)["decoder"]
+def pack(params: dict, dtype: str) -> dict:
+    """`params` in the layout of the decode loop; the dicts that were given stay as they are."""
+    return packing.pack(jax.tree.map(lambda leaf: leaf, params), panels.usable(dtype))
 
 
 def unpack(packed: dict) -> dict:
     """What `pack` was given."""
-    return packing.unpack({"decoder": packed})["decoder"]
+    return packing.unpack(packed)

@@ -1,4 +1,4 @@
-"""Kernels in 8 bits, for drafters: their law is free, so that what rounding costs is acceptance, never exactness."""
+"""Kernels in 8 bits. On a CPU see `panels.py`; elsewhere they are for drafters, since the activations are rounded too."""
 
 import flax.struct
 import jax
@@ -22,6 +22,10 @@ class Int8Kernel:
     @classmethod
     def of(cls, kernel: jax.Array) -> "Int8Kernel":
         return cls(*_rounded(kernel, 0))
+
+    def matrix(self) -> jax.Array:
+        """Returns the kernel `[D, F]`, float32."""
+        return self.values.astype(jnp.float32) * self.scales
 
     def product(self, x: jax.Array, output_dtype) -> jax.Array:
         """`x [..., D]` times the kernel, `[..., F]`; every row of x is rounded alike, the sums are exact in int32."""

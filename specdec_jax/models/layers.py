@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.cache import KVCache
+from specdec_jax.models import panels
 from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.panels import Panels
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
 
@@ -85,8 +87,8 @@ class Dense(nn.Module):
         if self.matmul_dtype is not None:
             y = _rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
             return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
-        if not isinstance(kernel, Int8Kernel):
-            kernel = jax.tree.map(lambda piece: piece.astype(self.dtype), kernel)
+        if not isinstance(kernel, Panels | Int8Kernel):
+            kernel = kernel.astype(self.dtype)
         return apply_kernel(x.astype(self.dtype), kernel, output_dtype)
 
 
@@ -94,19 +96,11 @@ def apply_kernel(x: jax.Array, kernel, output_dtype) -> jax.Array:
     """`x [..., D]` times a kernel, `[..., F]`: the one place where a weight matrix meets activations.
 
     Args:
-      kernel: `[D, F]`, or panels `[F/P, D, P]` (see `packing.py`), multiplied as a batch, or a tuple of such; or an
-        `Int8Kernel`.
+      kernel: an array `[D, F]`, `Panels` or an `Int8Kernel`.
     """
-    if isinstance(kernel, Int8Kernel):
+    if isinstance(kernel, Panels | Int8Kernel):
         return kernel.product(x, output_dtype)
-    if isinstance(kernel, tuple):
-        return jnp.concatenate([apply_kernel(x, piece, output_dtype) for piece in kernel], axis=-1)
-    if kernel.ndim == 2:
-        return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
-    rows = x.reshape(-1, x.shape[-1])
-    batched = jnp.broadcast_to(rows, (kernel.shape[0], *rows.shape))
-    y = product(batched, kernel, ((2,), (1,)), ((0,), (0,)), dtype=output_dtype)
-    return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+    return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
 
 
 def product(a: jax.Array, b: jax.Array, contracted, batch=((), ()), dtype=jnp.float32) -> jax.Array:
@@ -178,8 +172,8 @@ class Attention(nn.Module):
     """Multi-head attention of T queries per row over given keys and values; no 1/√K scaling, as in T5 (GPT scales its
     queries).
 
-    `fused` reads the query, key and value kernels as one matrix `qkv [D, 3·H·K]` (`kv [D, 2·H·K]` where the queries
-    come from elsewhere): fewer, larger products in the decode loop (see `packing.py`).
+    `fused` reads the query, key and value kernels as one matrix `qkv [D, 3·H·K]`: fewer, larger products in the decode
+    loop (see `packing.py`). `native`, with `fused`, attends by `panels.py` instead of XLA.
     """
 
     heads: int
@@ -187,6 +181,7 @@ class Attention(nn.Module):
     model_dim: int
     dtype: Any = jnp.float32
     fused: bool = False
+    native: bool = False
     matmul_dtype: Any = None
     use_bias: bool = False
 
@@ -218,6 +213,36 @@ class Attention(nn.Module):
         """Keys and values of `x [B, L, D]`, for cross-attention."""
         return KVCache(key=self._split(self.key(x)), value=self._split(self.value(x)))
 
+    def to_cache(self, x: jax.Array, cache: KVCache | None, positions, mask, bias=None, divisor: float = 1.0):
+        """Self-attention `[B, T, D]` of `x [B, T, D]`, and the cache after its keys and values were written to it.
+
+        Args:
+          cache: of which `positions [B]` are the first slots that are written; None: the keys and values of `x` are all.
+          mask, bias: as for `attend`; where this is native and there is a cache, the mask does not matter, and the bias is
+            that of every query position, `[S, H, S]`.
+          divisor: of the queries.
+        """
+        if self.native and cache is not None:
+            attended = panels.attend_to_cache(self.qkv(x), cache.key, cache.value, bias, positions, divisor)
+            return self.out(attended[0]), cache.replace(key=attended[1], value=attended[2])
+        query, key, value = self.project(x)
+        query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
+        cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
+        return self.attend(query, cache, mask, bias), cache
+
+    def to_encoded(self, x: jax.Array, cross: KVCache, mask: jax.Array) -> jax.Array:
+        """Cross-attention `[B, T, D]` of `x [B, T, D]`; `mask [B, L]` is True where there is a token, a prefix of each row."""
+        if self.native:
+            return self.out(panels.attend_to_encoded(self.query(x), cross.key, cross.value, _lengths(mask)))
+        return self.attend(self.project_query(x), cross, mask[:, None, None, :])
+
+    def to_inputs(self, x: jax.Array, mask: jax.Array, bias: jax.Array) -> jax.Array:
+        """An encoder's attention `[B, L, D]` of `x [B, L, D]`; mask as for `to_encoded`, bias `[L, H, L]` by query position."""
+        if self.native:
+            return self.out(panels.attend_to_inputs(self.qkv(x), bias, _lengths(mask)))
+        query, key, value = self.project(x)
+        return self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
+
     def attend(self, query: jax.Array, cache: KVCache, mask: jax.Array, bias=None) -> jax.Array:
         """Attention output `[B, T, D]`.
 
@@ -235,6 +260,10 @@ class Attention(nn.Module):
         weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype)
         output = einsum("...hts,...hsk->...thk", weights.reshape(shape), cache.value)
         return self.out(output.reshape(batch, -1, self.heads * self.features))
+
+
+def _lengths(mask: jax.Array) -> jax.Array:
+    return jnp.sum(mask.astype(jnp.int32), axis=-1)
 
 
 class RelativePositionBias(nn.Module):

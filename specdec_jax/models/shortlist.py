@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import sampling
-from specdec_jax.models import packing
 
 
 @flax.struct.dataclass
@@ -14,7 +13,7 @@ class Shortlist:
     """Ids, and where each id of the vocabulary stands among them.
 
     Attributes:
-      ids: `[F]` int32, ascending; at the end copies of the last, so that the head can be stored in panels.
+      ids: `[F]` int32, ascending.
       places: `[V]` int32 place in `ids`, F for ids that are not there.
     """
 
@@ -24,10 +23,9 @@ class Shortlist:
     @classmethod
     def of(cls, ids: np.ndarray, vocab_size: int) -> "Shortlist":
         """For ascending `ids`, none of them twice."""
-        filled = packing.padded(ids)
-        places = np.full(vocab_size, len(filled))
+        places = np.full(vocab_size, len(ids))
         places[ids] = np.arange(len(ids))
-        return cls(jax.device_put(filled.astype(np.int32)), jax.device_put(places.astype(np.int32)))
+        return cls(jax.device_put(ids.astype(np.int32)), jax.device_put(places.astype(np.int32)))
 
     def argmax(self, logits: jax.Array, vocab_size: int) -> jax.Array:
         """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 where one is not a number.

@@ -127,10 +127,10 @@ class DecoderCache:
         return DecoderCache(layers, cross, mask, rules.constrain(self.position_bias, "length", "heads", "length"))
 
 
-def _attention_shape(config: T5Config, fused: bool) -> dict:
+def _attention_shape(config: T5Config, fused: bool, native: bool) -> dict:
     return dict(
         heads=config.num_heads, features=config.head_dim, model_dim=config.emb_dim, dtype=jnp.dtype(config.dtype),
-        fused=fused, matmul_dtype=config.matmul_dtype,
+        fused=fused, native=native, matmul_dtype=config.matmul_dtype,
     )  # fmt: skip
 
 
@@ -144,14 +144,15 @@ def _mlp_shape(config: T5Config, fused: bool) -> dict:
 class EncoderLayer(nn.Module):
     config: T5Config
     fused: bool = False
+    native: bool = False
 
     @nn.compact
     def __call__(self, x, mask, bias, deterministic=True):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         drop = nn.Dropout(config.dropout_rate)
-        attention = Attention(**_attention_shape(config, self.fused), name="attention")
-        query, key, value = attention.project(RMSNorm(dtype, name="pre_attention_layer_norm")(x))
-        x = x + drop(attention.attend(query, KVCache(key, value), mask, bias), deterministic)
+        attention = Attention(**_attention_shape(config, self.fused, self.native), name="attention")
+        attended = attention.to_inputs(RMSNorm(dtype, name="pre_attention_layer_norm")(x), mask, bias)
+        x = x + drop(attended, deterministic)
         mlp = GatedMLP(**_mlp_shape(config, self.fused), name="mlp")
         return x + drop(mlp(RMSNorm(dtype, name="pre_mlp_layer_norm")(x), deterministic), deterministic)
 
@@ -159,6 +160,7 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     config: T5Config
     fused: bool = False
+    native: bool = False
 
     @nn.compact
     def __call__(self, x, mask, deterministic=True):
@@ -167,24 +169,25 @@ class Encoder(nn.Module):
         relative = RelativePositionBias(
             config.num_heads, config.num_buckets, config.max_distance, bidirectional=True, name="relpos_bias"
         )
-        bias = relative(x.shape[1], x.shape[1]).transpose(1, 0, 2)[None]
+        bias = relative(x.shape[1], x.shape[1])
         drop = nn.Dropout(config.dropout_rate)
         x = drop(x, deterministic)
         for i in range(config.num_encoder_layers):
-            x = EncoderLayer(config, self.fused, name=f"layers_{i}")(x, mask[:, None, None, :], bias, deterministic)
+            x = EncoderLayer(config, self.fused, self.native, name=f"layers_{i}")(x, mask, bias, deterministic)
         return drop(RMSNorm(dtype, name="encoder_norm")(x), deterministic)
 
 
 class DecoderLayer(nn.Module):
     config: T5Config
     fused: bool = False
+    native: bool = False
 
     def setup(self):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         self.pre_self_attention_layer_norm = RMSNorm(dtype)
-        self.self_attention = Attention(**_attention_shape(config, self.fused))
+        self.self_attention = Attention(**_attention_shape(config, self.fused, self.native))
         self.pre_cross_attention_layer_norm = RMSNorm(dtype)
-        self.encoder_decoder_attention = Attention(**_attention_shape(config, self.fused))
+        self.encoder_decoder_attention = Attention(**_attention_shape(config, self.fused, self.native))
         self.pre_mlp_layer_norm = RMSNorm(dtype)
         self.mlp = GatedMLP(**_mlp_shape(config, self.fused))
         self.dropout = nn.Dropout(config.dropout_rate)
@@ -194,24 +197,25 @@ class DecoderLayer(nn.Module):
 
     def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True):
         """One layer over T queries; with `cache` None over a whole sequence (training)."""
-        query, key, value = self.self_attention.project(self.pre_self_attention_layer_norm(x))
-        cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
-        x = x + self.dropout(self.self_attention.attend(query, cache, mask, bias), deterministic)
-        query = self.encoder_decoder_attention.project_query(self.pre_cross_attention_layer_norm(x))
-        x = x + self.dropout(self.encoder_decoder_attention.attend(query, cross, cross_mask), deterministic)
+        normed = self.pre_self_attention_layer_norm(x)
+        attended, cache = self.self_attention.to_cache(normed, cache, positions, mask, bias)
+        x = x + self.dropout(attended, deterministic)
+        attended = self.encoder_decoder_attention.to_encoded(self.pre_cross_attention_layer_norm(x), cross, cross_mask)
+        x = x + self.dropout(attended, deterministic)
         return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x), deterministic), deterministic), cache
 
 
 class Decoder(nn.Module):
     config: T5Config
     fused: bool = False
+    native: bool = False
 
     def setup(self):
         config = self.config
         self.relpos_bias = RelativePositionBias(
             config.num_heads, config.num_buckets, config.max_distance, bidirectional=False
         )
-        self.layers = [DecoderLayer(config, self.fused) for _ in range(config.num_decoder_layers)]
+        self.layers = [DecoderLayer(config, self.fused, self.native) for _ in range(config.num_decoder_layers)]
         self.decoder_norm = RMSNorm(jnp.dtype(config.dtype))
         if not config.logits_via_embedding:
             self.logits_dense = Dense(
@@ -235,18 +239,10 @@ class Decoder(nn.Module):
     def step(self, x, positions, cache: DecoderCache, layers: int | None = None):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
         `positions [B]` of every row; the caches of the layers above stay as they are."""
-        slots, queries = cache.position_bias.shape[0], x.shape[1]
-        query_positions = positions[:, None] + jnp.arange(queries)
-        mask = jnp.arange(slots) <= query_positions[:, None, :, None]
-        take = lambda start: jax.lax.dynamic_slice_in_dim(cache.position_bias, start, queries, axis=0)
-        if x.shape[0] > MAX_UNROLLED_ROWS:
-            bias = jax.vmap(take)(positions)
-        else:
-            bias = jnp.stack([take(positions[row]) for row in range(x.shape[0])])
-        bias = bias.transpose(0, 2, 1, 3)
-        cross_mask, written = cache.cross_mask[:, None, None, :], list(cache.layers)
+        mask, bias = (None, cache.position_bias) if self.native else _seen_from(positions, x.shape[1], cache.position_bias)
+        written = list(cache.layers)
         for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.layers[i], positions, mask, bias, cache.cross[i], cross_mask)
+            x, written[i] = layer(x, cache.layers[i], positions, mask, bias, cache.cross[i], cache.cross_mask)
         return self.decoder_norm(x), cache.replace(layers=tuple(written))
 
     def __call__(self, x, encoded, encoder_mask, deterministic=True):
@@ -257,7 +253,7 @@ class Decoder(nn.Module):
         x = self.dropout(x, deterministic)
         for layer in self.layers:
             cross = layer.cross_cache(encoded)
-            x, _ = layer(x, None, None, mask, bias, cross, encoder_mask[:, None, None, :], deterministic)
+            x, _ = layer(x, None, None, mask, bias, cross, encoder_mask, deterministic)
         return self.dropout(self.decoder_norm(x), deterministic)
 
     def logits(self, x, embedding):
@@ -269,6 +265,18 @@ class Decoder(nn.Module):
         if not config.logits_via_embedding:
             return self.logits_dense(x)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
+
+
+def _seen_from(positions, queries: int, position_bias) -> tuple[jax.Array, jax.Array]:
+    """Mask `[B, 1, T, S]` and bias `[B, H, T, S]` of T = `queries` positions from `positions [B]` on."""
+    query_positions = positions[:, None] + jnp.arange(queries)
+    mask = jnp.arange(position_bias.shape[0]) <= query_positions[:, None, :, None]
+    take = lambda start: jax.lax.dynamic_slice_in_dim(position_bias, start, queries, axis=0)
+    if len(positions) > MAX_UNROLLED_ROWS:
+        bias = jax.vmap(take)(positions)
+    else:
+        bias = jnp.stack([take(positions[row]) for row in range(len(positions))])
+    return mask, bias.transpose(0, 2, 1, 3)
 
 
 class TokenEmbedder(nn.Module):
@@ -284,16 +292,17 @@ class TokenEmbedder(nn.Module):
 
 
 class T5(nn.Module):
-    """The whole network; `fused` selects the parameter layout of the decode loop."""
+    """The whole network; `fused` and `native` say how the parameters of the decode loop are stored (`LanguageModel`)."""
 
     config: T5Config
     fused: bool = False
+    native: bool = False
 
     def setup(self):
         self.token_embedder = TokenEmbedder(self.config)
         if self.config.encoder_dim is None:
-            self.encoder = Encoder(self.config, self.fused)
-        self.decoder = Decoder(self.config, self.fused)
+            self.encoder = Encoder(self.config, self.fused, self.native)
+        self.decoder = Decoder(self.config, self.fused, self.native)
 
     def encode(self, inputs, mask, deterministic: bool = True):
         """Encoder output `[B, L, D]` of `inputs [B, L]` with `mask [B, L]` True at tokens."""

@@ -1,0 +1,115 @@
+"""Kernels as the CPU's own product (`native.cc`) reads them, and its attention: what a CPU's decode loop is made of.
+
+XLA's product of a few rows strides through a `[D, F]` kernel, so that a call over five positions costs up to twice one
+over a single position; stored in panels of 16 columns the kernel is read once, from end to end, whatever the number of
+rows. The bits of a row do not depend on the other rows, so that plain and speculative decoding see the same numbers.
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models import native
+from specdec_jax.models.int8 import Int8Kernel
+
+_COLUMNS = 16  # of a panel
+
+
+def usable(dtype) -> bool:
+    """Returns whether kernels are stored so: float32 on a CPU for which `native.cc` could be compiled."""
+    return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
+
+
+@flax.struct.dataclass
+class Panels:
+    """A kernel `[D, F]` in panels.
+
+    Attributes:
+      values: `[ceil(F / 16), D, 16]` float32, or int8; 0 past the last column.
+      scales: `[F]` float32, by which the columns of int8 values are multiplied; None for float32.
+      columns: F.
+      derived: it is a copy of another parameter, and no parameter itself.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None
+    columns: int = flax.struct.field(pytree_node=False)
+    derived: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def of(cls, kernel: "jax.Array | Int8Kernel", derived: bool = False) -> "Panels":
+        """Stores a kernel `[D, F]`, float32 or in 8 bits."""
+        if isinstance(kernel, Int8Kernel):
+            return cls(_cut(kernel.values), kernel.scales, kernel.values.shape[1], derived)
+        return cls(_cut(jnp.asarray(kernel)), None, kernel.shape[1], derived)
+
+    def matrix(self) -> jax.Array:
+        """Returns the kernel `[D, F]`, float32."""
+        values = _joined(self.values, self.columns)
+        return values if self.scales is None else values.astype(jnp.float32) * self.scales
+
+    def product(self, x: jax.Array, output_dtype) -> jax.Array:
+        """Returns `x [..., D]` times the kernel, `[..., F]`."""
+        return _product(x.astype(jnp.float32), self.values, self.scales, self.columns).astype(output_dtype)
+
+
+@jax.jit
+def _cut(kernel: jax.Array) -> jax.Array:
+    padded = jnp.pad(kernel, ((0, 0), (0, -kernel.shape[1] % _COLUMNS)))
+    return padded.reshape(len(kernel), -1, _COLUMNS).transpose(1, 0, 2)
+
+
+@functools.partial(jax.jit, static_argnames="columns")
+def _joined(values: jax.Array, columns: int) -> jax.Array:
+    return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:, :columns]
+
+
+def _product(x: jax.Array, values: jax.Array, scales: jax.Array | None, columns: int) -> jax.Array:
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], columns), jnp.float32)
+    if scales is None:
+        return jax.ffi.ffi_call("specdec_product_f32", result, vmap_method="sequential")(x, values)
+    return jax.ffi.ffi_call("specdec_product_s8", result, vmap_method="sequential")(x, values, scales)
+
+
+def attend_to_cache(qkv, keys, values, bias, positions, divisor: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Writes new keys and values to the caches, in place, and attends to all slots up to each query's own.
+
+    Args:
+      qkv: `[B, T, 3·H·K]` queries, keys and values, as their joint kernel gives them.
+      keys: `[B, H, S, K]` cache, or `[H, S, K]` of a single row.
+      values: the same.
+      bias: `[S, H, S]` by query position, added to the scores; None: nothing.
+      positions: `[B]` int32, the first slot that is written in each row.
+      divisor: of the scores, before the bias.
+
+    Returns:
+      Outputs `[B, T, H·K]`, keys, values.
+    """
+    batch, queries, width = qkv.shape
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
+    call = jax.ffi.ffi_call(
+        "specdec_self_attention", (output, *shapes), vmap_method="sequential", input_output_aliases={1: 1, 2: 2}
+    )
+    bias = jnp.zeros((0, 0, 0)) if bias is None else bias
+    return tuple(call(qkv, keys, values, bias, positions, divisor=np.float32(divisor)))
+
+
+def attend_to_encoded(query, keys, values, lengths) -> jax.Array:
+    """Returns the attention `[B, T, H·K]` of queries `[B, T, H·K]` over the first `lengths [B]` keys and values
+    `[B, H, L, K]`; zeros for a row of length 0."""
+    result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(query, keys, values, lengths)
+
+
+def attend_to_inputs(qkv, bias, lengths) -> jax.Array:
+    """Returns an encoder's attention `[B, L, H·K]` of all positions over the first `lengths [B]` of each row.
+
+    Args:
+      qkv: `[B, L, 3·H·K]` queries, keys and values. bias: `[L, H, L]` by query position.
+    """
+    result = jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // 3), jnp.float32)
+    return jax.ffi.ffi_call("specdec_encoder_attention", result, vmap_method="sequential")(qkv, bias, lengths)
