@@ -3,6 +3,7 @@
 Compilers are scripts that answer as the real one and copy a library that was made once.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -10,12 +11,14 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
+import tomllib
 
 import pytest
 from devices import names
 
-from specdec_jax import user_cache
+from specdec_jax import records, user_cache
 from specdec_jax.models import native, probe
 
 REAL = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
@@ -32,9 +35,8 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     loaded = []
     monkeypatch.setattr(native.probe, "register", lambda library, targets: loaded.append(library))
-    native._settle.cache_clear()
-    yield loaded
-    native._settle.cache_clear()
+    monkeypatch.setattr(native, "_settle", functools.cache(native._settle.__wrapped__))
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,39 @@ def test_compiled_once(tmp_path, compiler, capsys, settings):
     assert capsys.readouterr().err.count("\n") == 1 and settings[0] in first
     done = subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL({settings[0]!r})"])
     assert done.returncode == 0
+
+
+@needs_compiler
+def test_threads_share_one(tmp_path, compiler, settings):
+    compiler(f"sleep 0.3; {WORKS}")
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(native.available())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4 and calls(tmp_path) == 1 and len(settings) == 1
+
+
+@needs_compiler
+def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
+    compiler(WORKS)
+    machine = records.machine()
+    assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(tmp_path) not in repr(machine)
+    assert records.hardware(machine).endswith(", kernel: built with fake 1.2 for znver9 (avx2)")
+    monkeypatch.setenv(native.SETTING, "off")
+    again()
+    assert records.machine()["kernel"] == "none"
+    del machine["kernel"]  # an older record
+    assert records.hardware(machine).endswith(machine["device"])
+
+
+def test_the_source_is_installed():
+    described = pathlib.Path(__file__).parent.parent / "pyproject.toml"
+    if not described.is_file():
+        pytest.skip("no checkout here")
+    patterns = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["specdec_jax"]
+    assert str(native._SOURCE.relative_to(pathlib.Path(native.__file__).parent.parent)) in patterns
 
 
 @needs_compiler
@@ -318,7 +353,11 @@ def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert user_cache.folder() == tmp_path / "home/.cache/specdec_jax"
-    monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("~x").expanduser().nothing)
+
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", nowhere)
     with pytest.raises(ValueError, match="got no home folder, expected HOME or XDG_CACHE_HOME to be set"):
         user_cache.folder()
 
@@ -395,7 +434,7 @@ def test_folders_of_others(tmp_path, compiler, part):
     os.chown(folder, 12345, 12345)
     expected = f"{folder}: got a folder of user 12345, expected one of user 0"
     assert again() == f"kernel: not used: ValueError: {expected}" and calls(tmp_path) == 0
-    assert names(folder) == ([] if part.endswith("kernel") else names(folder))
+    assert names(folder) == []
 
 
 def test_what_killed_processes_left_goes(tmp_path):

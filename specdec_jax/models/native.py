@@ -320,16 +320,16 @@ def _run(
         return _Ended(126, "", str(error))
     with child:
         try:
-            output, error = child.communicate(given, timeout=seconds)
+            output, said = child.communicate(given, timeout=seconds)
             code = child.returncode
         except BaseException as interruption:
             with contextlib.suppress(OSError):
                 os.killpg(child.pid, signal.SIGKILL)
             if not isinstance(interruption, subprocess.TimeoutExpired):
                 raise
-            output, error = child.communicate()
+            output, said = child.communicate()
             code = None
-    return _Ended(code, output.decode(errors="replace"), error.decode(errors="replace"))
+    return _Ended(code, output.decode(errors="replace"), said.decode(errors="replace"))
 
 
 def _why(ended: _Ended, seconds: float, last: bool = False) -> str:
