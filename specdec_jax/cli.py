@@ -23,7 +23,7 @@ import jax
 from absl import flags
 
 import specdec_jax
-from specdec_jax import help_page, writing
+from specdec_jax import help_page, user_cache, writing
 from specdec_jax.benchmark import CheckFailed
 
 
@@ -358,8 +358,7 @@ def _register(cls: type) -> None:
 def _use_compilation_cache(folder: str | None) -> None:
     """Keeps compiled programs on disk: a second start finds them."""
     if folder is None:
-        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        folder = str(pathlib.Path(base) / "specdec_jax")
+        folder = str(user_cache.folder())
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

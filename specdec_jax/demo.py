@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.text import Text
@@ -13,6 +14,7 @@ from rich.text import Text
 from specdec_jax import measure, traces
 from specdec_jax.draws import seeded
 from specdec_jax.generate import GenerationResult, generate, trace
+from specdec_jax.models import native
 from specdec_jax.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.progress import track, waiting
 from specdec_jax.request import bucket, fold_keys
@@ -92,7 +94,8 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
         with compiling("plain decoding", len(ids[number])):
             for arm in arms.values():
                 arm(number)
-    print(comparison(arms, numbers, options.repeats), _NEXT, sep="\n")
+    kernel = [native.state()] if jax.default_backend() == "cpu" else []
+    print(comparison(arms, numbers, options.repeats), *kernel, _NEXT, sep="\n")
 
 
 def compiling(what: str, tokens: int):

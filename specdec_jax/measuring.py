@@ -199,7 +199,7 @@ def summary(record: Mapping[str, Any]) -> str:
     lines = [
         f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
         f"batch {record['options']['batch_size']}, temperature {record['options']['temperature']:g}; "
-        f"{host['processor']}, {host['cores']} cores, {host['device']}",
+        f"{records.hardware(host)}",
         "",
         f"alpha    {with_error(accepted['alpha'], accepted['standard_error'])} over {accepted['positions']} tokens "
         f"({_HOW[accepted['how']]})",

@@ -33,6 +33,7 @@ class Machine(TypedDict):
     processor: str
     cores: Count | None
     device: str
+    kernel: NotRequired[str]
     python: NotRequired[str]
     specdec_jax: NotRequired[str]
     jax: NotRequired[str]

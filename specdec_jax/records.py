@@ -13,6 +13,7 @@ import numpy as np
 from specdec_jax import analysis
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.measure import Spread
+from specdec_jax.models import native
 from specdec_jax.models.base import LanguageModel, decoder_only
 
 PACKAGES = ("specdec_jax", "jax", "jaxlib", "flax", "numpy")
@@ -28,7 +29,14 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
+        **({"kernel": native.origin() or "none"} if device.platform == "cpu" else {}),
     }
+
+
+def hardware(machine: Mapping[str, Any]) -> str:
+    """What of `machine()` a summary says; older records say nothing of kernels."""
+    kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
+    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}{kernel}"
 
 
 def _processor() -> str:
@@ -200,7 +208,7 @@ def summary(record: Mapping[str, Any]) -> str:
         f"{record['target']['name']} ({record['target']['parameters']:,} parameters, {record['target']['parameter_dtype']})"
         + (f" with {_drafter(record['drafter'])}" if record["drafter"] else ""),
         f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {record['options']['repeats']} passes; "
-        f"{host['processor']}, {host['cores']} cores, {host['device']}, jax {host['jax']}",
+        f"{hardware(host)}, jax {host['jax']}",
         "",
         f"plain          {_seconds(plain['seconds'])}, {plain['tokens']} tokens, "
         f"{1e3 * plain['seconds_per_token']:.2f} ms each; compilation {plain['compile_seconds']:.1f} s",

@@ -117,7 +117,7 @@ def estimated(record: Mapping[str, Any]) -> bool:
 def measured_at(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *records.PACKAGES) if name in machine)
-    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}; {versions}"
+    return f"{records.hardware(machine)}; {versions}"
 
 
 def memory_estimate(record: Mapping[str, Any]) -> str:

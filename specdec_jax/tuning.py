@@ -301,7 +301,7 @@ def summary(record: Mapping[str, Any]) -> str:
     lines = [
         f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
         f"batch {options['batch_size']}, temperature {options['temperature']:g}; "
-        f"{host['processor']}, {host['cores']} cores, {host['device']}",
+        f"{records.hardware(host)}",
         f"alpha {with_error(accepted['alpha'], accepted['standard_error'])} ({accepted['how']})",
         "",
         head,

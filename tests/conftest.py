@@ -27,6 +27,14 @@ def few_programs():
     gc.collect()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernel():
+    """The CPU's kernels are compiled before a test reads what a command says: that they are is a line."""
+    from specdec_jax.models import native
+
+    native.available()
+
+
 # XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 

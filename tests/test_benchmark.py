@@ -89,7 +89,7 @@ def test_record(measured):
     assert record["cost_ratio"] > 0 and record["verify_cost"]["3"] > 0
     assert arm["improvement"]["least"] <= arm["improvement"]["median"] <= arm["improvement"]["most"]
     assert sum(arm["shares"].values()) == pytest.approx(1)
-    assert {"jax", "flax", "cores", "processor"} <= set(record["machine"])
+    assert {"jax", "flax", "cores", "processor", "kernel"} <= set(record["machine"])
     assert record["target"]["parameters"] == record["drafter"]["parameters"] > 0
 
 

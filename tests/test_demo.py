@@ -32,6 +32,7 @@ def test_demo_says_what_it_does(specdec):
     assert "drafts up to 2 tokens" in first and "{+correction+}" in legend and "{*bonus*}" in legend
     assert "\nTom\n" in out and "\nWe\n" in out and "{+" in out.partition("\nTom\n")[2]
     assert "tokens per target call" in out and out.splitlines()[-3].startswith("next: specdec demo ")
+    assert out.splitlines()[-5].startswith("kernel: ")
 
 
 def test_demo_of_nothing(specdec):

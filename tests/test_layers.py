@@ -16,11 +16,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = [
     {
         *("draws", "processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies"),
-        *("stopping", "reading", "tokenizer_checks", "writing"),
+        *("stopping", "reading", "tokenizer_checks", "user_cache", "writing"),
     },
     {
         *("models", "models.base", "models.fields", "models.gpt", "models.heads", "models.identity", "models.int8"),
-        *("models.layers", "models.packing", "models.shortlist", "models.t5"),
+        *("models.layers", "models.native", "models.packing", "models.probe", "models.shortlist", "models.t5"),
     },
     {
         *(

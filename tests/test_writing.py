@@ -24,6 +24,7 @@ MAY_WRITE = {
     ("formats.safetensors_files", "open"): "a shard grows by a tensor, in a folder that appears whole",
     ("plots", "savefig"): "into memory",
     ("drafters.ngrams", "savez_compressed"): "into memory",
+    ("user_cache", "shutil.rmtree"): "temporary folders that processes which were killed have left",
     ("cli", "os.open"): "the null device, in place of a stream that is lost",
     ("entry", "os.open"): "the null device, in place of a stream that is closed",
 }
@@ -39,7 +40,11 @@ def writes(tree: ast.AST) -> set[str]:
         modes = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
         name = called.rpartition(".")[2]
         if called.partition(".")[0] in ("os", "shutil"):
-            if name in SYSTEM or called.startswith("shutil") and name not in ("disk_usage", "get_terminal_size"):
+            if (
+                name in SYSTEM
+                or called.startswith("shutil")
+                and name not in ("disk_usage", "get_terminal_size", "which")
+            ):
                 found.add(called)
         elif name == "open" and any(set(mode) & set("wax+") and set(mode) <= set("rwaxbt+") for mode in modes):
             found.add("open")

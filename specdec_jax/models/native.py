@@ -1,0 +1,345 @@
+"""The CPU's own kernels: `native.cc`, compiled at first use by the system's C++ compiler, tried, loaded and registered.
+
+The library lies in the user's cache under a name made of all that it depends on, processor included, so that one made for
+another machine, jaxlib or compiler is never loaded. A process of its own tries it first (probe.py), since what is wrong
+with a library may end the process that loads it. What came out, a failure too, is remembered in a file beside it.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jaxlib
+
+from specdec_jax import user_cache
+from specdec_jax.models import probe
+from specdec_jax.writing import write_file
+
+# FFI target -> symbol of its handler in the library. Each needs a case in `probe.check`.
+TARGETS = {"specdec_product_f32": "SpecdecProductF32", "specdec_product_s8": "SpecdecProductS8"}
+
+SETTING = "SPECDEC_KERNEL"  # environment variable: "off" or "rebuild"
+_SOURCE = pathlib.Path(__file__).with_name("native.cc")
+_PROBE = pathlib.Path(probe.__file__)
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
+# The first that the compiler takes: some for ARM know only the second.
+_NATIVE = (("-march=native",), ("-mcpu=native",), ())
+_COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
+_FORGOTTEN = (
+    86_400  # seconds that a failure is remembered: a full disk or memory, or a slow machine, may have been the cause
+)
+# Macros that a compiler defines for instructions it may use, widest first.
+_VECTORS = {
+    "__AVX512F__": "avx512", "__AVX2__": "avx2", "__AVX__": "avx", "__SSE2__": "sse2", "__ARM_FEATURE_SVE": "sve", "__ARM_NEON": "neon",
+}  # fmt: skip
+
+
+def available() -> bool:
+    """Whether the kernels are loaded and `TARGETS` registered; never raises.
+
+    The first call in a process loads them; the first with this package, jaxlib, compiler and processor compiles them,
+    which takes seconds and is said on standard error, as is why there are none.
+    """
+    return _settled().library is not None
+
+
+def state() -> str:
+    """Which library is used, or why none is, as a line for people; asks `available` first."""
+    return _settled().line
+
+
+def origin() -> str | None:
+    """How the library in use was made, without naming a path: "built with g++ 12.2 for znver4 (avx512)"; None without one."""
+    return _settled().origin
+
+
+class _State(NamedTuple):
+    """What a process has settled on: the library's path and how it was made, None without one, and a line that says so."""
+
+    library: str | None
+    origin: str | None
+    line: str
+
+
+class _Library(NamedTuple):
+    """A library that has been tried: its path, and how it was made, in words."""
+
+    path: str
+    origin: str
+
+
+class _Compiler(NamedTuple):
+    """A compiler: the words of a command that calls it, its name, and the first line of what it says of its version."""
+
+    command: tuple[str, ...]
+    name: str
+    version: str
+
+
+class _Unusable(Exception):
+    """Why there is no kernel."""
+
+
+class _Failed(_Unusable):
+    """A failure that would come again: of the compiler, or of what it made."""
+
+
+_lock = threading.RLock()
+
+
+def _settled() -> _State:
+    with _lock:
+        return _settle()
+
+
+@functools.cache
+def _settle() -> _State:
+    """Loads the library; called once in a process, since a name can be registered once."""
+    try:
+        found = _find()
+        _register(found.path)
+        return _State(found.path, found.origin, f"kernel: {found.path}, {found.origin}")
+    except _Unusable as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"cannot use the cache: {error}"
+    except Exception as error:  # whatever it is, there is decoding without kernels
+        reason = f"{type(error).__name__}: {error}"
+    line = " ".join(f"kernel: not used: {reason}".split())
+    if os.environ.get(SETTING) != "off":
+        _say(f"specdec_jax: {line}")
+    return _State(None, None, line)
+
+
+def _register(library: str) -> None:
+    try:
+        probe.register(library, TARGETS)
+    except OSError as error:
+        raise _Unusable(f"cannot be loaded: {error}; {SETTING}=rebuild compiles it anew") from error
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # standard error may be closed, or None
+        print(line, file=sys.stderr, flush=True)
+
+
+# Finding and making.
+
+
+def _find() -> _Library:
+    """The library in the cache, made first where it is missing.
+
+    Raises:
+      _Unusable: there is none.
+      OSError, ValueError: the cache cannot be used.
+    """
+    setting = os.environ.get(SETTING, "")
+    if setting == "off":
+        raise _Unusable(f"{SETTING}=off")
+    if setting not in ("", "rebuild"):
+        raise _Unusable(f"{SETTING}={setting}: expected off or rebuild")
+    if os.name != "posix":
+        raise _Unusable(f"not built on {platform.system()}")
+    source, compiler = _SOURCE.read_bytes(), _compiler()
+    folder, key = user_cache.private("kernel"), _key(source, compiler)
+    record = folder / f"{key}.json"
+    found = None if setting else _remembered(record)
+    if found is None:
+        try:
+            found = _build(folder, key, source, compiler)
+        except _Failed as error:
+            with contextlib.suppress(OSError):
+                write_file(record, json.dumps({"failed": str(error)}))
+            raise
+        write_file(record, json.dumps({"library": os.path.basename(found.path), "origin": found.origin}))
+    return found
+
+
+def _key(source: bytes, compiler: _Compiler) -> str:
+    """Name of all that decides what a library is and where it runs."""
+    parts = [
+        source, _PROBE.read_bytes(), jaxlib.__version__, *compiler.command, os.path.realpath(compiler.command[0]), compiler.version,
+        _FLAGS, _NATIVE, TARGETS, platform.system(), platform.machine(), _features(), _libc(),
+    ]  # fmt: skip
+    return _digest(repr(parts).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _features() -> str:
+    """What tells processors apart for which different instructions are generated."""
+    if sys.platform == "darwin":
+        return _run(["sysctl", "-n", "machdep.cpu.brand_string"], _ASK_SECONDS).output
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    named = ("flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.partition(":")[0].strip() in named}))
+
+
+def _libc() -> str | None:
+    """Version of the C library, before which what is linked here may not load; None where the system tells none."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):
+        return None
+
+
+def _compiler() -> _Compiler:
+    """CXX, or the first of `_COMPILERS` on PATH; raises `_Unusable` without one."""
+    named = os.environ.get("CXX", "").strip()
+    for words in [shlex.split(named)] if named else [[name] for name in _COMPILERS]:
+        path = shutil.which(words[0])
+        if path is None:
+            continue
+        command = (os.path.abspath(path), *words[1:])
+        name = os.path.basename(next((word for word in reversed(words) if not word.startswith("-")), words[0]))
+        asked = _run([*command, "--version"], _ASK_SECONDS)
+        if asked.code != 0:
+            raise _Unusable(f"{named or name} --version {_why(asked, _ASK_SECONDS)}")
+        return _Compiler(command, name, asked.output.strip().partition("\n")[0])
+    if named:
+        raise _Unusable(f"no C++ compiler found: CXX={named}")
+    raise _Unusable(f"no C++ compiler found ({', '.join(_COMPILERS)} on PATH, or CXX)")
+
+
+def _remembered(record: pathlib.Path) -> _Library | None:
+    """The library that a record tells of, None without a whole one; raises `_Unusable` where it tells of a failure."""
+    try:
+        content = json.loads(record.read_bytes())
+        if "failed" in content:
+            if time.time() - record.stat().st_mtime > _FORGOTTEN:
+                return None
+            raise _Unusable(f"{content['failed']} (remembered for a day; {SETTING}=rebuild tries again)")
+        path = record.with_name(os.path.basename(content["library"]))
+        whole = path.name == _library_name(record.stem, path.read_bytes())
+        return _Library(str(path), str(content["origin"])) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _library_name(key: str, content: bytes) -> str:
+    """Names a library by its contents too: two processes may make it at once, and one that was cut short is seen."""
+    return f"{key}-{_digest(content)}.so"
+
+
+def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -> _Library:
+    """Compiles, tries and keeps the library.
+
+    Raises:
+      _Failed: it cannot be compiled, or does not work.
+      OSError: it cannot be written.
+    """
+    with user_cache.scratch(folder) as temporary:
+        _say("specdec_jax: compiling its CPU kernel (once, a few seconds) ...")
+        made = temporary / "kernel.so"
+        native, target = _native(compiler)
+        command = [*compiler.command, *_FLAGS, *native, f"-I{jax.ffi.include_dir()}", "-o", str(made), "-x", "c++", "-"]
+        ended = _run(command, _COMPILE_SECONDS, source)
+        if ended.code != 0 or not made.is_file():
+            raise _Failed(f"{compiler.name} {_why(ended, _COMPILE_SECONDS)}")
+        _try(made)
+        content = made.read_bytes()
+        path = folder / _library_name(key, content)
+        write_file(path, content)
+    number = re.search(r"\d+\.\d+", re.sub(r"\(.*?\)", "", compiler.version))
+    return _Library(str(path), f"built with {compiler.name}{f' {number[0]}' if number else ''} for {target}")
+
+
+def _native(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
+    """The flags that make the most of this processor, and what the compiler then takes it for: "znver4 (avx512)"."""
+    for flags in _NATIVE:
+        asked = _run([*compiler.command, *flags, "-dM", "-E", "-x", "c++", "-"], _ASK_SECONDS)
+        if asked.code == 0:
+            break
+    macros = {line.split()[1] for line in asked.output.splitlines() if line.startswith("#define ")}
+    tuned = sorted(match[1] for macro in macros if (match := re.fullmatch(r"__tune_(\w+?)__", macro)))
+    vectors = next((name for macro, name in _VECTORS.items() if macro in macros), "no vectors known")
+    return flags, f"{tuned[0] if tuned and flags else platform.machine()} ({vectors})"
+
+
+def _try(library: pathlib.Path) -> None:
+    """Runs the library's kernels in a process of its own; raises `_Failed` where they do not work."""
+    if not sys.executable:
+        raise _Unusable("no Python interpreter is known to try it with")
+    # It finds what this process does, and sees none of its settings for Python and JAX.
+    settings = dict.fromkeys(name for name in os.environ if name.startswith(("JAX_", "XLA_")))
+    asked = json.dumps([str(library), TARGETS, [path for path in sys.path if path]])
+    command = [sys.executable, "-I", str(_PROBE), asked]
+    ended = _run(command, _PROBE_SECONDS, environment={**settings, "JAX_PLATFORMS": "cpu"})
+    if ended.code != 0 or ended.output.strip() != "works":
+        raise _Failed(f"the probe {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}")
+
+
+# Other processes.
+
+
+class _Ended(NamedTuple):
+    """How a process ended: its exit status, below 0 for a signal, None where it took too long."""
+
+    code: int | None
+    output: str
+    error: str
+
+
+def _run(
+    command: Sequence[str], seconds: float, given: bytes = b"", environment: Mapping[str, str | None] | None = None
+) -> _Ended:
+    """Runs a command and, when its time is over or this process is interrupted, ends it and all that it has started.
+
+    Args:
+      given: its standard input.
+      environment: changes of the variables that it sees; None takes one away.
+    """
+    settings = {**os.environ, "LC_ALL": "C", **(environment or {})}
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            env={name: value for name, value in settings.items() if value is not None},
+        )  # fmt: skip
+    except OSError as error:  # as of a shell, for what cannot be started
+        return _Ended(126, "", str(error))
+    with child:
+        try:
+            output, said = child.communicate(given, timeout=seconds)
+            code = child.returncode
+        except BaseException as interruption:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+            if not isinstance(interruption, subprocess.TimeoutExpired):
+                raise
+            output, said = child.communicate()
+            code = None
+    return _Ended(code, output.decode(errors="replace"), said.decode(errors="replace"))
+
+
+def _why(ended: _Ended, seconds: float, last: bool = False) -> str:
+    """Says how a process failed, with a line of what it said: the first with an error, or the `last` one."""
+    if ended.code is None:
+        return f"took more than {seconds} seconds"
+    if ended.code < 0:
+        return f"died with signal {-ended.code}"
+    lines = [line.strip() for line in ended.error.splitlines() if line.strip()]
+    if last:
+        lines.reverse()
+    said = next((line for line in lines if last or "error" in line), lines[0] if lines else "")
+    return f"failed: {said[:300] or f'exit status {ended.code}'}"

@@ -1,0 +1,75 @@
+"""The user's cache folder, and folders in it whose contents nobody else can have put there."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+
+_ABANDONED = 86_400  # seconds after which nothing is still at work in a temporary folder
+
+
+def folder() -> pathlib.Path:
+    """`$XDG_CACHE_HOME/specdec_jax`, or `~/.cache/specdec_jax`.
+
+    Raises:
+      ValueError: the user has no home folder.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ValueError("got no home folder, expected HOME or XDG_CACHE_HOME to be set") from error
+    return pathlib.Path(base) / "specdec_jax"
+
+
+def private(name: str) -> pathlib.Path:
+    """The folder `name` of the cache, which only this user may read or write; made where it is missing.
+
+    Raises:
+      ValueError: others could change what lies in it.
+      OSError: it cannot be made.
+    """
+    place = pathlib.Path(os.path.realpath(folder() / name))
+    _check(place)
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)
+        _check(place)  # another user may have made it in the meantime
+    return place
+
+
+@contextlib.contextmanager
+def scratch(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A temporary folder in `folder`, gone at the end of the block, with those that killed processes left long ago."""
+    for left in folder.glob("tmp-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder, ignore_cleanup_errors=True) as path:
+        yield pathlib.Path(path)
+
+
+def _check(place: pathlib.Path) -> None:
+    """Raises ValueError where another user may write to `place`, or put something else in its place.
+
+    Under a folder that everybody may write to, it may be only if the sticky bit (as /tmp has it) keeps others from
+    renaming or removing it. The folders above the cache itself are the system's, whoever owns them.
+    """
+    if not hasattr(os, "geteuid"):  # Windows
+        return
+    me, base = os.geteuid(), pathlib.Path(os.path.realpath(folder().parent))
+    for path in (place, *place.parents):
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            continue
+        mode = stat.S_IMODE(found.st_mode)
+        if path.is_relative_to(base) and found.st_uid not in ({me} if path == place else {me, 0}):
+            raise ValueError(f"{path}: got a folder of user {found.st_uid}, expected one of user {me}")
+        if path == place and mode & 0o077 and stat.S_ISDIR(found.st_mode):
+            raise ValueError(f"{path}: got permissions {mode:o}, expected 700, since others could change what is in it")
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise ValueError(f"{path}: got a folder that everybody may write to, expected none above the cache")
