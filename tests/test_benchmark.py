@@ -16,7 +16,7 @@ from specdec_jax import against, benchmark, measure, passes, progress, records, 
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, TraceStep
 from specdec_jax.measure import Spread
-from specdec_jax.models import packing
+from specdec_jax.models import packing, panels
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sampling import Law, SamplingConfig
@@ -152,23 +152,23 @@ def test_difference_knows_ties(target):
 def test_products_are_those_of_one_step(tied, packed):
     """Count the weights of one step by hand."""
     config = dataclasses.replace(CONFIG, logits_via_embedding=tied)
-    kernels, axes = measure.Products.of(LanguageModel.random(config).network, packed)
+    network = LanguageModel.random(config).network
+    kernels, axes = measure.Products.of(network, packed)
     inner = config.num_heads * config.head_dim
     layer = (
         6 * config.emb_dim * inner + 3 * config.emb_dim * config.mlp_dim
     )  # q, k, v, out; cross q, out; wi_0, wi_1, wo
     head = config.vocab_size * config.emb_dim
-    assert sum(kernel.size for kernel in kernels) == config.num_decoder_layers * layer + head
-    assert sum(axes) == tied
+    assert sum(np.prod(packing.shape_of(kernel)) for kernel in kernels) == config.num_decoder_layers * layer + head
+    assert sum(axes) == (tied and not network.module.native)  # whose tied heads are copies
 
 
 def test_both_layouts_of_the_products_are_timed(monkeypatch):
-    monkeypatch.setattr(packing, "processor", lambda: "avx512")
-    config = dataclasses.replace(CONFIG, mlp_dim=64)  # wide enough for panels, on a CPU in float32
+    config = CONFIG
     arms = measure.products_arms(LanguageModel.random(config).network, batch=1)
     assert list(arms) == ["products", "products, checkpoint's layout"]
     assert float(arms["products"]()) == pytest.approx(float(arms["products, checkpoint's layout"]()), rel=1e-3)
-    monkeypatch.setattr(packing, "processor", lambda: "sapphire_rapids")
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
     assert list(measure.products_arms(LanguageModel.random(config).network, batch=1)) == ["products"]
 
 

@@ -15,7 +15,7 @@ from specdec_jax import benchmark, cli, inference, suite
 from specdec_jax.formats import own
 from specdec_jax.formats.leaves import flatten, unflatten
 from specdec_jax.inference import drafter_contents
-from specdec_jax.models import packing
+from specdec_jax.models import panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
 
@@ -65,9 +65,8 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
     assert sd.load(tmp_path / "model", "bfloat16").fingerprint == first.fingerprint
     sd.convert(tmp_path / "model", tmp_path / "t5x", "t5x", "bfloat16")
     assert sd.load(tmp_path / "t5x", "float32").fingerprint == first.fingerprint
-    monkeypatch.setattr(packing, "_LEAST_TO_SPLIT", 64 * 64)
-    for layout in (packing.Layout(), packing.Layout(16, 4), packing.Layout(64)):
-        monkeypatch.setattr(packing, "layout_for", lambda *_, layout=layout: layout)
+    for usable in (True, False):
+        monkeypatch.setattr(panels, "usable", lambda dtype, usable=usable: usable)
         other = sd.load(tmp_path / "model", "float32")
         assert (other.fingerprint, other.contents) == (first.fingerprint, first.contents)
 
@@ -124,7 +123,7 @@ def drafters() -> list:
 def test_drafters_are_told_apart_by_what_they_are_made_of(monkeypatch):
     found = [drafter_contents(drafter) for drafter in drafters()]
     assert len(set(found)) == len(found)
-    monkeypatch.setattr(packing, "layout_for", lambda *_: packing.Layout(8))
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
     assert [drafter_contents(drafter) for drafter in drafters()] == found
 
 

@@ -11,7 +11,7 @@ from make_checkpoints import TINY
 
 import specdec_jax as sd
 from specdec_jax.interop.decoding import Decoder, network_of
-from specdec_jax.models import packing
+from specdec_jax.models import panels
 from specdec_jax.models.base import Network
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -139,10 +139,10 @@ def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     """On an accelerator they would exist twice."""
     target, _ = pair
     inputs, lengths = INPUTS, np.array([5, 3, 2])
-    packed = network_of(target.params, target.config, 3)
+    packed = network_of(target.params, target.config)
     assert packed.module.fused
-    monkeypatch.setattr(packing, "layout_for", lambda *args: packing.Layout())
-    bare = network_of(flax.core.freeze(target.params), target.config, 3)
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    bare = network_of(flax.core.freeze(target.params), target.config)
     assert not bare.module.fused
     logits = [jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS) for network in (bare, packed)]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)

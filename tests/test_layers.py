@@ -20,7 +20,15 @@ LAYERS = [
     },
     {
         *("models", "models.base", "models.fields", "models.gpt", "models.heads", "models.identity", "models.int8"),
-        *("models.layers", "models.native", "models.packing", "models.probe", "models.shortlist", "models.t5"),
+        *(
+            "models.layers",
+            "models.native",
+            "models.packing",
+            "models.panels",
+            "models.probe",
+            "models.shortlist",
+            "models.t5",
+        ),
     },
     {
         *(

@@ -1,4 +1,4 @@
-"""The loop's layout of the weights: the same numbers whatever the width of the panels and the number of pieces."""
+"""The loop's tree of weights: the same numbers, whether the CPU's own kernels are there or not."""
 
 import jax
 import numpy as np
@@ -8,114 +8,121 @@ from toy_models import noisy_copy, tiny_t5
 from specdec_jax import measure
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate
-from specdec_jax.models import packing
+from specdec_jax.models import native, packing, panels
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.panels import Panels
 
-INPUTS = np.random.default_rng(0).integers(2, 64, (5, 6))
-pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture(params=["sapphire_rapids", "avx512", "other"])
-def processor(request, monkeypatch):
-    monkeypatch.setattr(packing, "processor", lambda: request.param)
-    monkeypatch.setattr(packing, "_LEAST_TO_SPLIT", 64 * 64)
-    return request.param
+RNG = np.random.default_rng(0)
+INPUTS = RNG.integers(2, 64, (5, 6))
+pytestmark = [
+    pytest.mark.usefixtures("quick"),
+    pytest.mark.skipif(not native.available(), reason=native.state()),
+]
 
 
-def model(seed=0):
-    return tiny_t5(seed, 64, emb_dim=64, head_dim=32, mlp_dim=192)
+def model(seed=0, **shape):
+    return tiny_t5(seed, 64, emb_dim=64, head_dim=32, mlp_dim=192, **shape)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("outputs", [64, 192, 65])
-def test_products_are_those_of_the_kernel(rows, outputs, monkeypatch):
-    monkeypatch.setattr(packing, "_LEAST_TO_SPLIT", 64 * 192)
-    random = np.random.default_rng(0)
-    kernel, x = random.normal(size=(64, outputs)).astype("f"), random.normal(size=(rows, 64)).astype("f")
-    layouts = (packing.Layout(), packing.Layout(64), packing.Layout(16, 16), packing.Layout(64, 3))
-    for before in layouts:
-        packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, before)
-        first = packed["decoder"]["out"]["kernel"]
-        np.testing.assert_array_equal(packing.unpack(packed)["decoder"]["out"]["kernel"], kernel)
-        assert {leaf.ndim for leaf in jax.tree.leaves(first)} == {3 if before.panel and outputs != 65 else 2}
-        for layout in layouts:
-            second = packing.relaid(packed, layout)["decoder"]["out"]["kernel"]
-            assert isinstance(second, tuple) == (outputs == 192 and layout.pieces > 1)
-            for form in (first, second):
-                np.testing.assert_allclose(apply_kernel(x, form, np.float32), x @ kernel, atol=1e-4)
+def tiny_gpt(**shape):
+    return LanguageModel.random(GPTConfig(64, 48, 2, 2, 100, num_positions=64, **shape))
 
 
-def test_a_kernel_of_few_panels_makes_no_empty_pieces():
-    kernel = np.ones((packing._LEAST_TO_SPLIT // 64, 64), np.float32)
-    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, packing.Layout(64))
-    narrow = packing.relaid(packed, packing.Layout(16, 16))
-    assert [piece.shape for piece in narrow["decoder"]["out"]["kernel"]] == 4 * [(1, len(kernel), 16)]
+MODELS = [model, lambda: model(logits_via_embedding=True), tiny_gpt]
 
 
-def test_one_layout_per_kind_of_processor(processor):
-    target = model()
-    assert target.network_for(1) is target.network
-    assert target.network_for(2) is not target.network
-    assert target.network_for(2) is target.network_for(9), "made once"
-    widths = lambda network: {leaf.shape[2] for leaf in jax.tree.leaves(network.params) if leaf.ndim == 3}
-    assert widths(target.network) == {"sapphire_rapids": set(), "avx512": {32}, "other": {64}}[processor]
-    assert widths(target.network_for(2)) == {16 if processor == "other" else 64}
+def without_kernels(make, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(panels, "usable", lambda dtype: False)
+        return make()
 
 
-def test_broad_models_on_zen_4_are_held_once(processor):
-    single, several = (packing.layout_for("cpu", "float32", 1024, rows) for rows in (1, 5))
-    assert (single == several) == (processor == "avx512")
+@pytest.mark.parametrize("outputs", [1, 16, 64, 192, 65])
+def test_products_are_those_of_the_kernel(outputs):
+    kernel = RNG.normal(size=(64, outputs)).astype("f")
+    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, panels=True)
+    stored = packed["decoder"]["out"]["kernel"]
+    assert isinstance(stored, Panels) and packing.shape_of(stored) == kernel.shape
+    np.testing.assert_array_equal(packing.unpack(packed)["decoder"]["out"]["kernel"], kernel)
+    for shape in ((1, 64), (5, 64), (2, 3, 64)):
+        x = RNG.normal(size=shape).astype("f")
+        np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel, atol=1e-4)
 
 
-def test_keys_and_values_of_the_encoder_output_are_shared(processor):
-    target = model()
-    first, second = (
-        network.params["decoder"]["layers_0"]["encoder_decoder_attention"]
-        for network in (target.network, target.network_for(2))
-    )
-    for name in ("key", "value"):
-        assert first[name]["kernel"] is second[name]["kernel"] and first[name]["kernel"].ndim == 2
+def test_kernels_in_8_bits_are_stored_as_they_are():
+    kernel = Int8Kernel.of(RNG.normal(size=(64, 65)).astype("f"))
+    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, panels=True)
+    stored, x = packed["decoder"]["out"]["kernel"], RNG.normal(size=(3, 64)).astype("f")
+    assert stored.values.dtype == np.int8
+    np.testing.assert_array_equal(stored.matrix(), kernel.matrix())
+    np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel.matrix(), atol=1e-4)
+    joint = packing.pack({"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, panels=True)
+    assert packing.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
 
 
-def test_encoder_and_embeddings_are_shared(processor):
-    target = model()
-    for name in ("encoder", "token_embedder"):
-        ours, theirs = (jax.tree.leaves(network.params[name]) for network in (target.network, target.network_for(2)))
-        assert all(a is b for a, b in zip(ours, theirs, strict=True))
+def test_every_kernel_of_a_float32_model_is_in_panels():
+    for made, fused in ((model(), True), (model(logits_via_embedding=True), True), (tiny_gpt(), False)):
+        network = made.network
+        kernels = jax.tree.leaves(network.params, is_leaf=packing.is_kernel)
+        kernels = [leaf for leaf in kernels if packing.is_kernel(leaf)]
+        assert network.module.native and len(kernels) >= 6
+        assert all(leaf.ndim != 2 for leaf in jax.tree.leaves(kernels) if leaf.dtype == np.float32)
+        assert getattr(network.module, "fused", False) == fused
 
 
-def test_other_dtypes_and_backends_keep_their_kernels():
-    assert packing.layout_for("cpu", "bfloat16", 64, 5) == packing.Layout()
-    assert packing.layout_for("tpu", "float32", 64, 5) == packing.Layout()
+@pytest.mark.parametrize("dtype, backend", [("bfloat16", "cpu"), ("float32", "tpu")])
+def test_other_dtypes_and_backends_keep_their_kernels(dtype, backend, monkeypatch):
+    assert panels.usable("float32")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert not panels.usable(dtype)
 
 
-def test_output_does_not_depend_on_the_layout(processor):
-    """Speculative and plain decoding, one row and several; and the difference of the layouts' logits is rounding."""
-    target = model()
-    drafter = ModelDrafter(noisy_copy(target, 0.3))
-    plain = [generate(target, row[None], max_new_tokens=10, eos_ids=()).tokens[0] for row in INPUTS]
-    for inputs, expected in ((INPUTS, plain), (INPUTS[:1], plain[:1])):
-        found = generate(target, inputs, drafter=drafter, gamma=3, max_new_tokens=10, eos_ids=())
-        np.testing.assert_array_equal(found.tokens, expected)
-    assert 0 <= measure.difference(target, INPUTS[0], [0, *plain[0]], width=4).noise < 1e-4
+@pytest.mark.parametrize("make", MODELS)
+def test_output_does_not_depend_on_the_layout(make, monkeypatch):
+    """Speculative and plain decoding, one row and several; the difference of the layouts' logits is rounding."""
+    target, other = make(), without_kernels(make, monkeypatch)
+    assert target.network.module.native and not other.network.module.native
+    for inputs in (INPUTS, INPUTS[:1]):
+        options = dict(max_new_tokens=10, eos_ids=())
+        expected = generate(other, inputs, **options)
+        for drafter in (None, ModelDrafter(noisy_copy(target, 0.3))):
+            found = generate(target, inputs, drafter=drafter, gamma=3, **options)
+            np.testing.assert_array_equal(found.tokens, expected.tokens)
+            np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
+    tokens = RNG.integers(2, 64, (5, 7))
+    np.testing.assert_allclose(target.logits(INPUTS, tokens), other.logits(INPUTS, tokens), atol=1e-4)
 
 
-def test_params_are_the_checkpoints(processor):
-    target = model()
-    before = target.params
-    target.network_for(4)
-    jax.tree.map(np.testing.assert_array_equal, before, target.params)
+@pytest.mark.parametrize("make", MODELS)
+def test_calls_over_several_positions_compute_the_same_bits(make):
+    """Of the logits, whatever the number of positions in a call, and of rows."""
+    target = make()
+    assert measure.difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=4).noise == 0
+    assert measure.difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=9, batch=3).noise == 0
 
 
-def test_what_is_made_of_kernels_does_not_depend_on_the_layout(processor, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(packing, "layout_for", lambda *_: packing.Layout())
-        plain = model()
-        assert not any(leaf.ndim == 3 for leaf in jax.tree.leaves(plain.network.params))
-    target, ids = model(), np.arange(0, 64, 2)
-    assert target.fingerprint == plain.fingerprint
-    for made in (
-        lambda network: network.in_int8().params,
-        lambda network: packing.unpack(network.shortlisted(ids).params),
-    ):
-        jax.tree.map(np.testing.assert_array_equal, made(target.network), made(plain.network))
+@pytest.mark.parametrize("make", MODELS)
+def test_params_are_the_checkpoints(make, monkeypatch):
+    target, other = make(), without_kernels(make, monkeypatch)
+    jax.tree.map(np.testing.assert_array_equal, target.params, other.params)
+    assert target.fingerprint == other.fingerprint and target.contents == other.contents
+
+
+def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
+    for make in (model, lambda: model(logits_via_embedding=True)):
+        target, other, ids = make(), without_kernels(make, monkeypatch), np.arange(0, 64, 2)
+        heads = [
+            found.network.shortlisted(ids).params["decoder"]["logits_dense"]["kernel"] for found in (target, other)
+        ]
+        np.testing.assert_array_equal(*map(packing.matrix, heads))
+
+
+def test_8_bits_are_the_same_in_both_layouts(monkeypatch):
+    target, other = model(), without_kernels(model, monkeypatch)
+    kernels = [
+        list(map(packing.matrix, packing.step_kernels(found.network.in_int8().params))) for found in (target, other)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *kernels)

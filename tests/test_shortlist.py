@@ -17,6 +17,7 @@ from specdec_jax.generate import advance
 from specdec_jax.models import packing
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.panels import Panels
 from specdec_jax.models.shortlist import Shortlist
 from specdec_jax.request import prepare
 from specdec_jax.sampling import SamplingConfig
@@ -182,9 +183,8 @@ def step(network, cache):
 
 
 @pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
-def test_reduced_networks_say_what_the_whole_says(how, rows, monkeypatch):
+def test_reduced_networks_say_what_the_whole_says(how, rows):
     """The short head's logits are the whole head's; 8 bits change them by little; the model itself stays as it is."""
-    monkeypatch.setattr(packing, "processor", lambda: "avx512")  # panels for one row too
     dtype = "bfloat16" if how == "bfloat16" else "float32"
     model = tiny_t5(0, WIDE, 1, dtype=dtype, logits_via_embedding=how == "tied")
     inputs, lengths = RNG.integers(2, WIDE, (rows, 5)), np.full(rows, 5)
@@ -192,8 +192,8 @@ def test_reduced_networks_say_what_the_whole_says(how, rows, monkeypatch):
     whole, before = step(model.network, cache), jax.tree.map(np.array, model.params)
     short = sd.ModelDrafter(model, [EOS, *IDS])
     head = short.network.params["decoder"]["logits_dense"]["kernel"]
-    assert short.network.module.config.vocab_size == WIDE and head.size == 16 * 128
-    assert how == "bfloat16" or head.ndim == 3
+    assert short.network.module.config.vocab_size == WIDE and packing.shape_of(head) == (16, 128)
+    assert (how == "bfloat16") != isinstance(head, Panels)
     found = step(short.network, cache)
     wide = np.asarray(jax.jit(Shortlist.widen)(short.shortlist, found))
     off = ~np.isin(np.arange(WIDE), [EOS, *IDS])
@@ -362,10 +362,8 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     assert found["both"] == found["list"] | {"draft step, shortlist alone", "draft step, int8 alone"}
     assert arms["draft step, unreduced"] is target.network
     kernel = lambda name: arms[name].params["decoder"]["logits_dense"]["kernel"]
-    assert kernel("draft step, shortlist alone").size == 16 * 64 and kernel("draft step, int8 alone").values.shape == (
-        16,
-        WIDE,
-    )
+    assert packing.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
+    assert packing.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
     lines = records.reductions(
         {"draft step": spread | dict(median=1.0), "draft step, unreduced": spread | dict(median=2.0)}

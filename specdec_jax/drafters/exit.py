@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law, look, match_width
-from specdec_jax.models.base import LanguageModel, Network
 from specdec_jax.models import packing
+from specdec_jax.models.base import LanguageModel, Network
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.speculative import DecodeState, Draft, empty_seen
 

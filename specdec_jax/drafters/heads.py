@@ -59,9 +59,7 @@ class HeadsDrafter:
         config = dataclasses.replace(config, dtype=target.config.dtype, matmul_dtype=None)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), params)
         head = target.network.head_alone() if config.share_head else None
-        return cls(
-            HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint
-        )
+        return cls(HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint)
 
     @classmethod
     def load(cls, path, target: LanguageModel) -> "HeadsDrafter":

@@ -1,14 +1,20 @@
-// Products of a few rows with a weight matrix stored as panels of 16 columns, for XLA's FFI on a CPU.
-//   y [M, F] = x [M, K] · w [F/16, K, 16],   w float32, or int8 with a float32 scale for each column.
-// The sum of an output runs over k = 0 .. K-1 in one chain of fused multiply-adds: a row's bits do not depend on M, on
-// the number of threads, nor on which thread computed it.
+// Products and attention of a few rows, float32, for XLA's foreign function interface on a CPU.
+//
+//   product             y [M, F] = x [M, K] · w, w float32 or int8 with a scale for each column, in panels [ceil(F/16), K, 16]
+//   attention           of queries over cached keys and values, of an encoder over its own
+//
+// Every output is one chain of operations in a fixed order (of a product: fused multiply-adds over k = 0 .. K - 1; of an
+// attention: over the live slots of its own row and nothing past them). So the bits of a row depend neither on how many
+// rows there are, nor on its neighbours, nor on the number of threads.
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <vector>
 
-#if defined(__AVX2__)
+#if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 #endif
 
@@ -16,22 +22,29 @@
 
 namespace ffi = xla::ffi;
 
+// ---------------------------------------------------------------------------------------------------------------- vectors
+
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kMost = 6;
+constexpr int kLanes = 16, kRegisters = 32;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kMost = 6;
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRegisters = 32;
 #else
-constexpr int kLanes = 4, kMost = 4;
+constexpr int kLanes = 4, kRegisters = 16;
 #endif
 constexpr int kPanel = 16, kParts = kPanel / kLanes;
-constexpr int kAhead = 64;  // lines (of one k) in a chunk; the next chunk is prefetched while this one is used
+constexpr int kChunk = 256;    // lines of panels that stay in the cache while all blocks of rows pass over them
+constexpr int kAhead = 256;    // lines, of all panels side by side, from where it reads to where it asks for
+constexpr int64_t kGroup = 96; // rows whose partial sums are kept at a time
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
-typedef float VecU __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef float Loose __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
-static inline Vec load(const float* p) { return *reinterpret_cast<const VecU*>(p); }
+static inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
+static inline void store(float* p, Vec v) { *reinterpret_cast<Loose*>(p) = v; }
 static inline Vec load(const int8_t* p) {
   // GCC 12 converts short vectors of bytes element by element, so by intrinsics where it matters.
 #if defined(__AVX512F__)
@@ -43,93 +56,46 @@ static inline Vec load(const int8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(b, Ints), Vec);
 #endif
 }
+static inline Vec all(float x) { return x - Vec{}; }
 
-// One panel, rows x .. x + M - 1, lines begin .. end - 1: sums += x · w. `ahead`: what to prefetch, `step` bytes per line.
-template <int M, typename W>
-static inline __attribute__((always_inline)) void lines(const float* x, int64_t K, const W* w, int begin, int end,
-                                                        const char* ahead, int step, Vec (&sums)[M][kParts]) {
-  constexpr int kUnroll = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
-  auto one = [&](int k) __attribute__((always_inline)) {
-    Vec u[kParts];
-#pragma GCC unroll 16
-    for (int p = 0; p < kParts; p++) u[p] = load(w + (int64_t)k * kPanel + p * kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++) {
-      Vec s = x[i * K + k] - Vec{};
-#pragma GCC unroll 16
-      for (int p = 0; p < kParts; p++) sums[i][p] += s * u[p];
-    }
-  };
-  int k = begin;
-  for (; k + kUnroll <= end; k += kUnroll) {
-    __builtin_prefetch(ahead, 0, 3);
-    ahead += step;
+static inline float sum_of(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
 #pragma GCC unroll 4
-    for (int j = 0; j < kUnroll; j++) one(k + j);
-  }
-  for (; k < end; k++) one(k);
+  for (int width = kLanes / 2; width >= 1; width /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
 }
 
-template <int M, typename W>
-static __attribute__((noinline)) void block(const float* x, int64_t K, const W* w, int begin, int end, const char* ahead,
-                                            int step, float* partial, float* y, int64_t F, const float* scales) {
-  Vec sums[M][kParts];
-#pragma GCC unroll 16
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-    for (int p = 0; p < kParts; p++) sums[i][p] = begin ? load(partial + i * kPanel + p * kLanes) : Vec{};
-  lines<M, W>(x, K, w, begin, end, ahead, step, sums);
-  if (end == K) {
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-      for (int p = 0; p < kParts; p++) {
-        Vec v = sums[i][p];
-        if (scales) v *= load(scales + p * kLanes);
-        *reinterpret_cast<VecU*>(y + i * F + p * kLanes) = v;
-      }
-  } else {
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-      for (int p = 0; p < kParts; p++) *reinterpret_cast<VecU*>(partial + i * kPanel + p * kLanes) = sums[i][p];
+// Numbers below the smallest normal one count as 0 while this lives, on whatever thread: XLA's own threads do so, others may not.
+struct NoDenormals {
+#if defined(__x86_64__)
+  unsigned before = _mm_getcsr();
+  NoDenormals() { _mm_setcsr(before | 0x8040); }
+  ~NoDenormals() { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+  uint64_t before;
+  NoDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before));
+    asm volatile("msr fpcr, %0" ::"r"(before | (1 << 24)));
   }
+  ~NoDenormals() { asm volatile("msr fpcr, %0" ::"r"(before)); }
+#endif
+};
+
+// ---------------------------------------------------------------------------------------------------------------- threads
+
+static inline void rest() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
 }
 
-template <typename W>
-using Block = void (*)(const float*, int64_t, const W*, int, int, const char*, int, float*, float*, int64_t, const float*);
-template <typename W>
-static const Block<W> kBlocks[] = {nullptr,     block<1, W>, block<2, W>, block<3, W>,
-                                   block<4, W>, block<5, W>, block<6, W>};
-
-// Panels first .. last - 1 of the product.
-template <typename W>
-static void panels(const float* x, int64_t M, int64_t K, const W* w, const float* scales, float* y, int64_t F,
-                   int64_t first, int64_t last) {
-  const int blocks = (M + kMost - 1) / kMost;
-  float partial[64 * kPanel];
-  const int chunk = blocks == 1 ? K : kAhead * 4 / (int)sizeof(float) * 1;
-  const int step = 64 / blocks + (64 % blocks != 0);
-  for (int64_t f = first; f < last; f++) {
-    const W* panel = w + f * K * kPanel;
-    for (int begin = 0; begin < K; begin += chunk) {
-      const int end = begin + chunk < K ? begin + chunk : K;
-      const char* next = reinterpret_cast<const char*>(panel + (int64_t)(blocks == 1 ? begin : end) * kPanel);
-      if (blocks == 1) next += 64 * 32;  // 2 KiB ahead
-      int64_t row = 0;
-      for (int b = 0; b < blocks; b++) {
-        const int m = (M - row + blocks - b - 1) / (blocks - b);
-        kBlocks<W>[m](x + row * K, K, panel, begin, end, next, step, partial + row * kPanel, y + row * F + f * kPanel, F,
-                      scales ? scales + f * kPanel : nullptr);
-        next += (int64_t)step * ((end - begin) * kPanel * (int)sizeof(W) / 64);
-        row += m;
-      }
-    }
-  }
-}
-
-// What the threads of a product share. A helper that comes too late finds no panels left and touches nothing else, so that
-// the caller waits only for helpers at work: a pool whose threads are all callers cannot lock up.
+// What the threads of a call share. A helper that comes too late finds nothing left and touches nothing else, so that the
+// caller waits only for helpers at work: a pool whose threads are all callers cannot lock up.
 struct Shared {
   std::atomic<int64_t> next{0}, done{0};
   int64_t total, grain;
@@ -137,6 +103,7 @@ struct Shared {
 
 template <typename Do>
 static void work(Shared& s, const Do& f) {
+  NoDenormals mode;
   for (;;) {
     const int64_t first = s.next.fetch_add(s.grain, std::memory_order_relaxed);
     if (first >= s.total) return;
@@ -146,59 +113,384 @@ static void work(Shared& s, const Do& f) {
   }
 }
 
-static inline void pause_() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
+// f(first, last) for parts of 0 .. total, `grain` at a time, on the pool's threads and this one. `worth`: about how many
+// threads there is work for.
+template <typename Do>
+static void in_parallel(ffi::ThreadPool& pool, int64_t total, int64_t grain, int64_t worth, const Do& f) {
+  int64_t threads = pool.num_threads() < worth ? pool.num_threads() : worth;
+  if (threads < 2 || total < 2) {
+    NoDenormals mode;
+    return f(int64_t{0}, total);
+  }
+  if (grain > total / (2 * threads)) grain = total / (2 * threads);
+  auto shared = std::make_shared<Shared>();
+  shared->total = total;
+  shared->grain = grain < 1 ? 1 : grain;
+  for (int64_t t = 1; t < threads; t++) pool.Schedule([shared, f] { work(*shared, f); });
+  work(*shared, f);
+  for (int spins = 0; shared->done.load(std::memory_order_acquire) < total;)
+    ++spins < 20000 ? rest() : std::this_thread::yield();
+}
+
+// --------------------------------------------------------------------------------------------------------------- products
+
+// How many panels a block of so many rows takes side by side: enough sums to hide an addition's latency, in the registers.
+constexpr int panels_for(int rows) {
+  return (rows + 1) * 4 * kParts < kRegisters ? 4 : (rows + 1) * 2 * kParts < kRegisters ? 2 : 1;
+}
+
+// Most rows of a block over as many panels: of few rows, which wait for memory, all are one block; of many the best shape is
+// the squarest.
+constexpr int rows_for(int panels) {
+  int rows = 1;
+  while ((rows + 2) * panels * kParts < kRegisters) rows++;
+  return rows;
+}
+constexpr int kFew = kParts == 1 ? rows_for(2) : rows_for(1), kMany = kParts == 1 ? rows_for(4) : rows_for(1);
+
+// Lines begin .. end - 1 of a few panels, which lie `apart` values apart, for one block of rows.
+template <typename W>
+struct Panels {
+  const W* w;
+  int64_t apart;
+  int begin, end, lines;
+  int ahead;        // lines from the one that is read to the one that is asked for
+  int turn, turns;  // of the blocks that read the same lines each asks for its share of the next ones
+  const float* scales;
+  int64_t columns;  // from the first of these panels on
+};
+
+// sums [M, P panels] += x [M rows, K] · w, rows `K` values apart; they begin in `partial` and end in `y` or `partial`.
+template <int M, int P, typename W>
+static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, float* partial, float* y, int64_t F) {
+  Vec sums[M][P][kParts];
+#pragma GCC unroll 64
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 64
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+      for (int q = 0; q < kParts; q++)
+        sums[i][p][q] = w.begin ? load(partial + ((i * P + p) * kParts + q) * kLanes) : Vec{};
+  auto line = [&](int k) __attribute__((always_inline)) {
+    Vec u[P][kParts];
+#pragma GCC unroll 64
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+      for (int q = 0; q < kParts; q++) u[p][q] = load(w.w + p * w.apart + (int64_t)k * kPanel + q * kLanes);
+#pragma GCC unroll 64
+    for (int i = 0; i < M; i++) {
+      const Vec s = all(x[i * K + k]);
+#pragma GCC unroll 64
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+        for (int q = 0; q < kParts; q++) sums[i][p][q] += s * u[p][q];
+    }
+  };
+  constexpr int kUnroll = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
+  int k = w.begin;
+  for (int turn = w.turn; k + kUnroll <= w.end; k += kUnroll) {
+    if (!turn--) {
+      turn = w.turns - 1;
+      // At the end of these panels the next ones are what comes next.
+      const int64_t to = (int64_t)(k + w.ahead) * kPanel + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
+#pragma GCC unroll 64
+      for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
+    }
+    if constexpr (M <= 2) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kUnroll; j++) line(k + j);
+    } else {
+#pragma GCC unroll 1
+      for (int j = 0; j < kUnroll; j++) line(k + j);
+    }
+  }
+#pragma GCC unroll 1
+  for (; k < w.end; k++) line(k);
+#pragma GCC unroll 64
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 64
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+      for (int q = 0; q < kParts; q++) {
+        const Vec v = sums[i][p][q];
+        const int column = p * kPanel + q * kLanes;
+        if (w.end < w.lines) {
+          store(partial + (i * P + p) * kPanel + q * kLanes, v);
+        } else if (w.columns - column >= kLanes) {
+          store(y + i * F + column, w.scales ? v * load(w.scales + column) : v);
+        } else {
+          for (int j = 0; j < w.columns - column; j++) y[i * F + column + j] = w.scales ? v[j] * w.scales[column + j] : v[j];
+        }
+      }
+}
+
+template <int P, typename W, int... M>
+static void block_of(int rows, const float* x, int64_t K, const Panels<W>& w, float* partial, float* y, int64_t F,
+                     std::integer_sequence<int, M...>) {
+  using Block = void (*)(const float*, int64_t, const Panels<W>&, float*, float*, int64_t);
+  static constexpr Block blocks[] = {block<M + 1, P, W>...};
+  blocks[rows - 1](x, K, w, partial, y, F);
+}
+
+// P panels for all rows, in blocks of at most `kMost`.
+template <int P, int kMost, typename W>
+static void columns(const float* x, int64_t M, int64_t K, Panels<W> w, float* y, int64_t F) {
+  float partial[kGroup * P * kPanel];
+  for (int64_t group = 0; group < M; group += kGroup) {
+    const int rows = M - group < kGroup ? M - group : kGroup;
+    const int chunk = rows <= kMost ? K : kChunk;
+    w.turns = (rows + kMost - 1) / kMost;
+    w.ahead = w.turns == 1 ? kAhead / P : chunk;
+    for (w.begin = 0; w.begin < K; w.begin = w.end) {
+      w.end = w.begin + chunk < K ? w.begin + chunk : K;
+      int row = 0;
+      for (w.turn = 0; w.turn < w.turns; w.turn++) {
+        const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
+        block_of<P>(m, x + (group + row) * K, K, w, partial + row * P * kPanel, y + (group + row) * F, F,
+                    std::make_integer_sequence<int, kMost>());
+        row += m;
+      }
+    }
+  }
+}
+
+// Panels first .. last - 1, P side by side. Of fewer that are left each takes the place of all P.
+template <int P, int kMost, typename W>
+static void side_by_side(const float* x, int64_t M, int64_t K, const W* w, const float* scales, float* y, int64_t F,
+                         int64_t first, int64_t last) {
+  for (int64_t f = first; f < last;) {
+    const bool whole = last - f >= P;
+    const int64_t begin = f * kPanel, own = whole || F - begin < kPanel ? F - begin : kPanel;
+    Panels<W> of{w + begin * K, whole ? K * kPanel : 0, 0, 0, (int)K, 0, 0, 1, scales ? scales + begin : nullptr, own};
+    columns<P, kMost>(x, M, K, of, y + begin, F);
+    f += whole ? P : 1;
+  }
 }
 
 template <typename W>
-static void product(ffi::ThreadPool* pool, int64_t threads, const float* x, int64_t M, int64_t K, const W* w,
-                    const float* scales, float* y, int64_t F) {
-  const int64_t total = F / kPanel, bytes = K * kPanel * sizeof(W);
-  if (!pool || threads < 2 || total * bytes < (128 << 10)) return panels<W>(x, M, K, w, scales, y, F, 0, total);
-  int64_t grain = (128 << 10) / bytes;
-  if (grain > total / (2 * threads)) grain = total / (2 * threads);
-  if (grain < 1) grain = 1;
-  auto shared = std::make_shared<Shared>();
-  shared->total = total;
-  shared->grain = grain;
-  auto f = [=](int64_t first, int64_t last) { panels<W>(x, M, K, w, scales, y, F, first, last); };
-  for (int64_t t = 1; t < threads; t++) pool->Schedule([shared, f] { work(*shared, f); });
-  work(*shared, f);
-  for (int spins = 0; shared->done.load(std::memory_order_acquire) < total;)
-    ++spins < 20000 ? pause_() : std::this_thread::yield();
+static void product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const W* w, const float* scales, float* y,
+                    int64_t F) {
+  const int64_t panels = (F + kPanel - 1) / kPanel, bytes = K * kPanel * sizeof(W);
+  const int side = panels_for(M <= kFew ? M : kMany);
+  const auto part = [=](int64_t first, int64_t last) {
+    first *= side, last = last * side < panels ? last * side : panels;
+    if (M <= rows_for(4)) side_by_side<4, rows_for(4)>(x, M, K, w, scales, y, F, first, last);
+    else if (M <= rows_for(2)) side_by_side<2, rows_for(2)>(x, M, K, w, scales, y, F, first, last);
+    else if (kParts == 1) side_by_side<4, rows_for(4)>(x, M, K, w, scales, y, F, first, last);
+    else side_by_side<1, rows_for(1)>(x, M, K, w, scales, y, F, first, last);
+  };
+  const int64_t groups = (panels + side - 1) / side;
+  const int64_t cost = panels * bytes / 4 * (M < 16 ? 4 : M / 4);  // bytes to read, or what the arithmetic takes meanwhile
+  in_parallel(pool, groups, (128 << 10) / (side * bytes) + 1, cost / (64 << 10), part);
 }
 
-static ffi::Error check(int64_t M, int64_t K, int64_t kw, int64_t panel, int64_t F, int64_t n) {
-  if (panel != kPanel || kw != K || n * kPanel != F || M > 64)
-    return ffi::Error::InvalidArgument("product: shapes do not fit");
+static ffi::Error unfit(const char* what) { return ffi::Error::InvalidArgument(std::string("specdec_jax: ") + what); }
+
+template <typename D>
+static int64_t count(const D& dimensions, size_t first, size_t last) {
+  int64_t n = 1;
+  for (size_t i = first; i < last; i++) n *= dimensions[i];
+  return n;
+}
+
+template <ffi::DataType kType, typename W>
+static ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kType> w, const float* scales,
+                           ffi::ResultBuffer<ffi::F32> y) {
+  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
+  const int64_t K = xs[xs.size() - 1], F = ys[ys.size() - 1], M = count(xs, 0, xs.size() - 1);
+  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel)
+    return unfit("product: shapes do not fit");
+  if (M && F) product<W>(pool, x.typed_data(), M, K, w.typed_data(), scales, y->typed_data(), F);
   return ffi::Error::Success();
 }
 
-static ffi::Error F32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
-                      ffi::ResultBuffer<ffi::F32> y, int64_t threads) {
-  auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  if (auto e = check(xs[0], xs[1], ws[1], ws[2], ys[1], ws[0]); e.failure()) return e;
-  const float* p = w.typed_data();
-  product<float>(&pool, threads, x.typed_data(), xs[0], xs[1], p, nullptr, y->typed_data(), ys[1]);
+static ffi::Error ProductF32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w, ffi::ResultBuffer<ffi::F32> y) {
+  return multiply<ffi::F32, float>(pool, x, w, nullptr, y);
+}
+
+static ffi::Error ProductS8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scales,
+                            ffi::ResultBuffer<ffi::F32> y) {
+  const auto ys = y->dimensions();
+  if ((int64_t)scales.element_count() != ys[ys.size() - 1]) return unfit("product: another number of scales than columns");
+  return multiply<ffi::S8, int8_t>(pool, x, w, scales.typed_data(), y);
+}
+
+// -------------------------------------------------------------------------------------------------------------- attention
+
+// e^x for x <= 0, within 2 units in the last place; 0 below −87.
+static inline Vec exp_of(Vec x) {
+  const Vec lowest = all(-87.0f);
+  const Ints dead = x < lowest;
+  x = dead ? lowest : x;
+  const Vec shift = all(12582912.0f);  // 1.5 · 2^23: what is added to it is rounded to an integer
+  const Vec n = (x * 1.44269504f + shift) - shift;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Vec e = (p * r * r + r) + 1.0f;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  const Vec result = e * (Vec)power;
+  return dead ? Vec{} : result;
+}
+
+// One query over `live` keys and values, which lie `apart` values apart: out = Σ softmax(q · k / divisor + bias) v.
+// `scores`: room for `live` + kLanes numbers.
+static void attend(const float* q, const float* keys, const float* values, int64_t apart, int64_t live, int64_t K,
+                   const float* bias, float divisor, float* scores, float* out) {
+  const int64_t whole = K / kLanes * kLanes;
+  float greatest = -INFINITY;
+  bool numbers = true;
+  for (int64_t s = 0; s < live; s++) {
+    const float* key = keys + s * apart;
+    Vec sums = {};
+    for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
+    float score = sum_of(sums);
+    for (int64_t k = whole; k < K; k++) score += q[k] * key[k];
+    score = score / divisor + (bias ? bias[s] : 0.0f);
+    numbers &= score == score;
+    greatest = score > greatest ? score : greatest;
+    scores[s] = score;
+  }
+  for (int64_t s = live; s < live + kLanes; s++) scores[s] = -INFINITY;
+  Vec totals = {};
+  for (int64_t s = 0; s < live; s += kLanes) {
+    const Vec e = exp_of(load(scores + s) - greatest);
+    totals += e;
+    store(scores + s, e);
+  }
+  // No slot, no output; a score that is not a number makes an output that is none.
+  const float scale = !numbers ? NAN : live ? 1.0f / sum_of(totals) : 0.0f;
+  int64_t k = 0;
+  for (; k + 4 * kLanes <= K; k += 4 * kLanes) {
+    Vec sums[4] = {};
+    for (int64_t s = 0; s < live; s++)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) sums[j] += scores[s] * load(values + s * apart + k + j * kLanes);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) store(out + k + j * kLanes, sums[j] * scale);
+  }
+  for (; k < K; k++) {
+    float sum = 0;
+    for (int64_t s = 0; s < live; s++) sum += scores[s] * values[s * apart + k];
+    out[k] = sum * scale;
+  }
+}
+
+static float* room_for(int64_t scores) {
+  static thread_local std::vector<float> room;
+  if ((int64_t)room.size() < scores + kLanes) room.resize(scores + kLanes);
+  return room.data();
+}
+
+// f(row, head) for all of them; `each`: multiplications of one.
+template <typename Do>
+static void for_heads(ffi::ThreadPool& pool, int64_t B, int64_t H, int64_t each, const Do& f) {
+  in_parallel(pool, B * H, 1 + (1 << 16) / (each + 1), B * H * each / (1 << 17), [=](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) f(i / H, i % H);
+  });
+}
+
+// Writes keys and values of `qkv [B, T, 3·H·K]` to slots positions[b] .. of the caches `[B, H, S, K]`, in place, and attends to
+// all slots up to each query's own. `bias [S, H, S]` by query position, or of no elements.
+static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> keys,
+                                ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> positions,
+                                ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
+                                ffi::ResultBuffer<ffi::F32> new_values, float divisor) {
+  const auto qs = qkv.dimensions(), cs = keys.dimensions();
+  if (qs.size() != 3 || cs.size() < 3) return unfit("self-attention: expected queries [B, T, 3·H·K] and caches [.., H, S, K]");
+  const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
+  const bool biased = bias.element_count() > 0;
+  if (qs[2] != 3 * width || count(cs, 0, cs.size()) != B * S * width || (biased && (int64_t)bias.element_count() != S * H * S))
+    return unfit("self-attention: shapes do not fit");
+  float *key = new_keys->typed_data(), *value = new_values->typed_data();
+  if (key != keys.typed_data()) std::memcpy(key, keys.typed_data(), sizeof(float) * B * S * width);
+  if (value != values.typed_data()) std::memcpy(value, values.typed_data(), sizeof(float) * B * S * width);
+  const float *x = qkv.typed_data(), *table = bias.typed_data();
+  const int32_t* begins = positions.typed_data();
+  float* y = out->typed_data();
+  int64_t longest = 0;
+  for (int64_t b = 0; b < B; b++) longest = begins[b] > longest ? begins[b] : longest;
+  for_heads(pool, B, H, T * (longest + T) * K * 2, [=](int64_t b, int64_t h) {
+    int64_t begin = begins[b] < S - T ? begins[b] : S - T;  // as XLA does with a slice that would reach past the end
+    begin = begin < 0 ? 0 : begin;
+    float *own_keys = key + (b * H + h) * S * K, *own_values = value + (b * H + h) * S * K;
+    for (int64_t t = 0; t < T; t++) {
+      const float* from = x + (b * T + t) * 3 * width + h * K;
+      std::memcpy(own_keys + (begin + t) * K, from + width, sizeof(float) * K);
+      std::memcpy(own_values + (begin + t) * K, from + 2 * width, sizeof(float) * K);
+    }
+    float* scores = room_for(S);
+    for (int64_t t = 0; t < T; t++) {
+      const int64_t at = begin + t;
+      attend(x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
+             biased ? table + (at * H + h) * S : nullptr, divisor, scores, y + (b * T + t) * width + h * K);
+    }
+  });
   return ffi::Error::Success();
 }
 
-static ffi::Error S8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scales,
-                     ffi::ResultBuffer<ffi::F32> y, int64_t threads) {
-  auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  if (auto e = check(xs[0], xs[1], ws[1], ws[2], ys[1], ws[0]); e.failure()) return e;
-  product<int8_t>(&pool, threads, x.typed_data(), xs[0], xs[1], w.typed_data(), scales.typed_data(), y->typed_data(), ys[1]);
+// Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, H, L, K].
+static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> keys,
+                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
+  const auto qs = query.dimensions(), cs = keys.dimensions();
+  if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., H, L, K]");
+  const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], L = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
+  if (qs[2] != width || count(cs, 0, cs.size()) != B * L * width) return unfit("cross-attention: shapes do not fit");
+  const float *x = query.typed_data(), *key = keys.typed_data(), *value = values.typed_data();
+  const int32_t* live = lengths.typed_data();
+  float* y = out->typed_data();
+  for_heads(pool, B, H, T * L * K * 2, [=](int64_t b, int64_t h) {
+    const int64_t own = (b * H + h) * L * K;
+    float* scores = room_for(L);
+    for (int64_t t = 0; t < T; t++) {
+      const int64_t at = (b * T + t) * width + h * K;
+      attend(x + at, key + own, value + own, K, live[b], K, nullptr, 1.0f, scores, y + at);
+    }
+  });
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, F32,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<int64_t>("threads"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, S8,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S8>>().Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>().Attr<int64_t>("threads"));
+// Every position of qkv [B, L, 3·H·K] over the first lengths[b] of its row; bias [L, H, L] by query position.
+static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> bias,
+                                   ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
+  const auto qs = qkv.dimensions(), bs = bias.dimensions();
+  if (qs.size() != 3 || bs.size() != 3) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [L, H, L]");
+  const int64_t B = qs[0], L = qs[1], H = bs[1], width = qs[2] / 3, K = H ? width / H : 0;
+  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2]) return unfit("encoder attention: shapes do not fit");
+  const float *x = qkv.typed_data(), *table = bias.typed_data();
+  const int32_t* live = lengths.typed_data();
+  float* y = out->typed_data();
+  for_heads(pool, B, H, L * L * K * 2, [=](int64_t b, int64_t h) {
+    const float* own = x + b * L * 3 * width + h * K;
+    float* scores = room_for(L);
+    for (int64_t t = 0; t < L; t++)
+      attend(own + t * 3 * width, own + width, own + 2 * width, 3 * width, live[b], K, table + (t * H + h) * L, 1.0f, scores,
+             y + (b * L + t) * width + h * K);
+  });
+  return ffi::Error::Success();
+}
+
+// --------------------------------------------------------------------------------------------------------------- handlers
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Integers = ffi::Buffer<ffi::S32>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, ProductF32,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    SpecdecProductS8, ProductS8,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<ffi::Buffer<ffi::S8>>().Arg<Floats>().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecSelfAttention, SelfAttention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
+                                  .Arg<Floats>().Arg<Integers>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
+                                  .Attr<float>("divisor"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
+                                  .Arg<Integers>().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    SpecdecEncoderAttention, EncoderAttention,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>());

@@ -31,13 +31,19 @@ from specdec_jax.models import probe
 from specdec_jax.writing import write_file
 
 # FFI target -> symbol of its handler in the library. Each needs a case in `probe.check`.
-TARGETS = {"specdec_product_f32": "SpecdecProductF32", "specdec_product_s8": "SpecdecProductS8"}
+TARGETS = {
+    "specdec_product_f32": "SpecdecProductF32",
+    "specdec_product_s8": "SpecdecProductS8",
+    "specdec_self_attention": "SpecdecSelfAttention",
+    "specdec_cross_attention": "SpecdecCrossAttention",
+    "specdec_encoder_attention": "SpecdecEncoderAttention",
+}
 
 SETTING = "SPECDEC_KERNEL"  # environment variable: "off" or "rebuild"
 _SOURCE = pathlib.Path(__file__).with_name("native.cc")
 _PROBE = pathlib.Path(probe.__file__)
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
+_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 # The first that the compiler takes: some for ARM know only the second.
 _NATIVE = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20

@@ -32,25 +32,70 @@ def register(library: str, targets: Mapping[str, str]) -> ctypes.CDLL:
 
 
 def check() -> None:
-    """Runs each product once, in a size that several threads share, and leaves the process where a result is wrong."""
+    """Runs every handler once, in a size that several threads share, and leaves the process where a result is wrong."""
     import jax
     import numpy as np
 
     rng = np.random.default_rng(0)
-    M, K, F, P = 5, 600, 512, 16
-    x, w = (rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (K, F)))
-    quantised, scales = rng.integers(-127, 128, (K, F), dtype=np.int8), rng.random(F, dtype=np.float32) + 1
-    panels = lambda kernel: kernel.reshape(K, F // P, P).transpose(1, 0, 2)
-    cases = {
-        "specdec_product_f32": ((x, panels(w)), x.astype(np.float64) @ w),
-        "specdec_product_s8": ((x, panels(quantised), scales), x.astype(np.float64) @ quantised * scales),
-    }
-    for name, (arguments, expected) in cases.items():
-        call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((M, F), np.float32))
-        got = np.asarray(jax.jit(lambda *arrays: call(*arrays, threads=np.int64(2)))(*arguments))
+    for name, arguments, attributes, results, expected in _products(rng) + _attentions(rng):
+        shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in results]
+        call = jax.ffi.ffi_call(name, shapes)
+        got = np.asarray(jax.jit(lambda *arrays: call(*arrays, **attributes)[0])(*arguments))
         off = np.abs(got - expected).max() / np.abs(expected).max()
         if not off < _TOLERANCE:
             sys.exit(f"{name}: got outputs that are off by {off:.2g}, expected at most {_TOLERANCE:g}")
+
+
+def _products(rng) -> list[tuple]:
+    """(target, arguments, attributes, shapes of results, the first result in float64) of both kinds of weights."""
+    import numpy as np
+
+    M, K, F, P = 5, 600, 512, 16
+    x, w = (rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (K, F)))
+    quantised, scales = rng.integers(-127, 128, (K, F), dtype=np.int8), rng.random(F, dtype=np.float32) + 1
+    panels = lambda kernel: np.ascontiguousarray(kernel.reshape(K, F // P, P).transpose(1, 0, 2))
+    return [
+        ("specdec_product_f32", (x, panels(w)), {}, [(M, F)], x.astype(np.float64) @ w),
+        ("specdec_product_s8", (x, panels(quantised), scales), {}, [(M, F)], x.astype(np.float64) @ quantised * scales),
+    ]
+
+
+def _attentions(rng) -> list[tuple]:
+    """The same of the three kinds of attention: two rows of four heads."""
+    import numpy as np
+
+    B, T, H, S, K = 2, 3, 4, 37, 24
+    make = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
+    qkv, keys, values, bias = make(B, T, 3 * H * K), make(B, H, S, K), make(B, H, S, K), make(S, H, S)
+    positions, divisor, lengths = np.array([5, 30], np.int32), np.float32(3), np.array([37, 11], np.int32)
+    whole, table = make(B, S, 3 * H * K), make(S, H, S)
+
+    def attended(query, keys, values, bias):  # one head
+        scores = query.astype(np.float64) @ keys.T + bias
+        weights = np.exp(scores - scores.max())
+        return weights @ values / weights.sum()
+
+    split = lambda x, part: x[..., part * H * K : (part + 1) * H * K].reshape(*x.shape[:-1], H, K)
+    cached, crossed, inside = np.zeros((B, T, H, K)), np.zeros((B, T, H, K)), np.zeros((B, S, H, K))
+    for b, h in np.ndindex(B, H):
+        own = [x[b, h].copy() for x in (keys, values)]
+        for t in range(T):
+            at = positions[b] + t
+            own[0][at], own[1][at] = split(qkv, 1)[b, t, h], split(qkv, 2)[b, t, h]
+            query = split(qkv, 0)[b, t, h]
+            cached[b, t, h] = attended(query / divisor, *(x[: at + 1] for x in own), bias[at, h, : at + 1])
+            crossed[b, t, h] = attended(query, keys[b, h, : lengths[b]], values[b, h, : lengths[b]], 0)
+        for t in range(S):
+            query, key, value = (split(whole, part)[b, :, h] for part in range(3))
+            inside[b, t, h] = attended(query[t], key[: lengths[b]], value[: lengths[b]], table[t, h, : lengths[b]])
+    flat = lambda x: x.reshape(*x.shape[:2], H * K)
+    query = np.ascontiguousarray(qkv[..., : H * K])
+    return [
+        ("specdec_self_attention", (qkv, keys, values, bias, positions), {"divisor": divisor},
+         [(B, T, H * K), keys.shape, values.shape], flat(cached)),
+        ("specdec_cross_attention", (query, keys, values, lengths), {}, [(B, T, H * K)], flat(crossed)),
+        ("specdec_encoder_attention", (whole, table, lengths), {}, [(B, S, H * K)], flat(inside)),
+    ]  # fmt: skip
 
 
 def main() -> None:

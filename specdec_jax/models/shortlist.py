@@ -7,13 +7,15 @@ import numpy as np
 
 from specdec_jax import sampling
 
+_MULTIPLE = 64
+
 
 @flax.struct.dataclass
 class Shortlist:
     """Ids, and where each id of the vocabulary stands among them.
 
     Attributes:
-      ids: `[F]` int32, ascending.
+      ids: `[F]` int32, ascending; at the end copies of the last, so that lists of about the same length share a program.
       places: `[V]` int32 place in `ids`, F for ids that are not there.
     """
 
@@ -23,9 +25,10 @@ class Shortlist:
     @classmethod
     def of(cls, ids: np.ndarray, vocab_size: int) -> "Shortlist":
         """For ascending `ids`, none of them twice."""
-        places = np.full(vocab_size, len(ids))
+        filled = np.pad(ids, (0, -len(ids) % _MULTIPLE), mode="edge")
+        places = np.full(vocab_size, len(filled))
         places[ids] = np.arange(len(ids))
-        return cls(jax.device_put(ids.astype(np.int32)), jax.device_put(places.astype(np.int32)))
+        return cls(jax.device_put(filled.astype(np.int32)), jax.device_put(places.astype(np.int32)))
 
     def argmax(self, logits: jax.Array, vocab_size: int) -> jax.Array:
         """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 where one is not a number.

@@ -239,7 +239,9 @@ class Decoder(nn.Module):
     def step(self, x, positions, cache: DecoderCache, layers: int | None = None):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
         `positions [B]` of every row; the caches of the layers above stay as they are."""
-        mask, bias = (None, cache.position_bias) if self.native else _seen_from(positions, x.shape[1], cache.position_bias)
+        mask, bias = (
+            (None, cache.position_bias) if self.native else _seen_from(positions, x.shape[1], cache.position_bias)
+        )
         written = list(cache.layers)
         for i, layer in enumerate(self.layers[:layers]):
             x, written[i] = layer(x, cache.layers[i], positions, mask, bias, cache.cross[i], cache.cross_mask)
