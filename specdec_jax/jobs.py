@@ -144,8 +144,7 @@ def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) 
         chosen, begun = order[begin : begin + size], time.monotonic()
         if skip.issuperset(chosen):
             continue
-        state, request = job.start(chosen + [-1] * (size - len(chosen)))
-        outputs = _outputs(complete(target, state, request, begun))
+        outputs = _outputs(complete(target, job, chosen + [-1] * (size - len(chosen)), begun))
         for number, place in enumerate(chosen):
             if place not in skip:
                 yield place, tuple(outputs[number * job.samples : (number + 1) * job.samples])

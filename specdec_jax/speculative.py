@@ -289,9 +289,12 @@ def _score(target: Network, state: DecodeState, tokens: jax.Array, num_drafted: 
     logits past it are 0, and count for nothing.
     """
 
+    # What a row has not drafted, and all of one that is done, need not be computed.
+    live = ~state.done[:, None] & (jnp.arange(tokens.shape[1]) <= num_drafted[:, None])
+
     def call(cache, width: int):
-        states, cache = target.decode_states(tokens[:, :width], state.lengths - 1, cache)
-        return (states, target.head(states)), cache
+        states, cache = target.decode_states(tokens[:, :width], state.lengths - 1, cache, live=live[:, :width])
+        return (states, target.head(states, live[:, :width])), cache
 
     widths, needed = state.program.widths, jnp.max(num_drafted) + 1
     if not widths:

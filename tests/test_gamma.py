@@ -350,7 +350,7 @@ class Probe(Headless):
     def prefill(self, *args):
         return self.inner.prefill(*args), jnp.zeros(20, jnp.int32)
 
-    def decode(self, tokens, positions, cache):
+    def decode(self, tokens, positions, cache, live=None):
         logits, inner = self.inner.decode(tokens, positions, cache[0])
         return logits, (inner, cache[1].at[tokens.shape[1]].add(1))
 

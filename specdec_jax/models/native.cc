@@ -157,12 +157,14 @@ struct Panels {
   int ahead;        // lines from the one that is read to the one that is asked for
   int turn, turns;  // of the blocks that read the same lines each asks for its share of the next ones
   const float* scales;
-  int64_t columns;  // from the first of these panels on
+  int64_t columns;      // from the first of these panels on
+  const int32_t* rows;  // which row of y each row of x is for
 };
 
-// sums [M, P panels] += x [M rows, K] · w, rows `K` values apart; they begin in `partial` and end in `y` or `partial`.
+// sums [M, P panels] += x [M, K] · w; they begin in `partial` and end there or in the rows `rows` of y [.., F].
 template <int M, int P, typename W>
-static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, float* partial, float* y, int64_t F) {
+static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, const int32_t* rows, float* partial,
+                                            float* y, int64_t F) {
   Vec sums[M][P][kParts];
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
@@ -217,19 +219,20 @@ static __attribute__((noinline)) void block(const float* x, int64_t K, const Pan
         if (w.end < w.lines) {
           store(partial + (i * P + p) * kPanel + q * kLanes, v);
         } else if (w.columns - column >= kLanes) {
-          store(y + i * F + column, w.scales ? v * load(w.scales + column) : v);
+          store(y + rows[i] * F + column, w.scales ? v * load(w.scales + column) : v);
         } else {
-          for (int j = 0; j < w.columns - column; j++) y[i * F + column + j] = w.scales ? v[j] * w.scales[column + j] : v[j];
+          float* to = y + rows[i] * F + column;
+          for (int j = 0; j < w.columns - column; j++) to[j] = w.scales ? v[j] * w.scales[column + j] : v[j];
         }
       }
 }
 
 template <int P, typename W, int... M>
-static void block_of(int rows, const float* x, int64_t K, const Panels<W>& w, float* partial, float* y, int64_t F,
-                     std::integer_sequence<int, M...>) {
-  using Block = void (*)(const float*, int64_t, const Panels<W>&, float*, float*, int64_t);
+static void block_of(int m, const float* x, int64_t K, const Panels<W>& w, const int32_t* rows, float* partial, float* y,
+                     int64_t F, std::integer_sequence<int, M...>) {
+  using Block = void (*)(const float*, int64_t, const Panels<W>&, const int32_t*, float*, float*, int64_t);
   static constexpr Block blocks[] = {block<M + 1, P, W>...};
-  blocks[rows - 1](x, K, w, partial, y, F);
+  blocks[m - 1](x, K, w, rows, partial, y, F);
 }
 
 // P panels for all rows, in blocks of at most `kMost`.
@@ -246,7 +249,7 @@ static void columns(const float* x, int64_t M, int64_t K, Panels<W> w, float* y,
       int row = 0;
       for (w.turn = 0; w.turn < w.turns; w.turn++) {
         const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
-        block_of<P>(m, x + (group + row) * K, K, w, partial + row * P * kPanel, y + (group + row) * F, F,
+        block_of<P>(m, x + (group + row) * K, K, w, w.rows + group + row, partial + row * P * kPanel, y, F,
                     std::make_integer_sequence<int, kMost>());
         row += m;
       }
@@ -256,28 +259,28 @@ static void columns(const float* x, int64_t M, int64_t K, Panels<W> w, float* y,
 
 // Panels first .. last - 1, P side by side. Of fewer that are left each takes the place of all P.
 template <int P, int kMost, typename W>
-static void side_by_side(const float* x, int64_t M, int64_t K, const W* w, const float* scales, float* y, int64_t F,
-                         int64_t first, int64_t last) {
+static void side_by_side(const float* x, const int32_t* rows, int64_t M, int64_t K, const W* w, const float* scales, float* y,
+                         int64_t F, int64_t first, int64_t last) {
   for (int64_t f = first; f < last;) {
     const bool whole = last - f >= P;
     const int64_t begin = f * kPanel, own = whole || F - begin < kPanel ? F - begin : kPanel;
-    Panels<W> of{w + begin * K, whole ? K * kPanel : 0, 0, 0, (int)K, 0, 0, 1, scales ? scales + begin : nullptr, own};
+    Panels<W> of{w + begin * K, whole ? K * kPanel : 0, 0, 0, (int)K, 0, 0, 1, scales ? scales + begin : nullptr, own, rows};
     columns<P, kMost>(x, M, K, of, y + begin, F);
     f += whole ? P : 1;
   }
 }
 
 template <typename W>
-static void product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const W* w, const float* scales, float* y,
-                    int64_t F) {
+static void product(ffi::ThreadPool& pool, const float* x, const int32_t* rows, int64_t M, int64_t K, const W* w,
+                    const float* scales, float* y, int64_t F) {
   const int64_t panels = (F + kPanel - 1) / kPanel, bytes = K * kPanel * sizeof(W);
   const int side = panels_for(M <= kFew ? M : kMany);
   const auto part = [=](int64_t first, int64_t last) {
     first *= side, last = last * side < panels ? last * side : panels;
-    if (M <= rows_for(4)) side_by_side<4, rows_for(4)>(x, M, K, w, scales, y, F, first, last);
-    else if (M <= rows_for(2)) side_by_side<2, rows_for(2)>(x, M, K, w, scales, y, F, first, last);
-    else if (kParts == 1) side_by_side<4, rows_for(4)>(x, M, K, w, scales, y, F, first, last);
-    else side_by_side<1, rows_for(1)>(x, M, K, w, scales, y, F, first, last);
+    if (M <= rows_for(4)) side_by_side<4, rows_for(4)>(x, rows, M, K, w, scales, y, F, first, last);
+    else if (M <= rows_for(2)) side_by_side<2, rows_for(2)>(x, rows, M, K, w, scales, y, F, first, last);
+    else if (kParts == 1) side_by_side<4, rows_for(4)>(x, rows, M, K, w, scales, y, F, first, last);
+    else side_by_side<1, rows_for(1)>(x, rows, M, K, w, scales, y, F, first, last);
   };
   const int64_t groups = (panels + side - 1) / side;
   const int64_t cost = panels * bytes / 4 * (M < 16 ? 4 : M / 4);  // bytes to read, or what the arithmetic takes meanwhile
@@ -293,26 +296,51 @@ static int64_t count(const D& dimensions, size_t first, size_t last) {
   return n;
 }
 
+// Memory of the calling thread, which keeps what it held when it grows no further.
+template <typename T>
+static T* room(std::vector<T>& own, int64_t size) {
+  if ((int64_t)own.size() < size) own.resize(size);
+  return own.data();
+}
+
+// `live`: rows that count, of no elements where all do; the others are 0.
 template <ffi::DataType kType, typename W>
 static ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kType> w, const float* scales,
-                           ffi::ResultBuffer<ffi::F32> y) {
+                           ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  const int64_t K = xs[xs.size() - 1], F = ys[ys.size() - 1], M = count(xs, 0, xs.size() - 1);
-  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel)
+  const int64_t K = xs[xs.size() - 1], F = ys[ys.size() - 1], all = count(xs, 0, xs.size() - 1);
+  const bool some = live.element_count() > 0;
+  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel ||
+      (some && (int64_t)live.element_count() != all) || K > INT32_MAX || all > INT32_MAX)
     return unfit("product: shapes do not fit");
-  if (M && F) product<W>(pool, x.typed_data(), M, K, w.typed_data(), scales, y->typed_data(), F);
+  static thread_local std::vector<int32_t> own_rows;
+  static thread_local std::vector<float> own_x;
+  int32_t* rows = room(own_rows, all);
+  int64_t M = 0;
+  for (int64_t row = 0; row < all; row++) {
+    if (!some || live.typed_data()[row]) rows[M++] = row;
+    else std::memset(y->typed_data() + row * F, 0, sizeof(float) * F);
+  }
+  const float* from = x.typed_data();
+  if (M < all) {
+    float* packed = room(own_x, M * K);
+    for (int64_t i = 0; i < M; i++) std::memcpy(packed + i * K, from + rows[i] * K, sizeof(float) * K);
+    from = packed;
+  }
+  if (M && F) product<W>(pool, from, rows, M, K, w.typed_data(), scales, y->typed_data(), F);
   return ffi::Error::Success();
 }
 
-static ffi::Error ProductF32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w, ffi::ResultBuffer<ffi::F32> y) {
-  return multiply<ffi::F32, float>(pool, x, w, nullptr, y);
+static ffi::Error ProductF32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w, ffi::Buffer<ffi::PRED> live,
+                             ffi::ResultBuffer<ffi::F32> y) {
+  return multiply<ffi::F32, float>(pool, x, w, nullptr, live, y);
 }
 
 static ffi::Error ProductS8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scales,
-                            ffi::ResultBuffer<ffi::F32> y) {
+                            ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
   const auto ys = y->dimensions();
   if ((int64_t)scales.element_count() != ys[ys.size() - 1]) return unfit("product: another number of scales than columns");
-  return multiply<ffi::S8, int8_t>(pool, x, w, scales.typed_data(), y);
+  return multiply<ffi::S8, int8_t>(pool, x, w, scales.typed_data(), live, y);
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention
@@ -381,10 +409,17 @@ static void attend(const float* q, const float* keys, const float* values, int64
 }
 
 static float* room_for(int64_t scores) {
-  static thread_local std::vector<float> room;
-  if ((int64_t)room.size() < scores + kLanes) room.resize(scores + kLanes);
-  return room.data();
+  static thread_local std::vector<float> own;
+  return room(own, scores + kLanes);
 }
+
+// Whether a query is computed: `live [B, T]`, of no elements where all are. The output of the others is 0.
+struct Live {
+  const bool* of;
+  int64_t T;
+  bool operator()(int64_t b, int64_t t) const { return !of || of[b * T + t]; }
+  static Live read(ffi::Buffer<ffi::PRED> live, int64_t T) { return {live.element_count() ? live.typed_data() : nullptr, T}; }
+};
 
 // f(row, head) for all of them; `each`: multiplications of one.
 template <typename Do>
@@ -395,22 +430,25 @@ static void for_heads(ffi::ThreadPool& pool, int64_t B, int64_t H, int64_t each,
 }
 
 // Writes keys and values of `qkv [B, T, 3·H·K]` to slots positions[b] .. of the caches `[B, H, S, K]`, in place, and attends to
-// all slots up to each query's own. `bias [S, H, S]` by query position, or of no elements.
+// all slots up to each query's own. `bias [S, H, S]` by query position, or of no elements. Queries that are not live write
+// nothing; those of a row that are come first.
 static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> keys,
                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> positions,
-                                ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
+                                ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
                                 ffi::ResultBuffer<ffi::F32> new_values, float divisor) {
   const auto qs = qkv.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("self-attention: expected queries [B, T, 3·H·K] and caches [.., H, S, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
   const bool biased = bias.element_count() > 0;
-  if (qs[2] != 3 * width || count(cs, 0, cs.size()) != B * S * width || (biased && (int64_t)bias.element_count() != S * H * S))
+  if (qs[2] != 3 * width || count(cs, 0, cs.size()) != B * S * width || (biased && (int64_t)bias.element_count() != S * H * S) ||
+      (live.element_count() && (int64_t)live.element_count() != B * T))
     return unfit("self-attention: shapes do not fit");
   float *key = new_keys->typed_data(), *value = new_values->typed_data();
   if (key != keys.typed_data()) std::memcpy(key, keys.typed_data(), sizeof(float) * B * S * width);
   if (value != values.typed_data()) std::memcpy(value, values.typed_data(), sizeof(float) * B * S * width);
   const float *x = qkv.typed_data(), *table = bias.typed_data();
   const int32_t* begins = positions.typed_data();
+  const Live counts = Live::read(live, T);
   float* y = out->typed_data();
   int64_t longest = 0;
   for (int64_t b = 0; b < B; b++) longest = begins[b] > longest ? begins[b] : longest;
@@ -418,7 +456,7 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
     int64_t begin = begins[b] < S - T ? begins[b] : S - T;  // as XLA does with a slice that would reach past the end
     begin = begin < 0 ? 0 : begin;
     float *own_keys = key + (b * H + h) * S * K, *own_values = value + (b * H + h) * S * K;
-    for (int64_t t = 0; t < T; t++) {
+    for (int64_t t = 0; t < T && counts(b, t); t++) {
       const float* from = x + (b * T + t) * 3 * width + h * K;
       std::memcpy(own_keys + (begin + t) * K, from + width, sizeof(float) * K);
       std::memcpy(own_values + (begin + t) * K, from + 2 * width, sizeof(float) * K);
@@ -426,50 +464,63 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
     float* scores = room_for(S);
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = begin + t;
-      attend(x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
-             biased ? table + (at * H + h) * S : nullptr, divisor, scores, y + (b * T + t) * width + h * K);
+      float* to = y + (b * T + t) * width + h * K;
+      if (!counts(b, t)) std::memset(to, 0, sizeof(float) * K);
+      else
+        attend(x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
+               biased ? table + (at * H + h) * S : nullptr, divisor, scores, to);
     }
   });
   return ffi::Error::Success();
 }
 
+static inline int64_t within(int64_t length, int64_t most) { return length < 0 ? 0 : length < most ? length : most; }
+
 // Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, H, L, K].
 static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> keys,
-                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
+                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::PRED> live,
+                                 ffi::ResultBuffer<ffi::F32> out) {
   const auto qs = query.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., H, L, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], L = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
-  if (qs[2] != width || count(cs, 0, cs.size()) != B * L * width) return unfit("cross-attention: shapes do not fit");
+  if (qs[2] != width || count(cs, 0, cs.size()) != B * L * width || (int64_t)lengths.element_count() != B ||
+      (live.element_count() && (int64_t)live.element_count() != B * T))
+    return unfit("cross-attention: shapes do not fit");
   const float *x = query.typed_data(), *key = keys.typed_data(), *value = values.typed_data();
-  const int32_t* live = lengths.typed_data();
+  const int32_t* ends = lengths.typed_data();
+  const Live counts = Live::read(live, T);
   float* y = out->typed_data();
   for_heads(pool, B, H, T * L * K * 2, [=](int64_t b, int64_t h) {
     const int64_t own = (b * H + h) * L * K;
     float* scores = room_for(L);
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
-      attend(x + at, key + own, value + own, K, live[b], K, nullptr, 1.0f, scores, y + at);
+      if (!counts(b, t)) std::memset(y + at, 0, sizeof(float) * K);
+      else attend(x + at, key + own, value + own, K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
     }
   });
   return ffi::Error::Success();
 }
 
-// Every position of qkv [B, L, 3·H·K] over the first lengths[b] of its row; bias [L, H, L] by query position.
+// The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [L, H, L] by query position.
 static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> bias,
                                    ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
   const auto qs = qkv.dimensions(), bs = bias.dimensions();
   if (qs.size() != 3 || bs.size() != 3) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [L, H, L]");
   const int64_t B = qs[0], L = qs[1], H = bs[1], width = qs[2] / 3, K = H ? width / H : 0;
-  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2]) return unfit("encoder attention: shapes do not fit");
+  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2] || (int64_t)lengths.element_count() != B) return unfit("encoder attention: shapes do not fit");
   const float *x = qkv.typed_data(), *table = bias.typed_data();
-  const int32_t* live = lengths.typed_data();
+  const int32_t* ends = lengths.typed_data();
   float* y = out->typed_data();
   for_heads(pool, B, H, L * L * K * 2, [=](int64_t b, int64_t h) {
     const float* own = x + b * L * 3 * width + h * K;
     float* scores = room_for(L);
-    for (int64_t t = 0; t < L; t++)
-      attend(own + t * 3 * width, own + width, own + 2 * width, 3 * width, live[b], K, table + (t * H + h) * L, 1.0f, scores,
-             y + (b * L + t) * width + h * K);
+    const int64_t live = within(ends[b], L);
+    for (int64_t t = 0; t < L; t++) {
+      float* to = y + (b * L + t) * width + h * K;
+      if (t >= live) std::memset(to, 0, sizeof(float) * K);
+      else attend(own + t * 3 * width, own + width, own + 2 * width, 3 * width, live, K, table + (t * H + h) * L, 1.0f, scores, to);
+    }
   });
   return ffi::Error::Success();
 }
@@ -478,19 +529,21 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
 
 using Floats = ffi::Buffer<ffi::F32>;
 using Integers = ffi::Buffer<ffi::S32>;
+using Flags = ffi::Buffer<ffi::PRED>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, ProductF32,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    SpecdecProductS8, ProductS8,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<ffi::Buffer<ffi::S8>>().Arg<Floats>().Ret<Floats>());
+    SpecdecProductF32, ProductF32,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Flags>().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, ProductS8,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<Floats>().Arg<Flags>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecSelfAttention, SelfAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Floats>().Arg<Integers>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
+                                  .Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
                                   .Attr<float>("divisor"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Integers>().Ret<Floats>());
+                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     SpecdecEncoderAttention, EncoderAttention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>());
