@@ -36,6 +36,7 @@ constexpr int kLanes = 4, kRegisters = 16;
 constexpr int kPanel = 16, kParts = kPanel / kLanes;
 constexpr int kChunk = 256;    // lines of panels that stay in the cache while all blocks of rows pass over them
 constexpr int kAhead = 256;    // lines, of all panels side by side, from where it reads to where it asks for
+constexpr int kSlotsAhead = 8;  // of an attention: from the key that is read to the one that is asked for
 constexpr int64_t kGroup = 96; // rows whose partial sums are kept at a time
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
@@ -374,6 +375,11 @@ static void attend(const float* q, const float* keys, const float* values, int64
   bool numbers = true;
   for (int64_t s = 0; s < live; s++) {
     const float* key = keys + s * apart;
+    // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
+    for (int64_t k = 0; k < K; k += 16) {
+      __builtin_prefetch(key + kSlotsAhead * apart + k, 0, 3);
+      __builtin_prefetch(values + s * apart + k, 0, 3);
+    }
     Vec sums = {};
     for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
     float score = sum_of(sums);
