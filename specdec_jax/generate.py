@@ -126,7 +126,7 @@ def generate(
     inputs,
     *,
     drafter: Drafter | None = None,
-    gamma: int | Sequence[int] | Policy = 4,
+    gamma: str | int | Sequence[int] | Policy = "auto",
     sampling: SamplingConfig = SamplingConfig(),
     verifier: str = "block",
     lenience: float | Sequence[float] | None = None,
@@ -154,8 +154,10 @@ def generate(
         EOS and in which 0 is an id like others; an empty one stands for the start token. None is an input with nothing to
         decode.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
-      gamma: γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it (`gamma.py`), e.g.
-        `Heuristic(maximum=8)`.
+      gamma: "auto": what iterations cost on this machine is measured at the first call of a kind (`costs.py`), and each row
+        drafts as many tokens, up to 8, as its own acceptance makes worth it; none, and no drafter runs, where that never
+        pays; on a mesh 4. Or γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it
+        (`gamma.py`), e.g. `Heuristic(maximum=8)`.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:

@@ -99,6 +99,20 @@ def passes_through(path) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
+def cache_folder() -> pathlib.Path | None:
+    """This user's folder for what can be made again; None where there is none that only this user can write to."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = pathlib.Path(base, "specdec_jax")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.stat(folder)
+    except OSError:
+        return None
+    if os.name != "nt" and (found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        return None
+    return folder
+
+
 @contextlib.contextmanager
 def alone(folder) -> Iterator[None]:
     """Keeps other processes out of a folder that exists: raises ValueError where one of them has it.
