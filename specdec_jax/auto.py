@@ -45,19 +45,24 @@ class Auto(Policy):
     nothing learns nothing; it tries `PROBE` tokens at its beginning, and then so seldom that all tries together cost less
     than 1 % of its time: every one that fails doubles the iterations until the next.
 
+    The defaults were found by simulating rows of 64 tokens with α from 0 to 0.9: with target calls that cost up to 1.4 at 5
+    positions and 1.7 at 9, and c up to 0.2, at most 1.03 of plain decoding's time and 1.05 of that of the best fixed γ.
+
     Attributes:
       maximum: G.
       costs: G + 1 numbers: the time of an iteration that drafts 0, 1, … G tokens, in any unit.
       acceptance: α expected before anything was seen.
       weight: how many tokens it counts for.
       memory: factor by which what an earlier iteration showed counts less.
+      look: part of the first wait that has passed when a row begins; 1: it may look at once.
     """
 
     maximum: int = MAXIMUM
     costs: Any = (1.0, *(1 + 0.1 * gamma for gamma in range(1, MAXIMUM + 1)))
-    acceptance: PerInput = number(0.7, 0, 1)
-    weight: PerInput = number(2.0, 1e-6, 1e6)
-    memory: PerInput = number(0.98, 0, 1)
+    acceptance: PerInput = number(0.68, 0, 1)
+    weight: PerInput = number(1.7, 1e-6, 1e6)
+    memory: PerInput = number(0.99, 0, 1)
+    look: PerInput = number(1.0, 0, 1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -95,7 +100,7 @@ class Auto(Policy):
 
     def init(self) -> AutoState:
         zeros, wait = jnp.zeros(len(self.weight), jnp.float32), self._first_wait()
-        return AutoState(zeros, zeros, wait, wait)
+        return AutoState(zeros, zeros, self.look * wait, wait)
 
     def _best(self, state: AutoState) -> jax.Array:
         """`[B]`: the γ with the most expected tokens per time."""

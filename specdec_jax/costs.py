@@ -27,6 +27,7 @@ import numpy as np
 from specdec_jax import speculative, writing
 from specdec_jax.auto import MAXIMUM, Auto
 from specdec_jax.models.base import Network
+from specdec_jax.reading import read_json
 from specdec_jax.speculative import Counts, DecodeState, Drafter, Program
 
 # γ where nothing can be measured: on a mesh, whose processes would have to agree.
@@ -38,6 +39,9 @@ _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
 # What drafting must gain at least, and which part of it an iteration without a draft may cost.
 _GAIN, _LOSS = 0.03, 0.25
 _NEVER = 1e6  # a cost at which a draft is never chosen
+# Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that begin without
+# drafts one looks whether they would pay.
+_REMEMBERED, _WEIGHT, _LOOK = 60, 6.0, 8
 # Seconds, passes at least and at most, and seconds of an arm in one pass.
 _BUDGET, _PASSES, _PASS = 2.0, (3, 9), 0.04
 _LARGEST = 65_536  # bytes of a file that is read
@@ -51,13 +55,13 @@ class Costs(NamedTuple):
       iterations: an iteration that drafts 0, 1, … `MAXIMUM` tokens.
       prefill: what the drafter does once for a request, its encoder above all.
       seconds: of an iteration of plain decoding.
-      acceptance: α that a row begins with; 0.7 unless `specdec tune` has measured it.
+      acceptance: α that a row begins with, unless `specdec tune` has measured it that of `Auto`.
     """
 
     iterations: tuple[float, ...]
     prefill: float
     seconds: float
-    acceptance: float = 0.7
+    acceptance: float = Auto.acceptance
 
     def _expected(self, rows: int) -> np.ndarray:
         """Iterations of plain decoding that a token is expected to take with drafts of 0, 1, … tokens.
@@ -79,24 +83,38 @@ class Costs(NamedTuple):
         gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
         return bool(gain > _GAIN and loss < _LOSS * gain)
 
-    def policy(self, rows: int) -> Auto:
-        """That of `rows` rows that are decoded together."""
+    def policy(self, rows: int, learned: "Learned | None" = None) -> Auto:
+        """That of `rows` rows that are decoded together, which begin where others have ended."""
         costs = np.array(self.iterations)
         if rows > 1:
             costs[1 + np.argmin(self._expected(rows)) :] = _NEVER
-        return Auto(MAXIMUM, costs=tuple(costs.tolist()), acceptance=self.acceptance)
+        begun = {"acceptance": self.acceptance}
+        if learned is not None:
+            weight = Auto.weight + learned.examined
+            begun["acceptance"] = (Auto.weight * self.acceptance + learned.stood) / weight
+            begun |= {"weight": min(weight, _WEIGHT), "look": float(learned.requests % _LOOK == 0)}
+        return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
 
     @classmethod
     def of(cls, record: Any) -> "Costs":
         """Out of JSON values; raises ValueError for others than `_asdict` gives."""
         try:
             costs = cls(**{**record, "iterations": tuple(record["iterations"])})
-            numbers = np.array([*costs.iterations, costs.prefill + 1e-9, costs.seconds, costs.acceptance + 1e-9], np.float64)
+            values = [*costs.iterations, costs.prefill + 1e-9, costs.seconds, costs.acceptance + 1e-9]
+            numbers = np.array(values if all(type(value) in (int, float) for value in values) else ())
         except (TypeError, KeyError, ValueError):
             numbers = np.empty(0)
         if numbers.shape != (MAXIMUM + 4,) or not np.all((numbers > 0) & (numbers < 1e6)) or costs.acceptance > 1:
             raise ValueError(f"costs: got {str(record)[:80]!r}, expected those of {MAXIMUM + 1} kinds of iterations")
         return costs
+
+
+class Learned(NamedTuple):
+    """What drafts came to in this process: how many tokens were examined and stood, of the latest, in how many requests."""
+
+    examined: float = 0.0
+    stood: float = 0.0
+    requests: int = 0
 
 
 def measurable(network: Network) -> bool:
@@ -106,6 +124,7 @@ def measurable(network: Network) -> bool:
 
 # In the process: by key as text.
 _known: dict[str, Costs] = {}
+_learned: dict[str, Learned] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
 
 
@@ -114,11 +133,10 @@ def known(key: Mapping[str, Any]) -> Costs | None:
     text = _text(key)
     if text not in _known and (path := _path(text)) is not None:
         try:
-            with open(path, "rb") as file:
-                record = json.loads(file.read(_LARGEST))
+            record = read_json(path, _LARGEST)
             if record["key"] == json.loads(text):
                 _known[text] = Costs.of(record["costs"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, KeyError):
             return None
     return _known.get(text)
 
@@ -127,12 +145,25 @@ def keep(key: Mapping[str, Any], costs: Costs) -> None:
     """Keeps them for this process and, where that is possible, for others."""
     text = _text(key)
     _known[text] = costs
-    if (path := _path(text)) is None:
+    if (path := _path(text)) is None or writing.passes_through(path):
         return
     try:
         writing.write_file(path, json.dumps({"key": json.loads(text), "costs": costs._asdict()}, indent=1) + "\n")
     except OSError as error:
         _LOG.info("%s: %s: what was measured holds for this process", path, error)
+
+
+def learn(key: Mapping[str, Any], examined: int, stood: int) -> None:
+    """Adds what the drafts of a request came to; for argmax alone, whose output does not depend on how much is drafted."""
+    before = _learned.get(text := _text(key), Learned())
+    examined, stood = before.examined + examined, before.stood + stood
+    kept = min(1.0, _REMEMBERED / max(examined, 1))
+    _learned[text] = Learned(kept * examined, kept * stood, before.requests + 1)
+
+
+def learned(key: Mapping[str, Any]) -> Learned:
+    """What the drafts of earlier requests came to."""
+    return _learned.get(_text(key), Learned())
 
 
 def _text(key: Mapping[str, Any]) -> str:

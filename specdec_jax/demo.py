@@ -83,7 +83,9 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
         console.file.flush()
     print()
     if not drafted and options.gamma == "auto":
-        print("nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the same)\n")
+        print(
+            "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the same)\n"
+        )
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
     arms: dict[str, Callable[[int], GenerationResult]] = {
         "plain": lambda number: decode(number, **options.decoding(plain=True)),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import speculative
+from specdec_jax import costs, speculative
 from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.draws import seeded
 from specdec_jax.gamma import Policy
@@ -346,6 +346,8 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
+    if request.learns:
+        costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
     stats = _stats(counts, committed, token_by_token=program.verifier != "block" or program.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
 

@@ -267,7 +267,8 @@ def _costs(job: Plan) -> dict[str, Any]:
     """What `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
     if job.policy is None:
         return {"gamma": job.program.gamma}
-    return {"costs": job.policy.costs[0].tolist(), "acceptance": float(job.policy.acceptance[0])}
+    begun = {name: float(getattr(job.policy, name)[0]) for name in ("acceptance", "weight", "look")}
+    return {"costs": job.policy.costs[0].tolist(), **begun}
 
 
 def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
@@ -278,8 +279,8 @@ def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
             return nothing | options.decoding(plain=True) | dict(drafter=None, gamma=0)
         case {"gamma": int(gamma)}:
             return {"gamma": gamma}
-        case {"costs": list(costs), "acceptance": float(acceptance)}:
-            return {"gamma": Auto(costs=tuple(costs), acceptance=acceptance)}
+        case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if len(record) == 4:
+            return {"gamma": Auto(**{**record, "costs": tuple(costs)})}
     raise ValueError(f"{options.output_file}.partial: got {str(record)[:80]!r}, expected costs of iterations")
 
 

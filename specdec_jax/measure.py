@@ -24,7 +24,7 @@ from specdec_jax.models.gpt import GPT
 from specdec_jax.models.layers import apply_kernel, product
 from specdec_jax.request import Request, fold_keys, prepare, slots
 from specdec_jax.sampling import Law, SamplingConfig
-from specdec_jax.speculative import DecodeState, Draft, Drafter, Program
+from specdec_jax.speculative import DecodeState, Draft, Program
 
 STEPS = 32
 # Verifiers whose cost is measured.

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import checkpoints
-from specdec_jax.costs import FIXED
 from specdec_jax.compatibility import UnsupportedCombination, check_pair, check_policy
+from specdec_jax.costs import FIXED
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter

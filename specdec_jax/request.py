@@ -66,6 +66,7 @@ class Request:
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` rows without input.
       inputs: `[B]` the number of each row's input; −1 for a row that only fills up.
+      learns: where to note what drafts came to, a key of `costs.py`; None: nowhere, since outputs would depend on it.
     """
 
     network: Network
@@ -77,6 +78,7 @@ class Request:
     deadline: float | None
     empty: np.ndarray
     inputs: np.ndarray
+    learns: dict | None = None
 
     def of(self, rows) -> "Request":
         """That of some of the rows."""
@@ -101,6 +103,7 @@ class Plan:
       keys: `[N · samples]`, one for each row.
       rows, settings, policy: per input; what rows share is in `shared`.
       shared: the tables of `rows` over the vocabulary: bias and forced tokens.
+      costs_key: under which `costs.py` keeps what γ is chosen by; None: it is not chosen by itself.
     """
 
     network: Network
@@ -124,6 +127,7 @@ class Plan:
     settings: Settings | None
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
+    costs_key: dict | None = None
 
     @property
     def input_lengths(self) -> np.ndarray:
@@ -184,6 +188,7 @@ class Plan:
         return Request(
             self.network, self.drafter, take(self.prefix_lengths, filler=1), take(self.limits), self.eos_ids, self.stop,
             self.deadline, take(self.empty, filler=True), np.repeat(places, self.samples),
+            self.costs_key if self.program.strict_argmax else None,
         )  # fmt: skip
 
 
@@ -301,7 +306,8 @@ def _by_costs(found: Plan, target: LanguageModel, rows: int) -> Plan:
         costs.keep(key, numbers)
     if not numbers.pays(rows):
         return found.plainly(target.network_for(rows))
-    return dataclasses.replace(found, policy=numbers.policy(rows).rows(len(found.limits)))
+    policy = numbers.policy(rows, costs.learned(key) if found.program.strict_argmax else None)
+    return dataclasses.replace(found, policy=policy.rows(len(found.limits)), costs_key=key)
 
 
 def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta, forced_alpha=None) -> Settings | None:
