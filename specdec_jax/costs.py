@@ -156,9 +156,9 @@ def keep(key: Mapping[str, Any], costs: Costs) -> None:
 def learn(key: Mapping[str, Any], examined: int, stood: int) -> None:
     """Adds what the drafts of a request came to; for argmax alone, whose output does not depend on how much is drafted."""
     before = _learned.get(text := _text(key), Learned())
-    examined, stood = before.examined + examined, before.stood + stood
-    kept = min(1.0, _REMEMBERED / max(examined, 1))
-    _learned[text] = Learned(kept * examined, kept * stood, before.requests + 1)
+    total = before.examined + examined
+    kept = min(1.0, _REMEMBERED / max(total, 1))
+    _learned[text] = Learned(kept * total, kept * (before.stood + stood), before.requests + 1)
 
 
 def learned(key: Mapping[str, Any]) -> Learned:
@@ -177,7 +177,7 @@ def _path(text: str) -> pathlib.Path | None:
 
 def key_of(network: Network, drafter: Drafter, program: Program, rows: int, length: int, slots: int) -> dict[str, Any]:
     """What the numbers depend on; of lengths of inputs and of room for outputs no more than the next power of two."""
-    coarse = lambda number: max(64, 1 << (number - 1).bit_length())
+    coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
     mode = {name: value for name, value in program.mode._asdict().items() if name != "processor"}
     return {
         **machine_key(), "target": _describe(network), "drafter": _describe(drafter), "rows": rows,
@@ -232,7 +232,7 @@ def _describe(node: Any) -> str:
 class _Full:
     """A drafter whose drafts are as long as was asked for, of whatever tokens."""
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Any):
         self.drafter = drafter
 
     def draft(self, draft_state, state: DecodeState, num_wanted):
@@ -247,7 +247,7 @@ class _FullObserver(_Full):
 
 for _kind in (_Full, _FullObserver):
     jax.tree_util.register_pytree_node(
-        _kind, lambda node: ((node.drafter,), None), lambda _, parts, kind=_kind: kind(parts[0])
+        _kind, lambda node: ((node.drafter,), type(node)), lambda kind, parts: kind(*parts)
     )
 
 

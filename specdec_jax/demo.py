@@ -47,7 +47,7 @@ class DemoOptions(DecodingOptions):
         if not self.drafter:
             raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
         check_gamma(self.gamma)
-        at_least(1, repeats=self.repeats, gamma=MAXIMUM if self.gamma == "auto" else self.gamma)
+        at_least(1, repeats=self.repeats, gamma=1 if isinstance(self.gamma, str) else self.gamma)
         self.gamma_of(self.gamma)
 
 

@@ -156,7 +156,9 @@ def generate(
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       gamma: "auto": what iterations cost on this machine is measured at the first call of a kind (`costs.py`), and each row
         drafts as many tokens, up to 8, as its own acceptance makes worth it; none, and no drafter runs, where that never
-        pays; on a mesh 4. Or γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it
+        pays; on a mesh 4. With argmax a row begins with what the drafts of earlier calls came to; above temperature 0 the
+        tokens that are drawn (not their law) depend on what was measured, so fix γ for draws that another machine is to
+        repeat. Or γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it
         (`gamma.py`), e.g. `Heuristic(maximum=8)`.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
@@ -428,6 +430,7 @@ def warm_up(
                 target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
                 max_input_length=max_input_length, **options,
             )  # fmt: skip
+            request = dataclasses.replace(request, learns=None)  # nothing is to be learned from such inputs
             finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
     return len(lengths) * len(batch_sizes)
 

@@ -250,8 +250,8 @@ def _write_file(
                 progress.skip(len(journal.done))
             refill = refills(rows, len(inputs), options.deadline)
             outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
-            for number, found in outputs:
-                journal.add(number, job.lines(number, found))
+            for number, rows_of_one in outputs:
+                journal.add(number, job.lines(number, rows_of_one))
                 progress.advance()
             progress.report()
         try:
@@ -267,8 +267,9 @@ def _costs(job: Plan) -> dict[str, Any]:
     """What `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
     if job.policy is None:
         return {"gamma": job.program.gamma}
-    begun = {name: float(getattr(job.policy, name)[0]) for name in ("acceptance", "weight", "look")}
-    return {"costs": job.policy.costs[0].tolist(), **begun}
+    policy: Any = job.policy
+    begun = {name: float(getattr(policy, name)[0]) for name in ("acceptance", "weight", "look")}
+    return {"costs": policy.costs[0].tolist(), **begun}
 
 
 def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:

@@ -269,13 +269,14 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     cache = state.target_cache if draft.target_cache is None else draft.target_cache
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
-    watched = hasattr(drafter, "observe")
-    after, found = _judged(target, state.replace(target_cache=cache, draft_state=None), draft, scored, watched)
+    observe = getattr(drafter, "observe", None)
+    after, found = _judged(target, state.replace(target_cache=cache, draft_state=None), draft, scored, bool(observe))
     after = after.replace(draft_state=draft_state)
-    if not watched:
+    if observe is None:
         return pinned(after, target.rules)
-    seen = Scored(scored, *found, after.lengths - state.lengths)
-    return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+    states, logits = found
+    seen = Scored(scored, states, logits, after.lengths - state.lengths)
+    return pinned(after.replace(draft_state=observe(draft_state, after, seen)), target.rules)
 
 
 def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
