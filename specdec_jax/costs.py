@@ -41,7 +41,7 @@ _GAIN, _LOSS = 0.03, 0.25
 _NEVER = 1e6  # a cost at which a draft is never chosen
 # Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that begin without
 # drafts one looks whether they would pay.
-_REMEMBERED, _WEIGHT, _LOOK = 60, 6.0, 8
+_REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 8
 # Seconds, passes at least and at most, and seconds of an arm in one pass.
 _BUDGET, _PASSES, _PASS = 2.0, (3, 9), 0.04
 _LARGEST = 65_536  # bytes of a file that is read

@@ -293,7 +293,7 @@ def test_the_latest_requests_count():
         seen = costs.learned({"a": 1})
         assert seen.examined <= 60 and least <= seen.stood / seen.examined <= most
     policy = CHEAP.policy(1, seen)
-    assert policy.weight == 6 and abs(policy.acceptance - seen.stood / 60) < 0.05 and policy.look == 1.0
+    assert policy.weight == 12 and abs(policy.acceptance - seen.stood / 60) < 0.05 and policy.look == 1.0
     assert seen.requests == 24 and CHEAP.policy(1, seen._replace(requests=25)).look == 0
 
 
