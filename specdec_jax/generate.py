@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import speculative
+from specdec_jax import costs, speculative
 from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.draws import seeded
 from specdec_jax.gamma import Policy
@@ -135,7 +135,7 @@ def generate(
     inputs,
     *,
     drafter: Drafter | None = None,
-    gamma: int | Sequence[int] | Policy = 4,
+    gamma: str | int | Sequence[int] | Policy = "auto",
     sampling: SamplingConfig = SamplingConfig(),
     verifier: str = "block",
     lenience: float | Sequence[float] | None = None,
@@ -163,8 +163,12 @@ def generate(
         EOS and in which 0 is an id like others; an empty one stands for the start token. None is an input with nothing to
         decode.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
-      gamma: γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it (`gamma.py`), e.g.
-        `Heuristic(maximum=8)`.
+      gamma: "auto": what iterations cost on this machine is measured at the first call of a kind (`costs.py`), and each row
+        drafts as many tokens, up to 8, as its own acceptance makes worth it; none, and no drafter runs, where that never
+        pays; on a mesh 4. With argmax a row begins with what the drafts of earlier calls came to; above temperature 0 the
+        tokens that are drawn (not their law) depend on what was measured, so fix γ for draws that another machine is to
+        repeat. Or γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it
+        (`gamma.py`), e.g. `Heuristic(maximum=8)`.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
@@ -370,6 +374,8 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
+    if request.learns:
+        costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
     stats = _stats(counts, committed, token_by_token=program.verifier != "block" or program.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
 
@@ -450,11 +456,13 @@ def warm_up(
                 target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
                 max_input_length=max_input_length, **options,
             )  # fmt: skip
+            # Nothing is to be learned from such inputs.
+            request = dataclasses.replace(job.request(), learns=None)
             if job.stop or job.deadline:
-                state, request = job.start()
+                state, _ = job.start()
                 finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
             else:
-                finish(target, _decoded(job, max_iterations=np.int32(1)), job.request())
+                finish(target, _decoded(job, max_iterations=np.int32(1)), request)
     return len(lengths) * len(batch_sizes)
 
 

@@ -66,6 +66,7 @@ def decode_stream(
     """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are finished, in any order.
 
     Each input's outputs are what `generate` gives for it with the same options and its key: `fold_in(key, i)` for input i.
+    With `gamma="auto"` that holds for argmax, and above temperature 0 for the same numbers of rows: costs are those of so many.
 
     Args:
       target, inputs, options: as for `generate`; options may have one value per input.
@@ -246,7 +247,9 @@ def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...], rules) -> D
 
 
 @functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
-def _place(state: DecodeState, fresh: DecodeState, sources, targets, count, shared: tuple[bool, ...], rules) -> DecodeState:
+def _place(
+    state: DecodeState, fresh: DecodeState, sources, targets, count, shared: tuple[bool, ...], rules
+) -> DecodeState:
     """`state` with the first `count` of the rows `sources` of `fresh` at `targets`, in place.
 
     One row after the other: XLA's scatter on a CPU copies number by number.

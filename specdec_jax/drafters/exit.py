@@ -29,7 +29,9 @@ class ExitNetwork(Network):
         return self.head(states, live), cache
 
     def head(self, states, live=None):
-        return super().head(states, live) if self.kernel is None else apply_kernel(states, self.kernel, jnp.float32, live)
+        return (
+            super().head(states, live) if self.kernel is None else apply_kernel(states, self.kernel, jnp.float32, live)
+        )
 
 
 @jax.tree_util.register_pytree_node_class

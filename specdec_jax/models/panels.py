@@ -75,7 +75,9 @@ def _flags(live: jax.Array | None) -> jax.Array:
     return jnp.zeros(0, bool) if live is None else live
 
 
-def attend_to_cache(qkv, keys, values, bias, positions, divisor: float, live=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def attend_to_cache(
+    qkv, keys, values, bias, positions, divisor: float, live=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes new keys and values to the caches, in place, and attends to all slots up to each query's own.
 
     Args:
@@ -104,7 +106,9 @@ def attend_to_encoded(query, keys, values, lengths, live=None) -> jax.Array:
     """Returns the attention `[B, T, H·K]` of queries `[B, T, H·K]` over the first `lengths [B]` keys and values
     `[B, H, L, K]`; zeros for a row of length 0, and for positions that are False in `live [B, T]`."""
     result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-    return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(query, keys, values, lengths, _flags(live))
+    return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(
+        query, keys, values, lengths, _flags(live)
+    )
 
 
 def attend_to_inputs(qkv, bias, lengths) -> jax.Array:
