@@ -32,7 +32,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "_learned", {})
     monkeypatch.setattr(costs, "measurable", lambda network: True)
     before = jax.config.jax_compilation_cache_dir
-    yield tmp_path / "cache/specdec_jax"
+    yield tmp_path / "cache/specdec_jax/costs"
     jax.config.update("jax_compilation_cache_dir", before)
 
 
