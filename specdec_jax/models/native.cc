@@ -178,30 +178,38 @@ static __attribute__((noinline)) void block(const float* x, int64_t K, const Pan
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
       for (int q = 0; q < kParts; q++) s[i][p][q] = load(sums + (i * P + p) * kPanel + q * kLanes);
+  // Rows by a few pointers: one for each would take more registers than there are.
+  constexpr int kApart = 5, kPointers = (M + kApart - 1) / kApart;
+  const float* from[kPointers];
+#pragma GCC unroll 64
+  for (int j = 0; j < kPointers; j++) {
+    from[j] = x + j * kApart * K + w.begin;
+    asm("" : "+r"(from[j]));
+  }
   constexpr int kEach = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
-  for (int k = w.begin, turn = w.turn; k < w.end;) {
-    if (!turn--) {
+  for (int k = w.begin, turn = w.turn; k < w.end; k++) {
+    if (k % kEach == 0 && !turn--) {
       turn = w.turns - 1;
       // At the end of these panels the next ones are what comes next.
       const int64_t to = (int64_t)(k + w.ahead) * kPanel + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
 #pragma GCC unroll 64
       for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
     }
-    for (const int last = kEach == 1 || k + kEach < w.end ? k + kEach : w.end; k < last; k++) {
-      Vec u[P][kParts];
+    Vec u[P][kParts];
+#pragma GCC unroll 64
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+      for (int q = 0; q < kParts; q++) u[p][q] = load(w.w + p * w.apart + (int64_t)k * kPanel + q * kLanes);
+#pragma GCC unroll 64
+    for (int i = 0; i < M; i++) {
+      const Vec v = all(from[i / kApart][i % kApart * K]);
 #pragma GCC unroll 64
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-        for (int q = 0; q < kParts; q++) u[p][q] = load(w.w + p * w.apart + (int64_t)k * kPanel + q * kLanes);
-#pragma GCC unroll 64
-      for (int i = 0; i < M; i++) {
-        const Vec v = all(x[i * K + k]);
-#pragma GCC unroll 64
-        for (int p = 0; p < P; p++)
-#pragma GCC unroll 4
-          for (int q = 0; q < kParts; q++) s[i][p][q] += v * u[p][q];
-      }
+        for (int q = 0; q < kParts; q++) s[i][p][q] += v * u[p][q];
     }
+#pragma GCC unroll 64
+    for (int j = 0; j < kPointers; j++) from[j]++;
   }
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
