@@ -199,6 +199,19 @@ def test_self_attention(K, biased):
             same(got, cache)
 
 
+def test_small_weights_are_as_exact_as_large_ones():
+    """Two slots, x apart in score: the weights 1 / (1 + e^-x) and 1 / (1 + e^x), to a few units in the last place."""
+    apart = np.linspace(-86.9, 0, 4001, dtype=np.float32)
+    bias, cache = np.zeros((2, len(apart), 2), np.float32), np.zeros((1, len(apart), 2, 1), np.float32)
+    bias[1, :, 0], cache[..., 0, 0] = apart, 1
+    arrays = (jnp.zeros((1, 1, 3 * len(apart))), *[jnp.asarray(cache)] * 2, jnp.asarray(bias), jnp.ones(1, jnp.int32))
+    out, _, _ = panels.attend_to_cache(*arrays, 1.0)
+    exact = 1 / (1 + np.exp(-apart.astype(np.float64)))
+    np.testing.assert_allclose(np.asarray(out).ravel(), exact, rtol=6 * UNIT)
+    out, _, _ = panels.attend_to_cache(*arrays[:3], jnp.asarray(bias * 2), arrays[4], 1.0)
+    assert (np.asarray(out).ravel()[apart < -43.5] == 0).all()
+
+
 def test_bits_of_self_attention():
     """Those of a query are the same in another call, batch and cache, and whatever lies in slots past it."""
     case = Cached(3, 5, 2, 40, 24, [0, 9, 35])

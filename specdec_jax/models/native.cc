@@ -184,7 +184,7 @@ static __attribute__((noinline)) void block(const float* x, int64_t K, const Pan
 #pragma GCC unroll 64
   for (int j = 0; j < kPointers; j++) {
     from[j] = x + j * kApart * K + w.begin;
-    asm("" : "+r"(from[j]));
+    if (kPointers > 1) asm("" : "+r"(from[j]));
   }
   constexpr int kEach = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
   for (int k = w.begin, turn = w.turn; k < w.end; k++) {
@@ -242,7 +242,7 @@ static void finish(const float* sums, int width, int m, const int32_t* rows, con
 template <int P, int kLeast, int kMost, typename W>
 static void columns(const Product<W>& of, int64_t panel, bool whole) {
   const int64_t begin = panel * kPanel, left = of.F - begin, own = (whole ? P : 1) * kPanel;
-  Panels<W> w{of.w + begin * of.K, whole ? of.K * kPanel : 0, (int)of.K};
+  Panels<W> w{of.w + begin * of.K, whole ? of.K * kPanel : 0, (int)of.K, 0, 0, 0, 0, 0};
   float sums[kGroup * P * kPanel];
   int64_t first = 0;
   for (int64_t groups = (of.M + kGroup - 1) / kGroup; groups > 0; groups--) {
@@ -384,7 +384,6 @@ static void attend(const float* q, const float* keys, const float* values, int64
                    const float* bias, float divisor, float* scores, float* out) {
   const int64_t whole = K / kLanes * kLanes;
   float greatest = -INFINITY;
-  bool numbers = true;
   for (int64_t s = 0; s < live; s++) {
     const float* key = keys + s * apart;
     Vec sums = {};
@@ -392,7 +391,6 @@ static void attend(const float* q, const float* keys, const float* values, int64
     float score = sum_of(sums);
     for (int64_t k = whole; k < K; k++) score += q[k] * key[k];
     score = score / divisor + (bias ? bias[s] : 0.0f);
-    numbers &= score == score;
     greatest = score > greatest ? score : greatest;
     scores[s] = score;
   }
@@ -403,8 +401,8 @@ static void attend(const float* q, const float* keys, const float* values, int64
     totals += e;
     store(scores + s, e);
   }
-  // No slot, no output; a score that is not a number makes an output that is none.
-  const float scale = !numbers ? NAN : live ? 1.0f / sum_of(totals) : 0.0f;
+  // No slot, no output; a score that is not a number makes a total that is none.
+  const float scale = live ? 1.0f / sum_of(totals) : 0.0f;
   const auto vectors = [&](int64_t k, auto count) __attribute__((always_inline)) {
     constexpr int kCount = decltype(count)::value;
     Vec sums[kCount] = {};
