@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -135,46 +136,66 @@ static void in_parallel(ffi::ThreadPool& pool, int64_t total, int64_t grain, int
 
 // --------------------------------------------------------------------------------------------------------------- products
 
-// How many panels a block of so many rows takes side by side: enough sums to hide an addition's latency, in the registers.
-constexpr int panels_for(int rows) {
-  return (rows + 1) * 4 * kParts < kRegisters ? 4 : (rows + 1) * 2 * kParts < kRegisters ? 2 : 1;
-}
-
-// Most rows of a block over as many panels: of few rows, which wait for memory, all are one block; of many the best shape is
-// the squarest.
+// Most rows of a block over so many panels side by side: registers hold all sums and a line of the panels, which a single row
+// takes from memory.
 constexpr int rows_for(int panels) {
   int rows = 1;
-  while ((rows + 2) * panels * kParts < kRegisters) rows++;
-  return rows;
+  while ((rows + (rows > 1)) * panels * kParts < kRegisters) rows++;
+  return rows - 1;
 }
-constexpr int kFew = kParts == 1 ? rows_for(2) : rows_for(1), kMany = kParts == 1 ? rows_for(4) : rows_for(1);
+// Few rows, which wait for memory, are one block, over as many panels as then fit: their sums hide an addition's latency. Many
+// are blocks of the squarest shape, kWide panels.
+constexpr int kWide = kParts == 1 ? 4 : 1;
+
+// y [rows[i]] = x [i] · w, scaled, for i < M.
+template <typename W>
+struct Product {
+  const float* x;
+  const int32_t* rows;
+  int64_t M, K;
+  const W* w;
+  const float* scales;
+  float* y;
+  int64_t F;
+};
 
 // Lines begin .. end - 1 of a few panels, which lie `apart` values apart, for one block of rows.
 template <typename W>
 struct Panels {
   const W* w;
   int64_t apart;
-  int begin, end, lines;
+  int lines, begin, end;
   int ahead;        // lines from the one that is read to the one that is asked for
   int turn, turns;  // of the blocks that read the same lines each asks for its share of the next ones
-  const float* scales;
-  int64_t columns;      // from the first of these panels on
-  const int32_t* rows;  // which row of y each row of x is for
 };
 
-// sums [M, P panels] += x [M, K] · w; they begin in `partial` and end there or in the rows `rows` of y [.., F].
+// sums [M, P panels] += x [M, K] · w.
 template <int M, int P, typename W>
-static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, const int32_t* rows, float* partial,
-                                            float* y, int64_t F) {
-  Vec sums[M][P][kParts];
+static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, float* sums) {
+  Vec s[M][P][kParts];
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++)
-        sums[i][p][q] = w.begin ? load(partial + ((i * P + p) * kParts + q) * kLanes) : Vec{};
-  auto line = [&](int k) __attribute__((always_inline)) {
+      for (int q = 0; q < kParts; q++) s[i][p][q] = load(sums + (i * P + p) * kPanel + q * kLanes);
+  // Rows by a few pointers: one for each would take more registers than there are.
+  constexpr int kApart = 5, kPointers = (M + kApart - 1) / kApart;
+  const float* from[kPointers];
+#pragma GCC unroll 64
+  for (int j = 0; j < kPointers; j++) {
+    from[j] = x + j * kApart * K + w.begin;
+    if (kPointers > 1) asm("" : "+r"(from[j]));
+  }
+  constexpr int kEach = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
+  for (int k = w.begin, turn = w.turn; k < w.end; k++) {
+    if (k % kEach == 0 && !turn--) {
+      turn = w.turns - 1;
+      // At the end of these panels the next ones are what comes next.
+      const int64_t to = (int64_t)(k + w.ahead) * kPanel + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
+#pragma GCC unroll 64
+      for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
+    }
     Vec u[P][kParts];
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
@@ -182,113 +203,104 @@ static __attribute__((noinline)) void block(const float* x, int64_t K, const Pan
       for (int q = 0; q < kParts; q++) u[p][q] = load(w.w + p * w.apart + (int64_t)k * kPanel + q * kLanes);
 #pragma GCC unroll 64
     for (int i = 0; i < M; i++) {
-      const Vec s = all(x[i * K + k]);
+      const Vec v = all(from[i / kApart][i % kApart * K]);
 #pragma GCC unroll 64
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-        for (int q = 0; q < kParts; q++) sums[i][p][q] += s * u[p][q];
+        for (int q = 0; q < kParts; q++) s[i][p][q] += v * u[p][q];
     }
-  };
-  constexpr int kUnroll = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
-  int k = w.begin;
-  for (int turn = w.turn; k + kUnroll <= w.end; k += kUnroll) {
-    if (!turn--) {
-      turn = w.turns - 1;
-      // At the end of these panels the next ones are what comes next.
-      const int64_t to = (int64_t)(k + w.ahead) * kPanel + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
 #pragma GCC unroll 64
-      for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
-    }
-    if constexpr (M <= 2) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kUnroll; j++) line(k + j);
-    } else {
-#pragma GCC unroll 1
-      for (int j = 0; j < kUnroll; j++) line(k + j);
-    }
+    for (int j = 0; j < kPointers; j++) from[j]++;
   }
-#pragma GCC unroll 1
-  for (; k < w.end; k++) line(k);
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++) {
-        const Vec v = sums[i][p][q];
-        const int column = p * kPanel + q * kLanes;
-        if (w.end < w.lines) {
-          store(partial + (i * P + p) * kPanel + q * kLanes, v);
-        } else if (w.columns - column >= kLanes) {
-          store(y + rows[i] * F + column, w.scales ? v * load(w.scales + column) : v);
-        } else {
-          float* to = y + rows[i] * F + column;
-          for (int j = 0; j < w.columns - column; j++) to[j] = w.scales ? v[j] * w.scales[column + j] : v[j];
-        }
-      }
+      for (int q = 0; q < kParts; q++) store(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q]);
 }
 
-template <int P, typename W, int... M>
-static void block_of(int m, const float* x, int64_t K, const Panels<W>& w, const int32_t* rows, float* partial, float* y,
-                     int64_t F, std::integer_sequence<int, M...>) {
-  using Block = void (*)(const float*, int64_t, const Panels<W>&, const int32_t*, float*, float*, int64_t);
-  static constexpr Block blocks[] = {block<M + 1, P, W>...};
-  blocks[m - 1](x, K, w, rows, partial, y, F);
+// The block of m rows, kLeast <= m < kLeast + the length of the sequence.
+template <int P, int kLeast, typename W, int... M>
+static void block_of(int m, const float* x, int64_t K, const Panels<W>& w, float* sums, std::integer_sequence<int, M...>) {
+  static constexpr void (*blocks[])(const float*, int64_t, const Panels<W>&, float*) = {block<kLeast + M, P, W>...};
+  blocks[m - kLeast](x, K, w, sums);
 }
 
-// P panels for all rows, in blocks of at most `kMost`.
-template <int P, int kMost, typename W>
-static void columns(const float* x, int64_t M, int64_t K, Panels<W> w, float* y, int64_t F) {
-  float partial[kGroup * P * kPanel];
-  for (int64_t group = 0; group < M; group += kGroup) {
-    const int rows = M - group < kGroup ? M - group : kGroup;
-    const int chunk = rows <= kMost ? K : kChunk;
+// Sums of m rows, `width` apart, to `count` columns.
+static void finish(const float* sums, int width, int m, const int32_t* rows, const float* scales, float* y, int64_t F,
+                   int64_t count) {
+  for (int i = 0; i < m; i++) {
+    const float* from = sums + i * width;
+    float* to = y + rows[i] * F;
+    int64_t j = 0;
+    for (; j + kLanes <= count; j += kLanes) store(to + j, scales ? load(from + j) * load(scales + j) : load(from + j));
+    for (; j < count; j++) to[j] = scales ? from[j] * scales[j] : from[j];
+  }
+}
+
+// P panels from this one on for all rows, in blocks of kLeast to kMost; where fewer are left one takes the place of all P.
+template <int P, int kLeast, int kMost, typename W>
+static void columns(const Product<W>& of, int64_t panel, bool whole) {
+  const int64_t begin = panel * kPanel, left = of.F - begin, own = (whole ? P : 1) * kPanel;
+  Panels<W> w{of.w + begin * of.K, whole ? of.K * kPanel : 0, (int)of.K, 0, 0, 0, 0, 0};
+  float sums[kGroup * P * kPanel];
+  int64_t first = 0;
+  for (int64_t groups = (of.M + kGroup - 1) / kGroup; groups > 0; groups--) {
+    const int rows = (of.M - first + groups - 1) / groups;
+    const int chunk = rows <= kMost ? of.K : kChunk;
     w.turns = (rows + kMost - 1) / kMost;
     w.ahead = w.turns == 1 ? kAhead / P : chunk;
-    for (w.begin = 0; w.begin < K; w.begin = w.end) {
-      w.end = w.begin + chunk < K ? w.begin + chunk : K;
+    std::memset(sums, 0, sizeof(float) * rows * P * kPanel);
+    for (w.begin = 0; w.begin < of.K; w.begin = w.end) {
+      w.end = w.begin + chunk < of.K ? w.begin + chunk : of.K;
       int row = 0;
       for (w.turn = 0; w.turn < w.turns; w.turn++) {
         const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
-        block_of<P>(m, x + (group + row) * K, K, w, w.rows + group + row, partial + row * P * kPanel, y, F,
-                    std::make_integer_sequence<int, kMost>());
+        block_of<P, kLeast>(m, of.x + (first + row) * of.K, of.K, w, sums + row * P * kPanel,
+                            std::make_integer_sequence<int, kMost - kLeast + 1>());
         row += m;
       }
     }
+    finish(sums, P * kPanel, rows, of.rows + first, of.scales ? of.scales + begin : nullptr, of.y + begin, of.F,
+           left < own ? left : own);
+    first += rows;
   }
 }
 
-// Panels first .. last - 1, P side by side. Of fewer that are left each takes the place of all P.
-template <int P, int kMost, typename W>
-static void side_by_side(const float* x, const int32_t* rows, int64_t M, int64_t K, const W* w, const float* scales, float* y,
-                         int64_t F, int64_t first, int64_t last) {
-  for (int64_t f = first; f < last;) {
-    const bool whole = last - f >= P;
-    const int64_t begin = f * kPanel, own = whole || F - begin < kPanel ? F - begin : kPanel;
-    Panels<W> of{w + begin * K, whole ? K * kPanel : 0, 0, 0, (int)K, 0, 0, 1, scales ? scales + begin : nullptr, own, rows};
-    columns<P, kMost>(x, M, K, of, y + begin, F);
-    f += whole ? P : 1;
-  }
+template <int P, int kLeast, int kMost, typename W>
+static void panels_of(const Product<W>& of, int64_t first, int64_t last) {
+  for (; last - first >= P; first += P) columns<P, kLeast, kMost>(of, first, true);
+  for (; first < last; first++) columns<P, kLeast, kMost>(of, first, false);
 }
 
 template <typename W>
-static void product(ffi::ThreadPool& pool, const float* x, const int32_t* rows, int64_t M, int64_t K, const W* w,
-                    const float* scales, float* y, int64_t F) {
-  const int64_t panels = (F + kPanel - 1) / kPanel, bytes = K * kPanel * sizeof(W);
-  const int side = panels_for(M <= kFew ? M : kMany);
+static void product(ffi::ThreadPool& pool, const Product<W>& of) {
+  constexpr int kFour = rows_for(4), kTwo = rows_for(2), kMost = rows_for(kWide);
+  // Many rows are cut into blocks that are about alike.
+  constexpr int kHalf = (kMost + 1) / 2, kLeast = kWide == 4 ? 1 : kTwo < kHalf ? kTwo + 1 : kHalf;
+  const int64_t panels = (of.F + kPanel - 1) / kPanel, bytes = of.K * kPanel * sizeof(W);
+  const int side = of.M <= kFour ? 4 : of.M <= kTwo ? 2 : kWide;
   const auto part = [=](int64_t first, int64_t last) {
     first *= side, last = last * side < panels ? last * side : panels;
-    if (M <= rows_for(4)) side_by_side<4, rows_for(4)>(x, rows, M, K, w, scales, y, F, first, last);
-    else if (M <= rows_for(2)) side_by_side<2, rows_for(2)>(x, rows, M, K, w, scales, y, F, first, last);
-    else if (kParts == 1) side_by_side<4, rows_for(4)>(x, rows, M, K, w, scales, y, F, first, last);
-    else side_by_side<1, rows_for(1)>(x, rows, M, K, w, scales, y, F, first, last);
+    if constexpr (kFour > 0)
+      if (of.M <= kFour) return panels_of<4, 1, kFour>(of, first, last);
+    if (of.M <= kTwo) return panels_of<2, kFour + 1, kTwo>(of, first, last);
+    panels_of<kWide, kLeast, kMost>(of, first, last);
   };
   const int64_t groups = (panels + side - 1) / side;
-  const int64_t cost = panels * bytes / 4 * (M < 16 ? 4 : M / 4);  // bytes to read, or what the arithmetic takes meanwhile
-  in_parallel(pool, groups, (128 << 10) / (side * bytes) + 1, cost / (64 << 10), part);
+  const int64_t cost = panels * bytes / 4 * (of.M < 16 ? 4 : of.M / 4);  // bytes, or what the arithmetic takes meanwhile
+  in_parallel(pool, groups, (128 << 10) / (side * bytes + 1) + 1, cost / (64 << 10), part);
 }
 
 static ffi::Error unfit(const char* what) { return ffi::Error::InvalidArgument(std::string("specdec_jax: ") + what); }
+
+template <typename B>
+static bool has(const B& buffer, int64_t elements) { return (int64_t)buffer.element_count() == elements; }
+
+// The same, or none.
+template <typename B>
+static bool may_have(const B& buffer, int64_t elements) { return !buffer.element_count() || has(buffer, elements); }
 
 template <typename D>
 static int64_t count(const D& dimensions, size_t first, size_t last) {
@@ -309,10 +321,11 @@ template <ffi::DataType kType, typename W>
 static ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kType> w, const float* scales,
                            ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
+  if (!xs.size() || !ys.size()) return unfit("product: expected rows [.., K] and [.., F]");
   const int64_t K = xs[xs.size() - 1], F = ys[ys.size() - 1], all = count(xs, 0, xs.size() - 1);
   const bool some = live.element_count() > 0;
-  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel ||
-      (some && (int64_t)live.element_count() != all) || K > INT32_MAX || all > INT32_MAX)
+  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel || !has(*y, all * F) ||
+      !may_have(live, all) || K > INT32_MAX || all > INT32_MAX)
     return unfit("product: shapes do not fit");
   static thread_local std::vector<int32_t> own_rows;
   static thread_local std::vector<float> own_x;
@@ -328,7 +341,7 @@ static ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::B
     for (int64_t i = 0; i < M; i++) std::memcpy(packed + i * K, from + rows[i] * K, sizeof(float) * K);
     from = packed;
   }
-  if (M && F) product<W>(pool, from, rows, M, K, w.typed_data(), scales, y->typed_data(), F);
+  if (M && F) product<W>(pool, {from, rows, M, K, w.typed_data(), scales, y->typed_data(), F});
   return ffi::Error::Success();
 }
 
@@ -340,7 +353,7 @@ static ffi::Error ProductF32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
 static ffi::Error ProductS8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scales,
                             ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
   const auto ys = y->dimensions();
-  if ((int64_t)scales.element_count() != ys[ys.size() - 1]) return unfit("product: another number of scales than columns");
+  if (!ys.size() || !has(scales, ys[ys.size() - 1])) return unfit("product: another number of scales than columns");
   return multiply<ffi::S8, int8_t>(pool, x, w, scales.typed_data(), live, y);
 }
 
@@ -372,7 +385,6 @@ static void attend(const float* q, const float* keys, const float* values, int64
                    const float* bias, float divisor, float* scores, float* out) {
   const int64_t whole = K / kLanes * kLanes;
   float greatest = -INFINITY;
-  bool numbers = true;
   for (int64_t s = 0; s < live; s++) {
     const float* key = keys + s * apart;
     // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
@@ -385,7 +397,6 @@ static void attend(const float* q, const float* keys, const float* values, int64
     float score = sum_of(sums);
     for (int64_t k = whole; k < K; k++) score += q[k] * key[k];
     score = score / divisor + (bias ? bias[s] : 0.0f);
-    numbers &= score == score;
     greatest = score > greatest ? score : greatest;
     scores[s] = score;
   }
@@ -396,17 +407,20 @@ static void attend(const float* q, const float* keys, const float* values, int64
     totals += e;
     store(scores + s, e);
   }
-  // No slot, no output; a score that is not a number makes an output that is none.
-  const float scale = !numbers ? NAN : live ? 1.0f / sum_of(totals) : 0.0f;
-  int64_t k = 0;
-  for (; k + 4 * kLanes <= K; k += 4 * kLanes) {
-    Vec sums[4] = {};
+  // No slot, no output; a score that is not a number makes a total that is none.
+  const float scale = live ? 1.0f / sum_of(totals) : 0.0f;
+  const auto vectors = [&](int64_t k, auto count) __attribute__((always_inline)) {
+    constexpr int kCount = decltype(count)::value;
+    Vec sums[kCount] = {};
     for (int64_t s = 0; s < live; s++)
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) sums[j] += scores[s] * load(values + s * apart + k + j * kLanes);
+      for (int j = 0; j < kCount; j++) sums[j] += scores[s] * load(values + s * apart + k + j * kLanes);
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) store(out + k + j * kLanes, sums[j] * scale);
-  }
+    for (int j = 0; j < kCount; j++) store(out + k + j * kLanes, sums[j] * scale);
+  };
+  int64_t k = 0;
+  for (; k + 4 * kLanes <= K; k += 4 * kLanes) vectors(k, std::integral_constant<int, 4>());
+  for (; k + kLanes <= K; k += kLanes) vectors(k, std::integral_constant<int, 1>());
   for (; k < K; k++) {
     float sum = 0;
     for (int64_t s = 0; s < live; s++) sum += scores[s] * values[s * apart + k];
@@ -446,8 +460,9 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
   if (qs.size() != 3 || cs.size() < 3) return unfit("self-attention: expected queries [B, T, 3·H·K] and caches [.., H, S, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
   const bool biased = bias.element_count() > 0;
-  if (qs[2] != 3 * width || count(cs, 0, cs.size()) != B * S * width || (biased && (int64_t)bias.element_count() != S * H * S) ||
-      (live.element_count() && (int64_t)live.element_count() != B * T))
+  if (qs[2] != 3 * width || T > S || !has(keys, B * S * width) || !has(values, B * S * width) || !has(*new_keys, B * S * width) ||
+      !has(*new_values, B * S * width) || !has(*out, B * T * width) || !may_have(bias, S * H * S) || !has(positions, B) ||
+      !may_have(live, B * T))
     return unfit("self-attention: shapes do not fit");
   float *key = new_keys->typed_data(), *value = new_values->typed_data();
   if (key != keys.typed_data()) std::memcpy(key, keys.typed_data(), sizeof(float) * B * S * width);
@@ -489,8 +504,8 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> que
   const auto qs = query.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., H, L, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], L = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
-  if (qs[2] != width || count(cs, 0, cs.size()) != B * L * width || (int64_t)lengths.element_count() != B ||
-      (live.element_count() && (int64_t)live.element_count() != B * T))
+  if (qs[2] != width || !has(keys, B * L * width) || !has(values, B * L * width) || !has(*out, B * T * width) ||
+      !has(lengths, B) || !may_have(live, B * T))
     return unfit("cross-attention: shapes do not fit");
   const float *x = query.typed_data(), *key = keys.typed_data(), *value = values.typed_data();
   const int32_t* ends = lengths.typed_data();
@@ -514,7 +529,8 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
   const auto qs = qkv.dimensions(), bs = bias.dimensions();
   if (qs.size() != 3 || bs.size() != 3) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [L, H, L]");
   const int64_t B = qs[0], L = qs[1], H = bs[1], width = qs[2] / 3, K = H ? width / H : 0;
-  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2] || (int64_t)lengths.element_count() != B) return unfit("encoder attention: shapes do not fit");
+  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2] || !has(*out, B * L * width) || !has(lengths, B))
+    return unfit("encoder attention: shapes do not fit");
   const float *x = qkv.typed_data(), *table = bias.typed_data();
   const int32_t* ends = lengths.typed_data();
   float* y = out->typed_data();
