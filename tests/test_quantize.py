@@ -279,17 +279,19 @@ def test_what_cannot_be_had_is_refused_before_anything_is_read(tmp_path, monkeyp
     folder = save_tiny(tmp_path / "model")
     with pytest.raises(ValueError, match="quantize: got 'int4', expected one of int8, none"):
         sd.load(folder, "float32", quantize="int4")
-    with pytest.raises(ValueError, match="quantize: got 'int8' with a mesh, but 8 bits take float32 on a CPU"):
+    with pytest.raises(ValueError, match="quantize: got 'int8' with a mesh, expected 8 bits only for float32 on a CPU"):
         sd.load(folder, "float32", quantize="int8", mesh=sd.make_mesh(1, 1))
-    with pytest.raises(ValueError, match="quantize: got 'int8', but .* got bfloat16 on the backend cpu"):
+    with pytest.raises(ValueError, match="quantize: got 'int8', expected 8 bits .*here: bfloat16 on the backend cpu"):
         sd.load(folder, "bfloat16", quantize="int8")
     monkeypatch.setattr(panels, "usable", lambda dtype: False)
     monkeypatch.setattr(native, "state", lambda: "CPU kernel: none, no compiler")
-    with pytest.raises(ValueError, match="quantize: got 'int8', but .*CPU kernel: none, no compiler"):
+    with pytest.raises(ValueError, match="quantize: got 'int8', expected .*CPU kernel: none, no compiler"):
         sd.load(folder, "float32", quantize="int8")
-    with pytest.raises(ValueError, match="quantize: got 'int8', but .*CPU kernel: none"):
+    with pytest.raises(ValueError, match="quantize: got 'int8', expected .*CPU kernel: none"):
         sd.LanguageModel.random(TINY, quantize="int8")
-    with pytest.raises(ValueError, match="params: got kernels in 8 bits, expected floating-point ones.*no compiler"):
+    with pytest.raises(
+        ValueError, match="params: got kernels in 8 bits, expected 8 bits only for float32.*no compiler"
+    ):
         sd.LanguageModel(TINY, packing.rounded(make.model_of().params))
 
 
@@ -339,7 +341,7 @@ def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     ratio = float(done.stdout)
     print(f"{quantize or 'stored'}: {ratio:.3f}")
-    assert 0.9 < ratio <= 1.35  # in float32 the weights alone are nearly 4
+    assert 0.9 < ratio <= 1.25  # in float32 the weights alone are nearly 4
 
 
 # The command line.
@@ -359,7 +361,7 @@ def test_what_was_chosen_is_said(tmp_path):
     ]
 
 
-def test_generate_decodes_with_the_rounded_model(specdec, pair, tmp_path):
+def test_generate_decodes_with_the_rounded_model(specdec, pair):
     target = sd.load(pair / "target", "float32", quantize="int8")
     sentences = test_cli.SENTENCES
     expected = [sd.generate(target, [text], max_new_tokens=6).texts[0] for text in sentences]
@@ -367,16 +369,6 @@ def test_generate_decodes_with_the_rounded_model(specdec, pair, tmp_path):
     code, out, err = specdec("generate", *how, *sentences)
     assert code == 0 and [json.loads(line)["text"] for line in out.splitlines()] == expected
     assert "with weights rounded to 8 bits" in err
-    (tmp_path / "in.txt").write_text("\n".join(sentences))
-    place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
-    assert specdec("generate", *how, *place)[0] == 0
-    (tmp_path / "out.txt").rename(tmp_path / "kept.txt")
-    assert (
-        specdec("convert", "--source=TARGET", f"--output={tmp_path / 'int8'}", "--format=specdec", "--dtype=int8")[0]
-        == 0
-    )
-    assert specdec("generate", *how, f"--target={tmp_path / 'int8'}", *place)[0] == 0, "the same model, stored"
-    assert (tmp_path / "out.txt").read_text() == (tmp_path / "kept.txt").read_text()
 
 
 def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch):
@@ -386,7 +378,7 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
         patch.setattr("specdec_jax.journal.Journal.finish", lambda self: None)  # as after a kill
         assert specdec("generate", "--target=TARGET", "--max_new_tokens=3", *place)[0] == 0
     code, _, err = specdec("generate", "--target=TARGET", "--max_new_tokens=3", "--quantize=int8", *place)
-    assert code == 1 and "got results with target in 8 bits False, expected True" in err
+    assert code == 2 and "got results with target in 8 bits False, expected True" in err
 
 
 def test_a_preset_in_8_bits(monkeypatch):

@@ -157,9 +157,7 @@ class LanguageModel:
         native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
         self.quantized = packing.quantized(params)
         if self.quantized and not native:
-            raise ValueError(
-                f"params: got kernels in 8 bits, expected floating-point ones: {panels.needed(config.dtype)}"
-            )
+            raise ValueError(f"params: got kernels in 8 bits, expected {panels.needed(config.dtype)}")
         if rules is not None:
             rules.check(config)
             _lay_out(params, rules)

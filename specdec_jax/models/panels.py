@@ -30,8 +30,8 @@ QUANTIZE = ("int8", "none")  # see `checkpoints.load`
 def needed(dtype) -> str:
     """Returns a line that says what `usable` asks for and what there is."""
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
-    there = native.state() if (backend, dtype) == ("cpu", "float32") else f"got {dtype} on the backend {backend}"
-    return f"8 bits take float32 on a CPU with the package's own kernel, no mesh and no matmul_dtype ({there})"
+    there = native.state() if (backend, dtype) == ("cpu", "float32") else f"{dtype} on the backend {backend}"
+    return f"8 bits only for float32 on a CPU with the package's own kernel, without a mesh or matmul_dtype (here: {there})"
 
 
 def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
@@ -39,7 +39,7 @@ def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
     if quantize is not None and quantize not in QUANTIZE:
         raise ValueError(f"quantize: got {shown(quantize)}, expected one of {', '.join(QUANTIZE)}")
     if quantize == "int8" and (mesh or not usable(dtype)):
-        raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, but {needed(dtype)}")
+        raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
 
 
 @flax.struct.dataclass
