@@ -167,8 +167,11 @@ def _preset(
     options: BenchmarkOptions, target: LanguageModel | None
 ) -> tuple[LanguageModel, NamedDrafter | None, list[Batch]]:
     def model(preset: str, drafts: bool = False) -> LanguageModel:
-        config = dataclasses.replace(PRESETS[preset], dtype=checkpoints.choose_dtype(options.dtype, preset))
-        random = LanguageModel.random(config, name=preset, rules=options.placement(drafts))
+        quantize = None if drafts else options.quantize
+        kernels = "rounded" if quantize == "int8" else None
+        dtype = checkpoints.choose_dtype(options.dtype, preset, kernels=kernels)
+        config = dataclasses.replace(PRESETS[preset], dtype=dtype)
+        random = LanguageModel.random(config, name=preset, rules=options.placement(drafts), quantize=quantize)
         random.eos_ids = ()  # every output has full length
         return random
 

@@ -1,8 +1,6 @@
 """Loading, saving and converting models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
 
 import dataclasses
-import functools
-import math
 import pathlib
 import re
 import shlex
@@ -13,24 +11,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.formats import huggingface, own, t5x
+from specdec_jax.formats import eight_bits, huggingface, own, t5x
 from specdec_jax.formats.allocator import returning_freed_memory
 from specdec_jax.formats.leaves import (
     Checkpoint,
     Leaf,
     Track,
     check,
-    flatten,
     parameter_count,
-    parameter_shapes,
-    unflatten,
 )
+from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel, ModelConfig, check_ids, t5_only
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sharding import Mesh, ShardingRules
-from specdec_jax.sharding import read as read_shards
 from specdec_jax.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.weights import kernels_of, read_params, required_bytes
 from specdec_jax.writing import new_folder
 
 CGROUPS, CGROUPS_OF_PROCESS = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/proc/self/cgroup")
@@ -59,6 +56,7 @@ def load(
     vocabulary: Vocabulary | str | pathlib.Path | None = None,
     mesh: Mesh | None = None,
     replicate: bool = False,
+    quantize: str | None = None,
     say: Callable[[str], None] = _say,
 ) -> LanguageModel:
     """A model of any format this package knows, recognised by the folder's contents.
@@ -80,12 +78,17 @@ def load(
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model"; every process reads what its
         own devices hold (all of a parameter where the format has no parts). None: the default device has all.
       replicate: with a mesh, every device holds the whole model, and only rows are divided: for drafters.
+      quantize: weights in 8 bits, multiplied with float32 activations: a quarter of the bytes that a step on a CPU reads. They
+        take float32, a CPU, no mesh, and the package's own kernel (`specdec demo` says whether it is there). None: kernels that
+        are stored in 8 bits stay so where that can be had, which changes no number but by the rounding of sums; all others are
+        in `dtype`. "int8": every kernel, the head's too, is rounded while it is read, unless it is stored so: the model is then
+        another one, and the law of what it decodes is that of the rounded model. "none": all are in `dtype`.
       say: where the line about the chosen dtype goes; standard error.
 
     Raises:
       ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory; heads or a
-        feed-forward width that the mesh does not divide.
+        feed-forward width that the mesh does not divide; `quantize="int8"` where it cannot be had.
     """
     if replicate and mesh is None:
         raise ValueError("replicate: got it without a mesh, expected one")
@@ -93,13 +96,14 @@ def load(
     folder = resolve(path)
     checkpoint = _open(folder, config)
     checkpoint = _completed(checkpoint, vocabulary, folder)
-    dtype = choose_dtype(dtype, path, say)
+    kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
+    dtype = choose_dtype(dtype, path, say, kernels)
     if rules is not None:
         rules.check(checkpoint.config)
-    _check_memory(checkpoint.config, dtype, folder, rules)
+    _check_memory(checkpoint.config, dtype, folder, rules, kernels)
     network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
     with returning_freed_memory():
-        params = read_params(checkpoint, dtype, rules)
+        params = read_params(checkpoint, dtype, rules, kernels)
         return LanguageModel(
             network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
             name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint, rules=rules,
@@ -133,7 +137,7 @@ def load_shape(path) -> ModelConfig:
 
 
 def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
-    """Writes a model that `load` reads, in the parameters' own dtype or in `dtype`, as for `convert`.
+    """Writes a model that `load` reads, in `dtype`, as for `convert`: kernels in 8 bits are widened, unless that is "int8".
 
     The vocabulary's file goes into the folder, unless, for "specdec", the folder above holds the same file. The folder appears
     whole or not at all; an earlier model folder of this package there is replaced.
@@ -147,11 +151,17 @@ def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> Non
     folder = pathlib.Path(path).absolute()
     check = own.check_free if _check_format(format) == "specdec" else _check_empty
     check(folder)
-    leaves = {name: Leaf.of(array) for name, array in flatten(model.params).items()}
+    leaves = {"/".join(names): _leaf(value) for names, value in packing.stored_parameters(model.network.params)}
     checkpoint = Checkpoint(
         model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint
     )
     _write(checkpoint, folder, check, format, dtype)
+
+
+def _leaf(value: packing.Plain) -> Leaf:
+    if isinstance(value, Int8Kernel):
+        return eight_bits.product(Leaf.of(value.values), Leaf.of(value.scales[None]))
+    return Leaf.of(value)
 
 
 class Written(NamedTuple):
@@ -186,8 +196,8 @@ def convert(
         is T5X's, else 1.
       format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes today), "t5x_legacy", or
         "specdec", this package's own.
-      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8 bits, the rest in float32,
-        read as floating-point numbers. Drafters and heads that were trained on a target's states do not fit the rounded
+      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8 bits, those that are
+        stored so with the very integers, the rest in float32. Drafters and heads that were trained on a target's states do not fit the rounded
         one. None: bfloat16 if all parameters are stored so, else float32.
       config, vocabulary: as for `load`.
       track: given the parameters' names, yields them: for a progress bar.
@@ -275,33 +285,6 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
             raise ValueError(f"format: got {name}={value!r}, which {format} would give back as {theirs[name]!r}")
 
 
-def read_params(checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None) -> dict:
-    """The parameters as a nested dict of arrays on the default device, or in parts on a mesh, read one at a time."""
-    wanted = jnp.dtype(dtype)
-    params = {name: None for name in parameter_shapes(checkpoint.config)}
-    # The largest first: what a read needs beside its result then adds to the little that is already there.
-    for name in sorted(checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)):
-        leaf = checkpoint.leaves[name]
-        if rules is None:
-            array = jax.device_put(leaf.load(wanted))
-        else:
-            sharding = rules.of_parameter(name, leaf.shape)
-            array = read_shards(sharding, leaf.shape, functools.partial(leaf.load_part, wanted))
-        params[name] = array.block_until_ready()
-    return unflatten(params)
-
-
-def required_bytes(config: ModelConfig, dtype: str, rules: ShardingRules | None = None) -> int:
-    """Memory of a device that loading takes: the parameters, or its part of them, and the largest twice more while the
-    loop's layout is made of it. The CPU's devices are one memory."""
-    shapes = parameter_shapes(config)
-    if rules is not None:
-        shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    together = len(rules.mesh.local_devices) if rules is not None and jax.default_backend() == "cpu" else 1
-    return (sum(sizes) * together + 2 * max(sizes)) * jnp.dtype(dtype).itemsize
-
-
 def available_bytes(device: jax.Device | None = None) -> int | None:
     """Free memory of the device that parameters go to, within the limit of a container; None where it cannot be told."""
     device = device or jax.devices()[0]
@@ -348,13 +331,15 @@ def _cgroup_bytes() -> list[int]:
     return left
 
 
-def _check_memory(config: ModelConfig, dtype: str, path, rules: ShardingRules | None = None) -> None:
+def _check_memory(
+    config: ModelConfig, dtype: str, path, rules: ShardingRules | None = None, kernels: str | None = None
+) -> None:
     available = available_bytes() if rules is None else available_bytes(rules.mesh.local_devices[0])
-    required = required_bytes(config, dtype, rules)
+    required = required_bytes(config, dtype, rules, kernels)
     if available is not None and required > available:
         raise ValueError(
             f"{path}: got {available / 1e9:.2f} GB of free memory, expected at least {required / 1e9:.2f} GB for "
-            f"{parameter_count(config):,} parameters in {dtype}"
+            f"{parameter_count(config):,} parameters in {'8 bits and ' if kernels else ''}{dtype}"
         )
 
 
@@ -373,14 +358,26 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
     return name
 
 
-def choose_dtype(dtype, path, say: Callable[[str], None] = _say) -> str:
-    """`dtype`, or the default of the machine, which `say` is then told with `path`."""
+def _known_dtype(dtype) -> str:
+    """`dtype`, or the default of the machine."""
     if dtype is not None:
         return _check_dtype(dtype)
-    platform = jax.default_backend()
-    chosen = "float32" if platform == "cpu" else "bfloat16"
-    kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
-    say(f"loading {path} in {chosen}, the default on {kind} (dtype=, or --dtype on the command line, chooses another)")
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+_IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded": ", with weights rounded to 8 bits"}
+
+
+def choose_dtype(dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None) -> str:
+    """`dtype`, or the default of the machine, which `say` is then told with `path` and what `kernels_of` gave."""
+    chosen = _known_dtype(dtype)
+    if dtype is None:
+        platform = jax.default_backend()
+        kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
+        say(
+            f"loading {path} in {chosen}, the default on {kind}{_IN_8_BITS.get(kernels or '', '')} "
+            "(dtype=, or --dtype on the command line, chooses another)"
+        )
     return chosen
 
 

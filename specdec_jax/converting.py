@@ -28,8 +28,8 @@ class ConvertOptions:
     )
     dtype: str | None = option(
         None,
-        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits, read as floating-point numbers; not for a target "
-        "whose drafter or heads were trained on its states); none: bfloat16 "
+        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits; not for a target whose drafter or heads were trained "
+        "on its states); none: bfloat16 "
         "if all parameters are stored so, else float32",
     )
     vocabulary: str | None = option(
@@ -65,6 +65,7 @@ def run(options: ConvertOptions) -> None:
         track=lambda names: track(names, len(names), "parameters"),
     )  # fmt: skip
     kept = set(written.stored) == {written.dtype} or written.dtype == "float32" and "float64" not in written.stored
+    kept |= written.dtype == "int8" in written.stored
     source = ", ".join(written.stored) + ("" if kept else ", rounded")
     print(
         f"{written.folder}: {options.format}, {written.parameters:,} parameters in {written.dtype} "

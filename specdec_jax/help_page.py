@@ -11,7 +11,7 @@ from typing import Any
 # Flags of all commands, in the order of the page.
 GROUPS = {
     "models": (
-        "target", "drafter", "drafter_shape", "vocabulary", "dtype", "gated_activation", "mesh", "shard_drafter",
+        "target", "drafter", "drafter_shape", "vocabulary", "dtype", "quantize", "gated_activation", "mesh", "shard_drafter",
         "shortlist_size", "shortlist", "drafter_int8",
     ),
     "input and output": (

@@ -291,7 +291,7 @@ def _deciding(
 ) -> dict[str, Any]:
     """What decides the lines of an output file: settings, models and sentences, by their contents."""
     apart = (
-        *("target", "drafter", "shortlist", "vocabulary", "dtype", "input_file", "output_file", "stream"),
+        *("target", "drafter", "shortlist", "vocabulary", "dtype", "quantize", "input_file", "output_file", "stream"),
         *("module_import", "tfds_data_dir"),
     )
     settings = {
@@ -300,6 +300,7 @@ def _deciding(
     return settings | {
         "versions": {name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
         "dtype": target.config.dtype,
+        "target in 8 bits": target.quantized,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
         "target": digest([target.contents.encode(), own.vocabulary_contents(target.vocabulary)]),

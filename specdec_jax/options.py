@@ -20,6 +20,7 @@ from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.formats import own
 from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.panels import QUANTIZE
 from specdec_jax.request import MAX_GAMMA, check_limits, verifier_settings
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import Mesh, ShardingRules, make_mesh, parse_mesh
@@ -69,6 +70,12 @@ class DecodingOptions:
         None, "SentencePiece model or tokenizer.json of both models, for checkpoints that have none (T5X's)"
     )
     dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
+    quantize: str | None = option(
+        None,
+        "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); the output law is then that of "
+        "the rounded model; none: widen weights that are stored in 8 bits to --dtype (default: such weights are used as they "
+        "are stored, where that can be had); for a drafter there is --drafter_int8",
+    )
     mesh: str | None = option(
         None,
         "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and caches among MODEL devices "
@@ -192,10 +199,18 @@ class DecodingOptions:
         at_least(0, shortlist_size=self.shortlist_size)
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
+        self._check_quantize()
         if self.shard_drafter and not self.mesh:
             raise UnsupportedCombination("shard_drafter: got it without a mesh, expected --mesh=DATAxMODEL too")
         if self.mesh:
             ShardingRules(self.devices()).check_rows("batch_size", self.rows)
+
+    def _check_quantize(self) -> None:
+        if self.quantize not in (None, *QUANTIZE):
+            raise ValueError(f"quantize: got {self.quantize!r}, expected one of {', '.join(QUANTIZE)}")
+        if self.quantize == "int8" and (self.mesh or self.dtype == "bfloat16"):
+            got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
+            raise UnsupportedCombination(f"quantize: got 'int8' with {got}, expected float32 on one device, a CPU")
 
     @property
     def drafts(self) -> bool:
@@ -220,7 +235,7 @@ class DecodingOptions:
         load = functools.partial(checkpoints.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices())
         if self.drafter:
             check_drafter_name(self.drafter)
-        target = target or load(self.target)
+        target = target or load(self.target, quantize=self.quantize)
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
         drafter = named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None

@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec_jax import analysis, costs
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.formats.leaves import parameter_count
 from specdec_jax.measure import Spread
 from specdec_jax.models import native
 from specdec_jax.models.base import LanguageModel, decoder_only
@@ -43,7 +44,7 @@ def model(model: LanguageModel) -> dict[str, Any]:
     leaves = jax.tree.leaves(model.network.params)
     return {
         "name": model.name,
-        "parameters": sum(leaf.size for leaf in leaves),
+        "parameters": parameter_count(model.config),  # of which the loop's layout may have copies, padded
         "parameter_dtype": ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
         "config": dataclasses.asdict(model.config),
     }

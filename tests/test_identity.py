@@ -68,7 +68,9 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
     for usable in (True, False):
         monkeypatch.setattr(panels, "usable", lambda dtype, usable=usable: usable)
         other = sd.load(tmp_path / "model", "float32")
-        assert (other.fingerprint, other.contents) == (first.fingerprint, first.contents)
+        assert other.fingerprint == first.fingerprint
+        assert (other.contents == first.contents) == (other.quantized == first.quantized)
+        assert other.quantized == (dtype == "int8" and usable)
 
 
 def test_the_bundled_pair_and_folders_that_say_the_older_fingerprint(tmp_path):

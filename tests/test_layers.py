@@ -51,7 +51,7 @@ LAYERS = [
     {"compatibility", "costs", "request", "generate", "jobs"},
     {
         *("checkpoints", "corpora", "data", "deepening", "journal", "losses", "optimizer", "progress", "runs", "train"),
-        "train_heads",
+        *("train_heads", "weights"),
     },
     {"interop", "interop.decoding", "interop.seqio", "interop.t5x", "interop.tasks", "interop.vocabularies"},
     {

@@ -47,17 +47,19 @@ class ModelDrafter:
           shortlist: ids that alone are proposed, so that the head has no more columns than these: ascending, each once,
             those that end a sequence among them (as from `shortlist_from_counts`). A number takes so many of the
             vocabulary's first ids, which SentencePiece orders by frequency, and the ending ones.
-          int8: multiply with kernels of 8 bits, made now and kept beside the model's own.
+          int8: multiply with kernels of 8 bits, made now and kept beside the model's own, unless those are in 8 bits already.
+            On a CPU in float32 activations stay float32, elsewhere they are rounded too.
 
         Raises:
           ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id that ends a sequence.
         """
-        self.model, self.network, self.shortlist, self.int8 = model, model.network, None, bool(int8)
+        self.model, self.network, self.shortlist = model, model.network, None
+        self.int8 = bool(int8) and not model.quantized
         if shortlist is not None:
             ids = check_shortlist(shortlist, model.config.vocab_size, model.eos_ids)
             self.shortlist = Shortlist.of(ids, model.config.vocab_size)
             self.network = self.network.shortlisted(self.shortlist.ids)
-        if int8:
+        if self.int8:
             self.network = self.network.in_int8()
 
     @property

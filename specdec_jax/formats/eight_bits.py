@@ -1,6 +1,7 @@
 """Matrices stored in 8 bits, half of bfloat16's size: rounded values, and a scale for each output or row of an embedding.
 
-They are read as floating-point numbers, so that a model stored so is one like any other, only a little another one.
+They can be read as floating-point numbers, so that a model stored so is one like any other, only a little another one; where
+the CPU's own kernel is there, kernels are used as they are stored.
 """
 
 import functools
@@ -25,10 +26,30 @@ def divided(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     kind = name.rpartition("/")[2]
     if array.ndim != 2 or kind not in ("kernel", "embedding"):
         return {name: array}
-    if not np.all(np.isfinite(array)):
-        raise ValueError(f"parameter {name}: got numbers that are not finite, expected finite ones to store in 8 bits")
+    _check_finite(name, array)
     scales = np.max(np.abs(array), axis=0 if kind == "kernel" else 1, keepdims=True).astype(np.float32) / _MOST
     values = np.rint(np.clip(array / np.where(scales > 0, scales, 1), -_MOST, _MOST)).astype(np.int8)
+    return {f"{name}/{_VALUES}": values, f"{name}/{_SCALES}": scales}
+
+
+def _check_finite(name: str, array: np.ndarray) -> None:
+    if not np.all(np.isfinite(array)):
+        raise ValueError(f"parameter {name}: got numbers that are not finite, expected finite ones to store in 8 bits")
+
+
+def fits(name: str, leaf: Leaf) -> bool:
+    """Returns whether a matrix is stored as `divided` stores it."""
+    axis = {"kernel": 0, "embedding": 1}.get(name.rpartition("/")[2])
+    return leaf.parts is not None and axis is not None and leaf.parts[1].shape[axis] == 1
+
+
+def written(name: str, leaf: Leaf) -> dict[str, np.ndarray]:
+    """As `divided`; of a matrix that is stored so already its very values and scales."""
+    if not fits(name, leaf):
+        return divided(name, leaf.load(np.float32))
+    assert leaf.parts
+    values, scales = leaf.parts[0].load(np.int8), leaf.parts[1].load(np.float32)
+    _check_finite(name, scales)
     return {f"{name}/{_VALUES}": values, f"{name}/{_SCALES}": scales}
 
 
@@ -59,9 +80,14 @@ def joined(leaves: dict[str, Leaf], path) -> dict[str, Leaf]:
                     f"{path}: parameter {parameter}: got scales of shape {other.shape} for values of shape {leaf.shape}, "
                     "expected one for each row or column"
                 )
-            read, part_of = functools.partial(_read, leaf, other), functools.partial(_read_part, leaf, other)
-            found[parameter] = Leaf(leaf.shape, read, "int8", read_part=part_of)
+            found[parameter] = product(leaf, other)
     return found
+
+
+def product(values: Leaf, scales: Leaf) -> Leaf:
+    """Returns the parameter of which these are stored."""
+    read, read_part = functools.partial(_read, values, scales), functools.partial(_read_part, values, scales)
+    return Leaf(values.shape, read, "int8", read_part=read_part, parts=(values, scales))
 
 
 def _read(values: Leaf, scales: Leaf, dtype: np.dtype, transpose: bool) -> np.ndarray:

@@ -27,6 +27,8 @@ class Leaf:
       dtype: name of the stored dtype.
       turned: the parameter is the transpose of what is stored.
       read_part: `(dtype, box)` -> that part of what is stored, a slice of every axis; None where only all can be read.
+      parts: int8 values and float32 scales whose product it is, where that is what is stored; the scales have length 1 along
+        the axis of which all numbers share one.
     """
 
     shape: tuple[int, ...]
@@ -34,10 +36,12 @@ class Leaf:
     dtype: str
     turned: bool = False
     read_part: Callable[[np.dtype, tuple[slice, ...]], np.ndarray] | None = None
+    parts: "tuple[Leaf, Leaf] | None" = None
 
     def transposed(self) -> "Leaf":
         """The transpose of a matrix, made while it is read."""
-        return dataclasses.replace(self, shape=self.shape[::-1], turned=not self.turned)
+        parts = self.parts and (self.parts[0].transposed(), self.parts[1].transposed())
+        return dataclasses.replace(self, shape=self.shape[::-1], turned=not self.turned, parts=parts)
 
     def load(self, dtype) -> np.ndarray:
         """The parameter, in this package's layout."""

@@ -127,8 +127,10 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
     """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" is of matrices (`eight_bits.py`)."""
     write_description(checkpoint, folder)
     names = track(list(checkpoint.leaves))
-    load = lambda name: checkpoint.leaves[name].load("float32" if dtype == "int8" else dtype)
-    stored = lambda name: eight_bits.divided(name, load(name)) if dtype == "int8" else {name: load(name)}
+    leaves = checkpoint.leaves
+    stored = lambda name: (
+        eight_bits.written(name, leaves[name]) if dtype == "int8" else {name: leaves[name].load(dtype)}
+    )
     _write_params((item for name in names for item in stored(name).items()), folder)
 
 

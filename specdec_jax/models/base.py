@@ -141,6 +141,8 @@ class LanguageModel:
       name: for messages and records.
       encoder_fingerprint: of the model whose encoder output this one was trained on, where it has no encoder; None: unknown.
       network: the same as the jitted functions take it.
+      quantized: its kernels, the head's too, are in 8 bits, a scale for each output; activations and all else are float32.
+        `params` has what their values times their scales are.
     """
 
     def __init__(
@@ -148,32 +150,44 @@ class LanguageModel:
         encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
     ):  # fmt: skip
         """Args as the attributes; `rules`: how the parameters are laid out on a mesh, None: on one device. With `donate_params` the nested dicts
-        of `params` are emptied while the weights are brought into the loop's layout, so that at most one kernel exists twice."""
+        of `params` are emptied while the weights are brought into the loop's layout, so that at most one kernel exists twice. Kernels of
+        `params` may be `Int8Kernel`s, all or none, where `panels.usable` (else ValueError), and then the head of a model whose head is
+        its embedding may be there too, "decoder/logits_dense/kernel"."""
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.encoder_fingerprint = encoder_fingerprint
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
+        native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
+        self.quantized = packing.quantized(params)
+        if self.quantized and not native:
+            raise ValueError(f"params: got kernels in 8 bits, expected {panels.needed(config.dtype)}")
         if rules is not None:
             rules.check(config)
             _lay_out(params, rules)
         fused = _fused(rules)
-        native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
         packed, module = packing.pack(params, native, fused), module_of(config, fused, native)
         if native and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
             packed, module = packing.with_head(packed, True, native), module_of(config.with_own_head(), fused, native)
+            packed = packing.in_int8(packed) if self.quantized else packed
         self.network = Network(packed, module, rules)
 
     @classmethod
     def random(
-        cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random", rules=None
-    ) -> "LanguageModel":
-        """A model with randomly initialised parameters in the configuration's dtype, for tests and timing."""
+        cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random", rules=None,
+        quantize: str | None = None,
+    ) -> "LanguageModel":  # fmt: skip
+        """A model with randomly initialised parameters in the configuration's dtype, for tests and timing.
+
+        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none" leave them as they are.
+        """
+        panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
         key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
         params = _random_params(key, module=module_of(config), dtype=config.dtype, rules=rules)
+        params = packing.rounded(params) if quantize == "int8" else params
         return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True, rules=rules)
 
     @property
@@ -188,8 +202,10 @@ class LanguageModel:
 
     @functools.cached_property
     def contents(self) -> str:
-        """Tells models apart that may compute different numbers: by their weights to the last bit, dtype and shape."""
-        return f"{identity.exact(self.network.params, self.network.rules)} {self.config}"
+        """Tells models apart that may compute different numbers: by their weights to the last bit, dtype, shape, and whether
+        they are in 8 bits, whose products are rounded elsewhere than those of the same numbers in float32."""
+        exact = identity.exact(self.network.params, self.network.rules)
+        return f"{exact} {self.config}{' in 8 bits' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
         """Whether a `fingerprint` that was stored is this model's; earlier versions stored one of a part of the weights."""

@@ -1,4 +1,5 @@
-"""Kernels in 8 bits. On a CPU see `panels.py`; elsewhere they are for drafters, since the activations are rounded too."""
+"""Kernels in 8 bits. On a CPU `panels.py` multiplies them with float32 activations; elsewhere they are for drafters alone,
+since activations are rounded to 8 bits too."""
 
 import flax.struct
 import jax

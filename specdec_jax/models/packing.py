@@ -19,6 +19,7 @@ from specdec_jax.models.panels import Panels
 _FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
 Kernel = jax.Array | Panels | Int8Kernel
+Plain = jax.Array | Int8Kernel  # a kernel as a checkpoint has it
 
 
 def pack(params: dict, panels: bool, fused: bool = True) -> dict:
@@ -103,8 +104,14 @@ def unpack(packed: dict) -> dict:
     return flax.traverse_util.unflatten_dict(dict(parameters(packed)))
 
 
-def parameters(packed: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
-    """Yields the arrays of T5X's tree with their paths, one after the other: no two that were packed need be there at a time.
+def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
+    """Yields the arrays of T5X's tree with their paths, one after the other: no two that were packed need be there at a time."""
+    for path, value in stored_parameters(packed):
+        yield path, matrix(value)
+
+
+def stored_parameters(packed: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Plain]]:
+    """As `parameters`, but for kernels in 8 bits, which are `Int8Kernel`s.
 
     Args:
       path: of `packed` in the tree.
@@ -112,30 +119,42 @@ def parameters(packed: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
     fused, parts = _FUSED.get(path[-1], _GATED) if path else _GATED
     for name, value in packed.items():
         if name == fused:
-            for part, piece in zip(parts, jnp.split(matrix(value["kernel"]), len(parts), axis=1)):
+            for part, piece in zip(parts, _divide(_plain(value["kernel"]), len(parts))):
                 yield (*path, part, "kernel"), piece
         elif name == "kernel":
             if not getattr(value, "derived", False):
-                yield (*path, name), matrix(value)
+                yield (*path, name), _plain(value)
         elif isinstance(value, dict):
-            yield from parameters(value, (*path, name))
+            yield from stored_parameters(value, (*path, name))
         else:
             yield (*path, name), value
+
+
+def _plain(kernel: Kernel) -> Plain:
+    return kernel.kernel() if isinstance(kernel, Panels) else kernel
+
+
+def _divide(kernel: Plain, count: int) -> list[Plain]:
+    """The opposite of joining kernels along the output axis."""
+    arrays, tree = jax.tree.flatten(kernel)
+    return [tree.unflatten(parts) for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))]
 
 
 def with_head(packed: dict, tied: bool, panels: bool, ids: np.ndarray | None = None) -> dict:
     """Returns `packed` with a head of its own, which is no parameter; all other arrays are shared.
 
     Args:
-      tied: the head of `packed` is its embedding.
+      tied: the head of `packed` is its embedding, unless there is one, made of it, already.
       panels: as in `pack`.
       ids: `[F]` of the columns; None: all.
     """
-    if tied:
+    kernel: Plain
+    if tied and "logits_dense" not in packed["decoder"]:
         embedding = packed["token_embedder"]["embedding"]
         kernel = (embedding if ids is None else embedding[ids]).T
     else:
-        kernel = matrix(packed["decoder"]["logits_dense"]["kernel"])[:, ids]
+        kernel = _plain(packed["decoder"]["logits_dense"]["kernel"])
+        kernel = kernel if ids is None else jax.tree.map(lambda array: array[..., ids], kernel)
     kernel = Panels.of(kernel, derived=True) if panels else kernel
     return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": kernel}}}
 
@@ -149,6 +168,21 @@ def _in_int8(kernel: Kernel) -> Kernel:
     if isinstance(kernel, Panels):
         return kernel if kernel.scales is not None else Panels.of(Int8Kernel.of(kernel.matrix()), kernel.derived)
     return kernel if isinstance(kernel, Int8Kernel) else Int8Kernel.of(kernel)
+
+
+def rounded(params: dict) -> dict:
+    """Returns T5X's tree with all kernels in 8 bits; the nested dicts of `params` are emptied on the way."""
+    found = {}
+    for name in list(params):
+        value = params.pop(name)
+        found[name] = rounded(value) if isinstance(value, dict) else Int8Kernel.of(value) if name == "kernel" else value
+    return found
+
+
+def quantized(params: dict) -> bool:
+    """Returns whether a tree has kernels in 8 bits."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Kernel))
+    return any(isinstance(leaf, Int8Kernel) for leaf in leaves)
 
 
 @jax.jit

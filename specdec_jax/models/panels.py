@@ -14,6 +14,7 @@ import numpy as np
 
 from specdec_jax.models import native
 from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.reading import shown
 
 _COLUMNS = 16  # of a panel
 
@@ -21,6 +22,24 @@ _COLUMNS = 16  # of a panel
 def usable(dtype) -> bool:
     """Returns whether kernels are stored so: float32 on a CPU for which `native.cc` could be compiled."""
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
+
+
+QUANTIZE = ("int8", "none")  # see `checkpoints.load`
+
+
+def needed(dtype) -> str:
+    """Returns a line that says what `usable` asks for and what there is."""
+    backend, dtype = jax.default_backend(), np.dtype(dtype).name
+    there = native.state() if (backend, dtype) == ("cpu", "float32") else f"{dtype} on the backend {backend}"
+    return f"8 bits only for float32 on a CPU with the package's own kernel, without a mesh or matmul_dtype (here: {there})"
+
+
+def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
+    """Raises ValueError where `quantize` is no way to load a model, or one that its dtype, mesh or device do not have."""
+    if quantize is not None and quantize not in QUANTIZE:
+        raise ValueError(f"quantize: got {shown(quantize)}, expected one of {', '.join(QUANTIZE)}")
+    if quantize == "int8" and (mesh or not usable(dtype)):
+        raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
 
 
 @flax.struct.dataclass
@@ -46,10 +65,15 @@ class Panels:
             return cls(_cut(kernel.values), kernel.scales, kernel.values.shape[1], derived)
         return cls(_cut(jnp.asarray(kernel)), None, kernel.shape[1], derived)
 
+    def kernel(self) -> "jax.Array | Int8Kernel":
+        """Returns what `of` was given."""
+        values = _joined(self.values, self.columns)
+        return values if self.scales is None else Int8Kernel(values, self.scales)
+
     def matrix(self) -> jax.Array:
         """Returns the kernel `[D, F]`, float32."""
-        values = _joined(self.values, self.columns)
-        return values if self.scales is None else values.astype(jnp.float32) * self.scales
+        kernel = self.kernel()
+        return kernel.matrix() if isinstance(kernel, Int8Kernel) else kernel
 
     def product(self, x: jax.Array, output_dtype, live: jax.Array | None = None) -> jax.Array:
         """Returns `x [..., D]` times the kernel, `[..., F]`; 0, at no cost, for rows that are False in `live [...]`."""
