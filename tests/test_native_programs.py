@@ -157,7 +157,7 @@ def test_export_needs_an_exemption():
 FLOAT, INTEGER = jnp.float32, jnp.int32
 NONE = ((0,), bool)
 # Name of a target, arguments that fit (shapes of float32, or shape and type), results that fit, and for each misfit which
-# argument or result takes which shape.
+# arguments or results take which shapes.
 CALLS = {
     "specdec_product_f32": (
         [(4, 20), (3, 20, 16), NONE], [(4, 33)], {},
@@ -170,7 +170,7 @@ CALLS = {
     "specdec_self_attention": (
         [(2, 3, 48), (2, 2, 6, 8), (2, 2, 6, 8), (6, 2, 6), ((2,), INTEGER), NONE],
         [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)], {"divisor": np.float32(1)},
-        [(0, (2, 3, 40)), (0, (2, 7, 48)), (0, (6, 48)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, (5, 2, 5)),
+        [(0, (2, 3, 40)), (0, (2, 7, 48)), (0, (2, 7, 48), 6, (2, 7, 16)), (0, (6, 48)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, (5, 2, 5)),
          (4, ((1,), INTEGER)), (4, (2,)), (5, ((5,), bool)), (6, (2, 2, 16)), (7, (2, 2, 5, 8)), (8, (1, 2, 6, 8))],
     ),
     "specdec_cross_attention": (
@@ -197,9 +197,10 @@ def test_shapes_that_do_not_fit(target):
         )
 
     assert len(call([*arguments, *results])) == len(results)
-    for place, shape in misfits:
+    for misfit in misfits:
         shapes = [*arguments, *results]
-        shapes[place] = shape
+        for place, shape in zip(misfit[::2], misfit[1::2]):
+            shapes[place] = shape
         with pytest.raises(jax.errors.JaxRuntimeError, match="specdec_jax: |Wrong buffer dtype"):
             call(shapes)
 
