@@ -298,7 +298,7 @@ def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Cal
     plain = statistics.median(one["plain"] for one in passes)
     _seconds(prefill)
     first = min(_seconds(prefill) for _ in range(3))
-    return Costs(between(over_plain), first / plain, plain)
+    return Costs(between(over_plain, bool(state.program.widths)), first / plain, plain)
 
 
 def _arms(network: Network, drafter: Drafter, state: DecodeState):
@@ -328,11 +328,14 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def between(timed: Mapping[int, float]) -> tuple[float, ...]:
+def between(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
     """Times of iterations that draft 0, 1, … `MAXIMUM` tokens, from those of `TIMED`.
 
-    Drafts whose target calls are equally wide differ by draft steps alone, of which the widest call tells what one takes.
+    Where several widths of the target's call are compiled (`in_steps`), drafts whose calls are equally wide differ by draft
+    steps alone, of which the widest call tells what one takes.
     """
+    if not in_steps:
+        return tuple(np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist())
     shortest, longest = TIMED[-2:]
     step = max(0.0, (timed[longest] - timed[shortest]) / (longest - shortest))
     ends = [width - 1 for width in Auto(MAXIMUM).widths]

@@ -94,9 +94,11 @@ def test_measured_for_real(models, home, kind, monkeypatch):
 
 def test_times_between_those_that_were_timed():
     """Of 0, 2, 4, 5 and 8 tokens; the widest call tells that a draft step takes 0.1."""
-    found = costs.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5})
+    found = costs.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=True)
     np.testing.assert_allclose(found, [1.0, 1.3, 1.4, 1.7, 1.8, 2.2, 2.3, 2.4, 2.5])
-    assert costs.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.1})[3] == 1.8, "a step takes no less than nothing"
+    assert costs.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.1}, True)[3] == 1.8, "a step takes no less than nothing"
+    found = costs.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=False)
+    np.testing.assert_allclose(found, [1.0, 1.2, 1.4, 1.6, 1.8, 2.2, 2.3, 2.4, 2.5], rtol=1e-6)
 
 
 def test_what_is_told_apart(models, measured):

@@ -77,6 +77,7 @@ class Headless:
 
     encoder_dim = None
     rules = None
+    skips = False
 
     def head_alone(self):
         return self

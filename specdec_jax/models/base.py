@@ -39,6 +39,11 @@ class Network:
         return self.module.config.vocab_size
 
     @property
+    def skips(self) -> bool:
+        """Whether positions that are not `live` cost nothing, so that calls need not be made narrower."""
+        return self.module.native
+
+    @property
     def encoder_dim(self) -> int | None:
         """Width of another model's encoder output, if the network attends to such instead of having an encoder."""
         return self.module.config.encoder_dim
