@@ -97,10 +97,11 @@ def required_bytes(
     shapes = parameter_shapes(config)
     if rules is not None:
         shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
+    if config.logits_via_embedding and rules is None and panels.usable(dtype):
+        shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}  # a copy of the embedding, read by columns
     sizes = _sizes(shapes, jnp.dtype(dtype).itemsize)
     if kernels:
-        head = {_HEAD: shapes[_EMBEDDING][::-1]} if config.logits_via_embedding else {}
-        sizes |= _sizes_in_8_bits(shapes | head)
+        sizes |= _sizes_in_8_bits(shapes)
     together = len(rules.mesh.local_devices) if rules is not None and jax.default_backend() == "cpu" else 1
     return sum(sizes.values()) * together + 2 * max(sizes.values())
 
