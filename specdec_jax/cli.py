@@ -206,8 +206,9 @@ def _parsed(values: flags.FlagValues, arguments: list[str]) -> list[str]:
 
 
 def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
-    if isinstance(kind, types.UnionType):  # `T | None`
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    if isinstance(kind, types.UnionType):  # `T | None`, or a number or a word
+        parts = [part for part in typing.get_args(kind) if part is not type(None)]
+        kind = str if str in parts else parts[0]
     define: dict[Any, Callable[..., Any]] = {
         str: flags.DEFINE_string,
         int: flags.DEFINE_integer,
@@ -231,6 +232,8 @@ def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
             value = values[field.name].value
             if isinstance(values[field.name].parser, flags.ListParser):
                 value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
+            if kinds[field.name] == int | str and re.fullmatch(r"[+-]?\d+", value):
+                value = int(value)
             given[field.name] = tuple(value) if isinstance(value, list) else value
     return given
 

@@ -11,11 +11,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax import measure, traces
+from specdec_jax import costs, measure, traces
+from specdec_jax.auto import MAXIMUM
 from specdec_jax.draws import seeded
 from specdec_jax.generate import GenerationResult, generate, trace
 from specdec_jax.models import native
-from specdec_jax.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
 from specdec_jax.progress import track, waiting
 from specdec_jax.request import bucket, fold_keys
 from specdec_jax.sentences import built_in, check_text, encode
@@ -40,7 +41,7 @@ class DemoOptions(DecodingOptions):
     drafter: str | None = option(
         "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
     )
-    gamma: int = option(4, "tokens drafted per target call")
+    gamma: int | str = option("auto", AUTO_HELP)
     repeats: int = option(3, "timed passes over the sentences")
 
     def check(self) -> None:
@@ -48,7 +49,7 @@ class DemoOptions(DecodingOptions):
         if not self.drafter:
             raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
         check_gamma(self.gamma)
-        at_least(1, repeats=self.repeats, gamma=self.gamma)
+        at_least(1, repeats=self.repeats, gamma=1 if isinstance(self.gamma, str) else self.gamma)
         self.gamma_of(self.gamma)
 
 
@@ -63,24 +64,30 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     with waiting(f"loading {options.target} and {options.drafter}"):
         target, drafter = options.load()
         ids = encode(target, sentences, options.max_input_length)
+    most = options.gamma if options.gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
     print(
-        f"{options.drafter} drafts up to {options.gamma} tokens, {options.target} checks them all in one call and adds one of "
+        f"{options.drafter} drafts up to {most} tokens, {options.target} checks them all in one call and adds one of "
         "its own. One line for each such call:"
     )
     show(traces.LEGEND)
     console.file.flush()
     keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
     speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
-    shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
+    drafted, shapes = 0, {}  # of the latter: padded length -> number of the first sentence that has it
     for number, sentence in enumerate(sentences):
         new = shapes.setdefault(bucket(len(ids[number])), number) == number
         with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():
             steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
+        drafted += sum(step.gamma for step in steps)
         console.print(Text(f"\n{sentence}"), soft_wrap=True)
         for parts in traces.lines(steps, target):
             show(parts)
         console.file.flush()
     print()
+    if not drafted and options.gamma == "auto":
+        print(
+            "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the same)\n"
+        )
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
     arms: dict[str, Callable[[int], GenerationResult]] = {
         "plain": lambda number: decode(number, **options.decoding(plain=True)),

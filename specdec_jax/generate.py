@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import speculative
+from specdec_jax import costs, speculative
 from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.draws import seeded
 from specdec_jax.gamma import Policy
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.request import Request, bucket, prepare
+from specdec_jax.request import Plan, Request, bucket, plan, prepare
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import pinned
 from specdec_jax.speculative import DecodeState, Drafter
@@ -37,17 +37,26 @@ def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) 
       max_iterations: traced, a few for streaming and progress bars; `np.int32`, since a Python int compiles anew.
       max_done: traced, ends it as soon as so many rows are done, so that they can be filled again; None: all.
     """
-    most = len(state.done) if max_done is None else max_done
+    return _loop(target, drafter, state, max_iterations, len(state.done) if max_done is None else max_done)
 
+
+def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> DecodeState:
     def more(carry):
         iteration, state = carry
-        return (iteration < max_iterations) & (jnp.sum(state.done.astype(jnp.int32)) < most)
+        return (iteration < max_iterations) & (jnp.sum(state.done.astype(jnp.int32)) < max_done)
 
     def body(carry):
         iteration, state = carry
         return iteration + 1, speculative.iterate(target, drafter, state)
 
     return pinned(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "slots"))
+def _decode(target, drafter, program, slots, max_iterations, *arguments) -> dict[str, jax.Array]:
+    """Prefill and loop in one program: what the host reads of their result; args as for `speculative.prefill`."""
+    state = speculative.prefill(target, drafter, program, slots, *arguments)
+    return Committed.fields(_loop(target, drafter, state, max_iterations, len(state.done)))
 
 
 class Stats(NamedTuple):
@@ -126,7 +135,7 @@ def generate(
     inputs,
     *,
     drafter: Drafter | None = None,
-    gamma: int | Sequence[int] | Policy = 4,
+    gamma: str | int | Sequence[int] | Policy = "auto",
     sampling: SamplingConfig = SamplingConfig(),
     verifier: str = "block",
     lenience: float | Sequence[float] | None = None,
@@ -154,8 +163,12 @@ def generate(
         EOS and in which 0 is an id like others; an empty one stands for the start token. None is an input with nothing to
         decode.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
-      gamma: γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it (`gamma.py`), e.g.
-        `Heuristic(maximum=8)`.
+      gamma: "auto": what iterations cost on this machine is measured at the first call of a kind (`costs.py`), and each row
+        drafts as many tokens, up to 8, as its own acceptance makes worth it; none, and no drafter runs, where that never
+        pays; on a mesh 4. With argmax a row begins with what the drafts of earlier calls came to; above temperature 0 the
+        tokens that are drawn (not their law) depend on what was measured, so fix γ for draws that another machine is to
+        repeat. Or γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it
+        (`gamma.py`), e.g. `Heuristic(maximum=8)`.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
@@ -183,21 +196,34 @@ def generate(
       ValueError: bad argument; says what was got and what was expected, before anything compiles.
     """
     begun = time.monotonic()
-    state, request = prepare(
+    job = plan(
         target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier, lenience=lenience,
         typical_epsilon=typical_epsilon, typical_delta=typical_delta, forced_alpha=forced_alpha,
         max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
         max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
     )  # fmt: skip
-    return complete(target, state, request, begun)
+    return complete(target, job, None, begun)
 
 
-def complete(target, state: DecodeState, request: Request, begun: float) -> GenerationResult:
-    """Decodes a prepared batch to its end; `begun`: when its deadline began to count (`time.monotonic()`)."""
-    every = 1 if request.deadline else STOP_EVERY if request.stop else FOREVER
-    for state in _advance_by(target, state, request, np.int32(every), begun):
+def complete(target, job: Plan, places, begun: float) -> GenerationResult:
+    """Decodes the inputs at `places`, as for `Plan.start`, to their end.
+
+    Args:
+      begun: when the deadline began to count (`time.monotonic()`).
+    """
+    if not job.stop and not job.deadline:
+        return finish(target, _decoded(job, places), job.request(places))
+    state, request = job.start(places)
+    for state in _advance_by(target, state, request, np.int32(1 if job.deadline else STOP_EVERY), begun):
         pass
     return finish(target, state, request)
+
+
+def _decoded(job: Plan, places=None, max_iterations=FOREVER) -> "Committed":
+    """What the inputs at `places` have committed after so many iterations, in one call of the device."""
+    network, drafter, program, slots, *arguments = job.arguments(places)
+    found = _decode(network, drafter, program, slots, max_iterations, *arguments)
+    return Committed(**jax.device_get(found), program=program)
 
 
 def _advance_by(target, state: DecodeState, request: Request, every, begun: float) -> Iterator[DecodeState]:
@@ -307,10 +333,14 @@ class Committed(NamedTuple):
     program: speculative.Program
 
     @classmethod
+    def fields(cls, state: DecodeState) -> dict:
+        """The parts of a state that are read, by name, on the device; traced or not."""
+        return {name: getattr(state, name) for name in cls._fields if name != "program"}
+
+    @classmethod
     def of(cls, state: DecodeState, rows=None) -> "Committed":
         """That of all rows, or a copy of that of the given ones."""
-        names = [name for name in cls._fields if name != "program"]
-        values = jax.device_get({name: getattr(state, name) for name in names})
+        values = jax.device_get(cls.fields(state))
         if rows is not None:
             values = jax.tree.map(lambda leaf: leaf[rows], values)
         return cls(**values, program=state.program)
@@ -344,6 +374,8 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
+    if request.learns:
+        costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
     stats = _stats(counts, committed, token_by_token=program.verifier != "block" or program.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
 
@@ -420,11 +452,17 @@ def warm_up(
             inputs = np.full(
                 (batch, min(length, max_input_length)), target.eos_ids[0] if target.eos_ids else 1, np.int32
             )
-            state, request = prepare(
+            job = plan(
                 target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
                 max_input_length=max_input_length, **options,
             )  # fmt: skip
-            finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
+            # Nothing is to be learned from such inputs.
+            request = dataclasses.replace(job.request(), learns=None)
+            if job.stop or job.deadline:
+                state, _ = job.start()
+                finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
+            else:
+                finish(target, _decoded(job, max_iterations=np.int32(1)), request)
     return len(lengths) * len(batch_sizes)
 
 

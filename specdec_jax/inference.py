@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.auto import Auto
 from specdec_jax.compatibility import UnsupportedCombination, check_prompts
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.exit import EarlyExitDrafter
@@ -23,9 +24,18 @@ from specdec_jax.jobs import Output, decode_all, decode_stream, refills, rows_fo
 from specdec_jax.journal import Journal, digest
 from specdec_jax.models import packing
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.options import DecodingOptions, NamedDrafter, at_least, check_gamma, check_output, option, same_file
+from specdec_jax.options import (
+    AUTO_HELP,
+    DecodingOptions,
+    NamedDrafter,
+    at_least,
+    check_gamma,
+    check_output,
+    option,
+    same_file,
+)
 from specdec_jax.progress import Progress
-from specdec_jax.request import check_limits, check_stop, fold_keys, plan
+from specdec_jax.request import Plan, check_limits, check_stop, fold_keys, plan
 from specdec_jax.sentences import check_text, encode, read_sentences
 from specdec_jax.writing import new_file, passes_through
 
@@ -34,7 +44,7 @@ from specdec_jax.writing import new_file, passes_through
 class GenerateOptions(DecodingOptions):
     """Options of `specdec generate`."""
 
-    gamma: int = option(4, "tokens drafted per target call")
+    gamma: int | str = option("auto", AUTO_HELP)
     batch_size: int | None = option(None, "sentences decoded together (default: 8, with --stream 1)")
     num_samples: int = option(1, "outputs for every sentence, one after the other")
     stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
@@ -98,7 +108,7 @@ class GenerateOptions(DecodingOptions):
 
     @property
     def drafts(self) -> bool:
-        return super().drafts and self.gamma > 0
+        return super().drafts and self.gamma != 0
 
     @property
     def resumes(self) -> bool:
@@ -229,17 +239,20 @@ def _write_file(
     inputs = job.inputs
     rows = rows_for(target, options.rows, len(inputs))
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
-    plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
+    checked = plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)
-    with Journal(options.output_file, settings, len(inputs)) as journal:
+    found = {"costs": _costs(checked)} if how["gamma"] == "auto" else {}
+    with Journal(options.output_file, settings, len(inputs), found) as journal:
+        if found:  # by what was measured when the job began, so that every input gets what it would have got then
+            how |= _by_costs(journal.found["costs"], options)
         with Progress("sentences", len(inputs)) as progress:
             if journal.done:
                 progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
                 progress.skip(len(journal.done))
             refill = refills(rows, len(inputs), options.deadline)
             outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
-            for number, found in outputs:
-                journal.add(number, job.lines(number, found))
+            for number, rows_of_one in outputs:
+                journal.add(number, job.lines(number, rows_of_one))
                 progress.advance()
             progress.report()
         try:
@@ -249,6 +262,28 @@ def _write_file(
             journal.finish()
             raise
         journal.finish()
+
+
+def _costs(job: Plan) -> dict[str, Any]:
+    """What `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
+    if job.policy is None:
+        return {"gamma": job.program.gamma}
+    policy: Any = job.policy
+    begun = {name: float(getattr(policy, name)[0]) for name in ("acceptance", "weight", "look")}
+    return {"costs": policy.costs[0].tolist(), **begun}
+
+
+def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
+    """Arguments of `generate` for what `_costs` gave; raises ValueError for what it never gives."""
+    match record:
+        case {"gamma": 0}:
+            nothing = dict(lenience=None, typical_epsilon=None, typical_delta=None, verifier="block")
+            return nothing | options.decoding(plain=True) | dict(drafter=None, gamma=0)
+        case {"gamma": int(gamma)}:
+            return {"gamma": gamma}
+        case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if len(record) == 4:
+            return {"gamma": Auto(**{**record, "costs": tuple(costs)})}
+    raise ValueError(f"{options.output_file}.partial: got {str(record)[:80]!r}, expected costs of iterations")
 
 
 def _deciding(

@@ -41,7 +41,7 @@ from specdec_jax.speculative import DecodeState
 # Inputs are prefilled ahead, this part of a state's together: one alone would cost twice as much.
 _AHEAD = 4
 # Rows that are done before the host looks, as a part of all: each look costs, and so does each row that waits.
-_PARTS = 8
+_PARTS = 4
 # A queue has at least so many times the inputs of a state, since its last rows decode alone.
 _LEAST = 4
 # What is to come out in order is decoded in parts of so many states, so that outputs appear while later parts still run.
@@ -66,6 +66,7 @@ def decode_stream(
     """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are finished, in any order.
 
     Each input's outputs are what `generate` gives for it with the same options and its key: `fold_in(key, i)` for input i.
+    With `gamma="auto"` that holds for argmax, and above temperature 0 for the same numbers of rows: costs are those of so many.
 
     Args:
       target, inputs, options: as for `generate`; options may have one value per input.
@@ -144,8 +145,7 @@ def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) 
         chosen, begun = order[begin : begin + size], time.monotonic()
         if skip.issuperset(chosen):
             continue
-        state, request = job.start(chosen + [-1] * (size - len(chosen)))
-        outputs = _outputs(complete(target, state, request, begun))
+        outputs = _outputs(complete(target, job, chosen + [-1] * (size - len(chosen)), begun))
         for number, place in enumerate(chosen):
             if place not in skip:
                 yield place, tuple(outputs[number * job.samples : (number + 1) * job.samples])
@@ -208,8 +208,8 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
             free = np.flatnonzero(owners < 0)[: len(ready)]
             sources, rows = np.array([ready.popleft() for _ in free]).T
             owners[free], starts[free] = rows, whole.prefix_lengths[rows]
-            moved = _padded(sources, free, ahead * samples, total)
-            state = fresh if total == 1 else _place(state, fresh, *moved, shared, rules)
+            moved = _padded(sources, free, ahead * samples)
+            state = fresh if total == 1 else _place(state, fresh, *moved, np.int32(len(free)), shared, rules)
         # `generate` looks for stop strings after every so many iterations of a row. For the same statistics rows must
         # begin at such a moment.
         most = max(1, total // _PARTS) if (queue or ready) and not job.stop else total
@@ -225,10 +225,9 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
         yield from deliver(*finished)
 
 
-def _padded(sources: np.ndarray, targets: np.ndarray, count: int, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both with `count` values, so that one shape compiles; a target of `total` is no row."""
-    missing = count - len(sources)
-    return np.pad(sources, (0, missing)), np.pad(targets, (0, missing), constant_values=total)
+def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both with `count` values, so that one shape compiles."""
+    return tuple(np.pad(values.astype(np.int32), (0, count - len(values))) for values in (sources, targets))
 
 
 def _shared(job: Plan, width: int) -> tuple[bool, ...]:
@@ -248,11 +247,25 @@ def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...], rules) -> D
 
 
 @functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
-def _place(state: DecodeState, fresh: DecodeState, sources, targets, shared: tuple[bool, ...], rules) -> DecodeState:
-    """`state` with the rows `sources` of `fresh` at `targets`, in place."""
-    leaves, structure = jax.tree.flatten(state)
-    put = lambda old, new, same: old if same else old.at[targets].set(new[sources], mode="drop")
-    return pinned(structure.unflatten(map(put, leaves, jax.tree.leaves(fresh), shared)), rules)
+def _place(
+    state: DecodeState, fresh: DecodeState, sources, targets, count, shared: tuple[bool, ...], rules
+) -> DecodeState:
+    """`state` with the first `count` of the rows `sources` of `fresh` at `targets`, in place.
+
+    One row after the other: XLA's scatter on a CPU copies number by number.
+    """
+    old, structure = jax.tree.flatten(state)
+    new, own = jax.tree.leaves(fresh), [place for place, same in enumerate(shared) if not same]
+
+    def put(number, rows):
+        take = lambda place: jax.lax.dynamic_index_in_dim(new[place], sources[number], keepdims=False)
+        return [
+            jax.lax.dynamic_update_index_in_dim(row, take(place), targets[number], 0) for row, place in zip(rows, own)
+        ]
+
+    for place, rows in zip(own, jax.lax.fori_loop(0, count, put, [old[place] for place in own])):
+        old[place] = rows
+    return pinned(structure.unflatten(old), rules)
 
 
 def _outputs(result: GenerationResult) -> list[Output]:

@@ -24,15 +24,17 @@ class Journal:
     Attributes:
       path: of the journal.
       done: numbers of the inputs whose results are there.
+      found: what the process that began it had found out.
     """
 
-    def __init__(self, output, settings: Mapping[str, Any], total: int):
+    def __init__(self, output, settings: Mapping[str, Any], total: int, found: Mapping[str, Any] | None = None):
         """Begins a journal, or goes on with the one that is there.
 
         Args:
           output: the file to be written.
           settings: what decides the results, JSON values.
           total: number of inputs.
+          found: what this process has found out and results depend on, JSON values; where a journal is there, its own hold.
 
         Raises:
           ValueError: a journal of other settings, a damaged one, or one that another process is writing.
@@ -48,7 +50,9 @@ class Journal:
         self._file = open(self.path, "ab", buffering=0)
         try:
             lock(self._file.fileno(), self.path)
-            self._read(json.loads(json.dumps({**settings, "inputs": total})))
+            plain = lambda values: json.loads(json.dumps(values))
+            self.found = plain(dict(found or {}))
+            self._read(plain({**settings, "inputs": total}))
         except BaseException:
             self._file.close()
             raise
@@ -101,7 +105,7 @@ class Journal:
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file):
-                if not line.endswith(b"\n") and (number or _line(settings).startswith(line)):
+                if not line.endswith(b"\n") and (number or self._begins(line, settings)):
                     break
                 record = self._record(number, line)
                 if number:
@@ -112,7 +116,7 @@ class Journal:
         self._file.truncate(end)
         if not end:
             try:
-                self._append(settings)
+                self._append({**settings, **self.found})
             except OSError:
                 self.path.unlink()  # it would hold nothing
                 raise
@@ -135,8 +139,16 @@ class Journal:
             ) from None
         return record
 
+    def _begins(self, line: bytes, settings: dict[str, Any]) -> bool:
+        """Whether a first line that was cut short may be one of these settings, whatever had been found out."""
+        own = _line(settings)[:-2]  # without the bracket and the end of the line
+        return own.startswith(line) or line.startswith(own)
+
     def _compare(self, before: Any, settings: dict[str, Any]) -> None:
         before = before if isinstance(before, dict) else {}
+        missing = self.found.keys() - before.keys()
+        self.found = {name: before.pop(name) for name in self.found.keys() - missing}
+        settings = settings | dict.fromkeys(missing, "what was found out")
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):
                 raise ValueError(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import sampling, speculative
+from specdec_jax.costs import iterated_steps
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.draws import seeded
@@ -23,7 +24,7 @@ from specdec_jax.models.gpt import GPT
 from specdec_jax.models.layers import apply_kernel, product
 from specdec_jax.request import Request, fold_keys, prepare, slots
 from specdec_jax.sampling import Law, SamplingConfig
-from specdec_jax.speculative import DecodeState, Draft, Drafter, Program
+from specdec_jax.speculative import DecodeState, Draft, Program
 
 STEPS = 32
 # Verifiers whose cost is measured.
@@ -292,25 +293,6 @@ def step_arms(
 def steps_in(name: str) -> int:
     """How many steps a call of the arm of this name makes."""
     return 1 if "encoder" in name else STEPS
-
-
-@jax.jit
-def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState, steps) -> DecodeState:
-    """`steps` iterations of the decode loop, each from the same committed lengths: drafts, scores, verifies, commits.
-
-    What an iteration writes is what the next one reads, so that nothing can leave the loop.
-
-    Args:
-      state: from `iteration_state`.
-      steps: traced.
-    """
-
-    def body(_, state):
-        after = speculative.iterate(network, drafter, state)
-        return after.replace(lengths=lengths, done=done)
-
-    lengths, done = state.lengths, state.done
-    return jax.lax.fori_loop(0, steps, body, state)
 
 
 def iteration_state(

@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec_jax import checkpoints
 from specdec_jax.compatibility import UnsupportedCombination, check_pair, check_policy
+from specdec_jax.costs import FIXED
 from specdec_jax.drafters.exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
@@ -30,6 +31,12 @@ from specdec_jax.writing import passes_through
 NamedDrafter = (
     ModelDrafter | EarlyExitDrafter | HeadsDrafter | NGramDrafter | PromptLookupDrafter | AssistedNGramDrafter | RandomDrafter
 )  # fmt: skip
+
+
+AUTO_HELP = (
+    "tokens drafted per target call, or auto: as many as pay on this machine, measured when a model is first used, and at "
+    "each sentence's own acceptance, none included"
+)
 
 
 def option(default, text: str):
@@ -135,8 +142,8 @@ class DecodingOptions:
             typical_delta=self.typical_delta,
         )  # fmt: skip
 
-    def gamma_of(self, gamma: int) -> int | Policy:
-        """What `generate` takes as γ: `gamma` itself, or the policy with `gamma` as its maximum.
+    def gamma_of(self, gamma: int | str) -> int | str | Policy:
+        """What `generate` takes as γ: `gamma` itself, or the policy with `gamma` as its maximum (of "auto" 4).
 
         Raises:
           ValueError: no such policy, or settings that are not its own.
@@ -157,7 +164,7 @@ class DecodingOptions:
                 raise ValueError(
                     f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r}, expected one of {expected}"
                 )
-        return policy(gamma, **settings) if gamma else 0
+        return policy(FIXED if gamma == "auto" else gamma, **settings) if gamma else 0
 
     def check(self) -> None:
         """Refuses what can be seen to be wrong before a model is loaded.
@@ -329,9 +336,11 @@ def _settings(name: str, items: Sequence[str]) -> dict[str, Any]:
     return {key: int(value) if value.is_integer() else value for key, value in pairs}
 
 
-def check_gamma(gamma: int) -> None:
-    if not 0 <= gamma <= MAX_GAMMA:
-        raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {MAX_GAMMA}")
+def check_gamma(gamma: int | str) -> None:
+    if gamma == "auto":
+        return
+    if isinstance(gamma, str) or not 0 <= gamma <= MAX_GAMMA:
+        raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {MAX_GAMMA}, or auto")
 
 
 def at_least(minimum: int, **values: int) -> None:

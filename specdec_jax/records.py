@@ -1,7 +1,6 @@
 """From measurements to a record: predictions, where the time goes, the machine, a summary for reading."""
 
 import dataclasses
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import analysis
+from specdec_jax import analysis, costs
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.formats.leaves import parameter_count
 from specdec_jax.measure import Spread
@@ -27,8 +26,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": costs.processor(),
+        "cores": costs.cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         **({"kernel": native.origin() or "none"} if device.platform == "cpu" else {}),
     }
@@ -38,14 +37,6 @@ def hardware(machine: Mapping[str, Any]) -> str:
     """What of `machine()` a summary says; older records say nothing of kernels."""
     kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
     return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}{kernel}"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "unknown"
 
 
 def model(model: LanguageModel) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import speculative, verification
+from specdec_jax import costs, speculative, verification
+from specdec_jax.auto import Auto
 from specdec_jax.compatibility import UnsupportedCombination, check_pair, check_policy, check_prompts
 from specdec_jax.draws import seeded, threefry
 from specdec_jax.gamma import MAX_GAMMA, Policy, call_widths
@@ -40,6 +41,17 @@ def slots(longest: int, gamma: int) -> int:
 prefill = jax.jit(speculative.prefill, static_argnames=("program", "slots"))
 
 
+@functools.partial(jax.jit, static_argnames=("program", "slots"))
+def _drafter_alone(target: Network, drafter: Drafter, program, slots: int, inputs, input_lengths, tokens, *_):
+    """What `prefill`, whose arguments these are, does for the drafter, but for an encoder that is the target's."""
+    shared = {}
+    if getattr(drafter, "reads_encoder", False):
+        config = target.module.config
+        made_up = 1e-3 * inputs[..., None].astype(config.dtype)  # zeros would leave nothing to multiply
+        shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, config.emb_dim))}
+    return drafter.init(inputs, input_lengths, tokens, slots, **shared)
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What the host keeps of a batch while it decodes.
@@ -54,6 +66,7 @@ class Request:
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` rows without input.
       inputs: `[B]` the number of each row's input; −1 for a row that only fills up.
+      learns: where to note what drafts came to, a key of `costs.py`; None: nowhere, since outputs would depend on it.
     """
 
     network: Network
@@ -65,6 +78,7 @@ class Request:
     deadline: float | None
     empty: np.ndarray
     inputs: np.ndarray
+    learns: dict | None = None
 
     def of(self, rows) -> "Request":
         """That of some of the rows."""
@@ -89,6 +103,7 @@ class Plan:
       keys: `[N · samples]`, one for each row.
       rows, settings, policy: per input; what rows share is in `shared`.
       shared: the tables of `rows` over the vocabulary: bias and forced tokens.
+      costs_key: under which `costs.py` keeps what γ is chosen by; None: it is not chosen by itself.
     """
 
     network: Network
@@ -112,11 +127,20 @@ class Plan:
     settings: Settings | None
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
+    costs_key: dict | None = None
 
     @property
     def input_lengths(self) -> np.ndarray:
         """`[N]`: ids of each input, a decoder-only target's too."""
         return self.prefix_lengths if self.prompted else self.lengths
+
+    def plainly(self) -> "Plan":
+        """The same without a drafter."""
+        program = Program(0, self.program.mode, self.program.vocab_size)
+        return dataclasses.replace(
+            self, drafter=None, program=program, slots=self.slots - self.program.gamma,
+            gammas=np.zeros_like(self.gammas), settings=None, policy=None,
+        )  # fmt: skip
 
     def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
         """Prefills the inputs at `places [I]` (None: all, in their order).
@@ -164,6 +188,7 @@ class Plan:
         return Request(
             self.network, self.drafter, take(self.prefix_lengths, filler=1), take(self.limits), self.eos_ids, self.stop,
             self.deadline, take(self.empty, filler=True), np.repeat(places, self.samples),
+            self.costs_key if self.program.strict_argmax else None,
         )  # fmt: skip
 
 
@@ -176,7 +201,7 @@ def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
 
 
 def plan(
-    target, inputs, *, batch_size=None, drafter=None, gamma=4, sampling=SamplingConfig(), verifier="block", lenience=None,
+    target, inputs, *, batch_size=None, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier="block", lenience=None,
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
     input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
 ) -> Plan:  # fmt: skip
@@ -194,6 +219,9 @@ def plan(
         raise ValueError(
             f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {max_input_length}"
         )
+    measured = isinstance(gamma, str) and drafter is not None
+    gamma = _number_or_policy(gamma, target, drafter)
+    measured &= isinstance(gamma, Policy)
     policy = gamma if isinstance(gamma, Policy) else None
     gammas = _per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, MAX_GAMMA)
     gammas = gammas if drafter is not None else np.zeros_like(gammas)
@@ -238,17 +266,48 @@ def plan(
 
     drafter, varies = drafter if width else None, getattr(drafter, "varies", False)
     widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
+    widths = policy.widths if isinstance(policy, Auto) else widths
+    widths = () if target.network.skips else widths
     program = Program(width, sampling.mode, vocab_size, verifier, widths)
     keys = _row_keys(key, batch, samples)
     if rules is not None:  # once for the request, and not with every call
         keys, drafter = rules.put(keys), rules.put(drafter)
-    per_input = rows.replace(bias=None, forced=None)
-    return Plan(
+    per_input, total = rows.replace(bias=None, forced=None), (batch if batch_size is None else batch_size) * samples
+    found = Plan(
         network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
         slots=slots(longest, width), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=per_input, settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip
+    return _by_costs(found, total) if measured else found
+
+
+def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
+    """`gamma`; for "auto" a policy whose costs are yet to be found, or a number where they cannot be."""
+    if not isinstance(gamma, str):
+        return gamma
+    if gamma != "auto":
+        raise ValueError(f"gamma: got {gamma!r}, expected 'auto', an integer from 0 to {MAX_GAMMA}, or a policy")
+    if drafter is None:
+        return 0
+    return Auto() if costs.measurable(target.network) else costs.FIXED
+
+
+def _by_costs(found: Plan, rows: int) -> Plan:
+    """`found` with what iterations cost on this machine, or plainly where drafting would never pay."""
+    length, slots_ = bucket(int(max(found.input_lengths))), found.slots
+    key = costs.key_of(found.network, found.drafter, found.program, rows, length, slots_)
+    numbers = costs.known(key)
+    if numbers is None:
+        places = np.arange(rows // found.samples) % len(found.limits)
+        arguments = found.arguments(places, length)
+        state = prefill(*arguments)
+        numbers = costs.measure(found.network, found.drafter, state, lambda: _drafter_alone(*arguments))
+        costs.keep(key, numbers)
+    if not numbers.pays(rows):
+        return found.plainly()
+    policy = numbers.policy(rows, costs.learned(key) if found.program.strict_argmax else None)
+    return dataclasses.replace(found, policy=policy.rows(len(found.limits)), costs_key=key)
 
 
 def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta, forced_alpha=None) -> Settings | None:

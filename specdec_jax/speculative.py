@@ -149,6 +149,15 @@ class Draft(NamedTuple):
     seen: Seen | None = None
     target_cache: Any = None
 
+    def first(self, gamma: int) -> "Draft":
+        """Without what stands past the first `gamma` positions, in drafts that are no longer."""
+        tokens, law = self.tokens[:, :gamma], self.law
+        if isinstance(law, PointMass):
+            law = law._replace(tokens=law.tokens[:, :gamma])
+        elif law is not None:
+            law = Law(law.logits[:, :gamma], law.log_normalizer[:, :gamma])
+        return self._replace(tokens=tokens, law=law)
+
 
 class Scored(NamedTuple):
     """What the target made of the last committed token and the draft: what a drafter may learn from.
@@ -256,18 +265,18 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     else:
         draft_state, draft = None, _no_draft(batch, program)
 
-    # Score the last committed token and the drafted ones in one call.
+    # Score the last committed token and the drafted ones in one call, verify, and commit.
+    cache = state.target_cache if draft.target_cache is None else draft.target_cache
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
-    cache = state.target_cache if draft.target_cache is None else draft.target_cache
-    states, logits, cache = _score(target, state.replace(target_cache=cache), scored, draft.num_drafted)
-
-    verified, adjusted = verify(state, draft, logits)
-    after = _commit(state.replace(target_cache=cache, draft_state=draft_state), draft, verified, logits, adjusted)
-    if not hasattr(drafter, "observe"):
+    observe = getattr(drafter, "observe", None)
+    after, found = _judged(target, state.replace(target_cache=cache, draft_state=None), draft, scored, bool(observe))
+    after = after.replace(draft_state=draft_state)
+    if observe is None:
         return pinned(after, target.rules)
+    states, logits = found
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
-    return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+    return pinned(after.replace(draft_state=observe(draft_state, after, seen)), target.rules)
 
 
 def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
@@ -282,38 +291,47 @@ def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState
     return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), state
 
 
-def _score(target: Network, state: DecodeState, tokens: jax.Array, num_drafted: jax.Array):
-    """Feeds `tokens [B, G + 1]`; returns states `[B, G + 1, D]`, logits `[B, G + 1, V]` and the target's cache.
+def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array, watched: bool):
+    """The state after the target's call over `scored [B, G + 1]`, verification and commit.
 
-    Where several widths are compiled, in the narrowest call that covers every row's draft: v is not free. States and
-    logits past it are 0, and count for nothing.
+    Where several widths are compiled, everything is done for the least that covers every row's draft: neither the call nor
+    what is made of its logits is free. With `watched` also states `[B, G + 1, D]` and logits `[B, G + 1, V]`, which are 0 past
+    that width and count for nothing.
     """
 
-    def call(cache, width: int):
-        states, cache = target.decode_states(tokens[:, :width], state.lengths - 1, cache)
-        return (states, target.head(states)), cache
+    # What a row has not drafted, and all of one that is done, need not be computed.
+    live = ~state.done[:, None] & (jnp.arange(scored.shape[1]) <= draft.num_drafted[:, None])
 
-    widths, needed = state.program.widths, jnp.max(num_drafted) + 1
+    def judge(state: DecodeState, width: int):
+        states, cache = target.decode_states(
+            scored[:, :width], state.lengths - 1, state.target_cache, live=live[:, :width]
+        )
+        logits, program = target.head(states, live[:, :width]), state.program
+        narrow = state.replace(target_cache=cache, program=program._replace(gamma=width - 1))
+        part = draft.first(width - 1)
+        verified, adjusted = verify(narrow, part, logits)
+        after = _commit(narrow, part, verified, logits, adjusted)
+        return after.replace(program=program, last_draft=draft.tokens), (states, logits) if watched else ()
+
+    widths, needed = state.program.widths, jnp.max(draft.num_drafted) + 1
     if not widths:
-        (states, logits), cache = call(state.target_cache, tokens.shape[1])
-        return states, logits, cache
+        return judge(state, scored.shape[1])
 
     def once(width: int, carry):
         # A loop that runs once for the width that is needed, and never for the others: `lax.switch` copies the caches.
         def body(carry):
-            _, values, cache = carry
-            found, cache = call(cache, width)
+            _, state, seen = carry
+            state, found = judge(state, width)
             put = lambda values, new: jax.lax.dynamic_update_slice_in_dim(values, new, 0, axis=1)
-            return jnp.zeros((), bool), jax.tree.map(put, values, found), cache
+            return jnp.zeros((), bool), state, jax.tree.map(put, seen, found)
 
         return jax.lax.while_loop(lambda carry: carry[0] & (needed <= width), body, carry)
 
-    shapes, _ = jax.eval_shape(lambda cache: call(cache, tokens.shape[1]), state.target_cache)
-    carry = jnp.ones((), bool), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), state.target_cache
+    shapes = jax.eval_shape(lambda state: judge(state, scored.shape[1])[1], state)
+    carry = jnp.ones((), bool), state, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     for width in widths:
         carry = once(width, carry)
-    _, (states, logits), cache = carry
-    return states, logits, cache
+    return carry[1:]
 
 
 def _no_draft(batch: int, program: Program) -> Draft:
@@ -398,13 +416,14 @@ def _commit(
     examined &= offsets[:-1] <= first_eos[:, None]
     stood = examined & (offsets[:-1] < num_accepted[:, None])
     counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
+    by_position = lambda counted, mask: counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
     counts = Counts(
         target_calls=counts.target_calls + integer(active),
         draft_calls=counts.draft_calls + jnp.where(active, draft.calls, 0),
         drafted=counts.drafted + jnp.where(active, draft.num_drafted, 0),
         accepted=counts.accepted + jnp.sum(integer(stood), axis=1),
-        examined_by_position=counts.examined_by_position + integer(examined),
-        accepted_by_position=counts.accepted_by_position + integer(stood),
+        examined_by_position=by_position(counts.examined_by_position, examined),
+        accepted_by_position=by_position(counts.accepted_by_position, stood),
     )
     policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen)
     if state.policy is not None:
@@ -412,7 +431,7 @@ def _commit(
     return state.replace(
         tokens=_write(state.tokens, new, state.lengths, num_new),
         log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
-        adjusted_log_probs=adjusted_log_probs, lengths=lengths, done=done, counts=counts, last_draft=draft.tokens,
+        adjusted_log_probs=adjusted_log_probs, lengths=lengths, done=done, counts=counts,
         last_drafted=jnp.where(active, draft.num_drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
         last_seen=draft.seen, policy_state=policy_state,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax import acceptance, measure, passes, records
+from specdec_jax import acceptance, costs, measure, passes, records
 from specdec_jax.acceptance import Acceptance
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import generate
@@ -21,6 +21,7 @@ from specdec_jax.models.base import decoder_only
 from specdec_jax.options import DecodingOptions, at_least, check_gamma, check_output, option
 from specdec_jax.passes import Arm, Batch
 from specdec_jax.progress import track
+from specdec_jax.request import plan
 from specdec_jax.verification import LOSSY
 from specdec_jax.writing import write_file
 
@@ -140,10 +141,20 @@ def run(options: TuneOptions) -> None:
     text = json.dumps(record, indent=1)
     try:
         write_file(options.config, gin_file(record, options))
+        alpha = record["acceptance"]["alpha"]
+        if alpha is not None and drafter is not None:
+            keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
         print(text if options.json else summary(record))
     finally:  # if one fails, the record is in another
         if options.output:
             write_file(options.output, text + "\n")
+
+
+def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str, Any]) -> None:
+    """Lets `gamma="auto"` begin with the acceptance that was measured, wherever it chooses γ for such inputs."""
+    key = plan(target, inputs, drafter=drafter, **decoding).costs_key
+    if key is not None:
+        costs.keep(key, costs.known(key)._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 
 
 def tuned(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneOptions) -> dict[str, Any]:

@@ -35,6 +35,16 @@ def kernel():
     native.available()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_measured():
+    """`gamma="auto"` is 4, as on a mesh: to measure every toy model would take most of the time. `test_auto.py` does."""
+    from specdec_jax import costs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "measurable", lambda network: False)
+        yield
+
+
 # XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 

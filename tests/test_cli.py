@@ -346,7 +346,7 @@ BAD = {
     "unknown command": (["translate"], "got 'translate', expected one of demo, generate"),
     "unknown flag": (["generate", "--gama=3"], "Unknown command line flag 'gama'"),
     "flag of another command": (["generate", "--repeats=3"], "Unknown command line flag 'repeats'"),
-    "not a number": (["generate", "--gamma=many"], "gamma"),
+    "not a number": (["generate", "PAIR", "--gamma=many", "hello"], "gamma: got many, expected"),
     "arguments to benchmark": (["benchmark", "hello"], "got 'hello', expected flags only"),
     "no target": (["generate", "hello"], "target: got nothing, expected"),
     "missing checkpoint": (["generate", "--target=no/such/folder", "hello"], "no/such/folder"),

@@ -228,7 +228,7 @@ def test_parameters_have_the_shapes_that_are_written_out(share, blocks):
     assert {name: leaf.shape for name, leaf in flatten(params).items()} == config.parameter_shapes
     said = jax.eval_shape(Heads(config).apply, {"params": params}, np.ones((3, 4)))
     assert said.shape == (3, 2, 4 if share else 6)
-    packed = heads_module.pack(params, "float32", 4)
+    packed = heads_module.pack(params, "float32")
     assert jax.tree.all(jax.tree.map(np.array_equal, heads_module.unpack(packed), params))
 
 

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 LAYERS = [
     {
-        *("draws", "processors", "sampling", "sharding", "cache", "gamma", "analysis", "paper", "vocabularies"),
+        *("draws", "processors", "sampling", "sharding", "cache", "gamma", "auto", "analysis", "paper", "vocabularies"),
         *("stopping", "reading", "tokenizer_checks", "user_cache", "writing"),
     },
     {
@@ -48,7 +48,7 @@ LAYERS = [
         *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
         *("drafters.exit", "drafters.cascade", "drafters.heads"),
     },
-    {"compatibility", "request", "generate", "jobs"},
+    {"compatibility", "costs", "request", "generate", "jobs"},
     {
         *("checkpoints", "corpora", "data", "deepening", "journal", "losses", "optimizer", "progress", "runs", "train"),
         *("train_heads", "weights"),

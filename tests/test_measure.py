@@ -231,7 +231,7 @@ def test_damaged_models_are_named_with_the_number_of_the_input():
 
     @flax.struct.dataclass
     class Broken(HashNetwork):
-        def decode(self, tokens, positions, cache):
+        def decode(self, tokens, positions, cache, live=None):
             logits, cache = HashNetwork.decode(self, tokens, positions, cache)
             return jnp.where(cache.inputs[:, None, None] % 2 == 1, jnp.nan, logits), cache
 

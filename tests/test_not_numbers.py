@@ -33,7 +33,7 @@ class BrokenNetwork(HashNetwork):
     at: int = flax.struct.field(pytree_node=False)
     value: float = flax.struct.field(pytree_node=False)
 
-    def decode(self, tokens, positions, cache):
+    def decode(self, tokens, positions, cache, live=None):
         logits, cache = HashNetwork.decode(self, tokens, positions, cache)
         slots = positions[:, None] + jnp.arange(tokens.shape[1])
         broken = (slots >= self.at)[..., None] & (jnp.arange(self.vocab_size) == 2)

@@ -289,7 +289,7 @@ class Permuted(HashNetwork):
 
     names: tuple = flax.struct.field(pytree_node=False, default=())
 
-    def decode(self, tokens, positions, cache):
+    def decode(self, tokens, positions, cache, live=None):
         old = jnp.array(np.argsort(self.names), jnp.int32)
         logits, cache = super().decode(old[tokens], positions, cache)
         return logits[..., old], cache

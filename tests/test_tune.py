@@ -128,7 +128,7 @@ def test_both_commands_take_the_file(specdec, pair, tmp_path, arrived, gamma, na
     for command in ("generate", "benchmark"):
         assert specdec(command, f"--gin_file={tmp_path / 'tuned.gin'}", "--gin_search_paths=/") == (0, "", "")
     generating, timing = arrived
-    assert (generating.gamma, timing.gamma) == ((gamma, (gamma,)) if gamma else (4, (4,)))
+    assert (generating.gamma, timing.gamma) == ((gamma, (gamma,)) if gamma else ("auto", (4,)))
     assert generating.batch_size == timing.batch_size == 2
     plain = {"drafter": None} | ({"verifier": "block", "lenience": None} if name == "lossy" else {})
     for found in arrived:

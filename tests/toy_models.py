@@ -77,14 +77,15 @@ class Headless:
 
     encoder_dim = None
     rules = None
+    skips = False
 
     def head_alone(self):
         return self
 
-    def decode_states(self, tokens, positions, cache):
+    def decode_states(self, tokens, positions, cache, layers=None, live=None):
         return self.decode(tokens, positions, cache)
 
-    def head(self, states):
+    def head(self, states, live=None):
         return states
 
     def shortlisted(self, ids):
@@ -102,14 +103,14 @@ class ShortNetwork:
     def prefill(self, inputs, input_lengths, slots, copies=1):
         return self.network.prefill(inputs, input_lengths, slots, copies)
 
-    def decode(self, tokens, positions, cache):
+    def decode(self, tokens, positions, cache, live=None):
         logits, cache = self.network.decode(tokens, positions, cache)
         return logits[..., self.ids], cache
 
-    def decode_states(self, tokens, positions, cache):
+    def decode_states(self, tokens, positions, cache, layers=None, live=None):
         return self.decode(tokens, positions, cache)
 
-    def head(self, states):
+    def head(self, states, live=None):
         return states
 
 
@@ -130,7 +131,7 @@ class HashNetwork(Headless):
             number = jnp.where(live[:, column], _mix(number, inputs[:, column].astype(jnp.uint32)), number)
         return HashCache(jnp.full((inputs.shape[0] * copies, slots), -1, jnp.int32), jnp.repeat(number, copies))
 
-    def decode(self, tokens, positions, cache):
+    def decode(self, tokens, positions, cache, live=None):
         row, queries = jnp.arange(tokens.shape[0])[:, None], tokens.shape[1]
         slots = positions[:, None] + jnp.arange(queries)
         stored = cache.tokens.at[row, slots].set(tokens)
@@ -180,7 +181,7 @@ class EchoNetwork(Headless):
     def prefill(self, inputs, input_lengths, slots, copies=1):
         return jnp.repeat(inputs, copies, axis=0)
 
-    def decode(self, tokens, positions, cache):
+    def decode(self, tokens, positions, cache, live=None):
         slots = positions[:, None] + jnp.arange(tokens.shape[1])
         said = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
         if self.wrong:

@@ -24,12 +24,14 @@ class ExitNetwork(Network):
     layers: int = flax.struct.field(pytree_node=False, default=1)
     kernel: packing.Kernel | None = None
 
-    def decode(self, tokens, positions, cache):
-        states, cache = self.decode_states(tokens, positions, cache, self.layers)
-        return self.head(states), cache
+    def decode(self, tokens, positions, cache, live=None):
+        states, cache = self.decode_states(tokens, positions, cache, self.layers, live)
+        return self.head(states, live), cache
 
-    def head(self, states):
-        return super().head(states) if self.kernel is None else apply_kernel(states, self.kernel, jnp.float32)
+    def head(self, states, live=None):
+        return (
+            super().head(states, live) if self.kernel is None else apply_kernel(states, self.kernel, jnp.float32, live)
+        )
 
 
 @jax.tree_util.register_pytree_node_class
@@ -89,7 +91,7 @@ class EarlyExitDrafter:
             cache, law, seen = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
-            logits, cache = self.network.decode(fed, position, cache)
+            logits, cache = self.network.decode(fed, position, cache, (step < num_wanted)[:, None])
             logits = match_width(logits, vocab_size)
             drawn, law = draw_adjusted(state, logits, tokens, step, law)
             return drawn, (cache, law, look(state, logits, tokens, step, drawn, seen))

@@ -123,7 +123,7 @@ class ModelDrafter:
             cache, law, seen = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
-            logits, cache = self.network.decode(fed, position, cache)
+            logits, cache = self.network.decode(fed, position, cache, (step < num_wanted)[:, None])
             return chosen(step, tokens, logits, (cache, law, seen))
 
         def catch_up(step, tokens, carry):
@@ -131,9 +131,10 @@ class ModelDrafter:
             position = jnp.maximum(last + step, 0)
             first = jnp.maximum(position - 1, 0)  # where nothing comes before it, what follows is fed in vain
             fed = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(2), axis=1)
-            states, cache = self.network.decode_states(fed, first, cache)
+            live = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
+            states, cache = self.network.decode_states(fed, first, cache, live=live)
             states = jnp.take_along_axis(states, (position - first)[:, None, None], axis=1)
-            return chosen(step, tokens, self.network.head(states), (cache, law, seen))
+            return chosen(step, tokens, self.network.head(states, live[:, :1]), (cache, law, seen))
 
         def chosen(step, tokens, logits, carry):
             cache, law, seen = carry

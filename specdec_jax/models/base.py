@@ -39,6 +39,11 @@ class Network:
         return self.module.config.vocab_size
 
     @property
+    def skips(self) -> bool:
+        """Whether positions that are not `live` cost nothing, so that calls need not be made narrower."""
+        return self.module.native
+
+    @property
     def encoder_dim(self) -> int | None:
         """Width of another model's encoder output, if the network attends to such instead of having an encoder."""
         return self.module.config.encoder_dim
@@ -82,24 +87,28 @@ class Network:
         )
         return pinned(cache, self.rules)
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache):
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache, live: jax.Array | None = None):
         """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
+
+        Args:
+          live: `[B, T]`, False for positions whose result does not matter, such as those of a row that is done; the live
+            ones of a row come first. Where the CPU's own product is used the others cost nothing, write nothing, and give
+            0; elsewhere they are computed like all. None: all are live.
 
         Returns: logits `[B, T, V]` float32 of the next token at each position, and the new cache.
         """
-        tokens, positions = self._by_rows(tokens), self._by_rows(positions)
-        logits, cache = self.module.apply({"params": self.params}, tokens, positions, cache, method="decode")
-        return self._by_rows(logits), pinned(cache, self.rules)
+        states, cache = self.decode_states(tokens, positions, cache, live=live)
+        return self.head(states, live), cache
 
-    def decode_states(self, tokens: jax.Array, positions: jax.Array, cache, layers: int | None = None):
+    def decode_states(self, tokens, positions, cache, layers: int | None = None, live: jax.Array | None = None):
         """As `decode`, without the head: states `[B, T, D]` after `layers` layers (None: all) and the last norm."""
         tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
-        states, cache = apply({"params": self.params}, tokens, positions, cache, layers, method="decode_states")
+        states, cache = apply({"params": self.params}, tokens, positions, cache, layers, live, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
-    def head(self, states: jax.Array) -> jax.Array:
+    def head(self, states: jax.Array, live: jax.Array | None = None) -> jax.Array:
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
-        return self._by_rows(self.module.apply({"params": self.params}, states, method="head"))
+        return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))
 
     def shortlisted(self, ids: np.ndarray) -> "Network":
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""

@@ -123,10 +123,10 @@ class GPTLayer(nn.Module):
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **common)
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def __call__(self, x, cache, positions, mask, deterministic=True):
+    def __call__(self, x, cache, positions, mask, deterministic=True, live=None):
         """One layer over T queries; with `cache` None over a whole sequence."""
         normed, divisor = self.pre_self_attention_layer_norm(x), np.sqrt(self.config.head_dim)
-        attended, cache = self.causal_attention.to_cache(normed, cache, positions, mask, divisor=divisor)
+        attended, cache = self.causal_attention.to_cache(normed, cache, positions, mask, None, divisor, live)
         x = x + self.dropout(attended, deterministic)
         return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x)), deterministic), cache
 
@@ -146,14 +146,14 @@ class GPTDecoder(nn.Module):
                 config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
             )
 
-    def step(self, x, positions, cache: GPTCache, layers: int | None = None):
+    def step(self, x, positions, cache: GPTCache, layers: int | None = None, live=None):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
-        `positions [B]` of every row; the caches of the layers above stay as they are."""
+        `positions [B]` of every row; the caches of the layers above stay as they are. `live [B, T]` as in `Network.decode`."""
         query_positions = positions[:, None] + jnp.arange(x.shape[1])
         mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
         x, written = x + self.position_embedder(query_positions), list(cache.layers)
         for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.layers[i], positions, mask)
+            x, written[i] = layer(x, cache.layers[i], positions, mask, live=live)
         return self.decoder_norm(x), GPTCache(tuple(written))
 
     def __call__(self, x, deterministic=True):
@@ -165,10 +165,10 @@ class GPTDecoder(nn.Module):
             x, _ = layer(x, None, None, mask, deterministic)
         return self.decoder_norm(x)
 
-    def logits(self, x, embedding):
+    def logits(self, x, embedding, live=None):
         """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
         if not self.config.logits_via_embedding:
-            return self.logits_dense(x)
+            return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
 
@@ -188,18 +188,14 @@ class GPT(nn.Module):
         empty = lambda: KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
 
-    def decode(self, tokens, positions, cache: GPTCache):
-        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns logits `[B, T, V]` float32 and the new cache."""
-        states, cache = self.decode_states(tokens, positions, cache)
-        return self.head(states), cache
+    def decode_states(self, tokens, positions, cache: GPTCache, layers: int | None = None, live=None):
+        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
+        layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
+        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers, live)
 
-    def decode_states(self, tokens, positions, cache: GPTCache, layers: int | None = None):
-        """As `decode`, up to the head: states `[B, T, D]` after the last of the first `layers` layers and the last norm."""
-        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers)
-
-    def head(self, states):
+    def head(self, states, live=None):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
-        return self.decoder.logits(states, self.token_embedder.embedding)
+        return self.decoder.logits(states, self.token_embedder.embedding, live)
 
     def __call__(self, tokens, places=None, deterministic: bool = True):
         """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at `places [B, N]` of them only."""

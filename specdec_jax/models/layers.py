@@ -72,13 +72,14 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self._without_bias(x)
+    def __call__(self, x: jax.Array, live: jax.Array | None = None) -> jax.Array:
+        """`live [...]`: rows that count; others may be left out where that saves time (`apply_kernel`)."""
+        y = self._without_bias(x, live)
         if not self.use_bias:
             return y
         return y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
 
-    def _without_bias(self, x: jax.Array) -> jax.Array:
+    def _without_bias(self, x: jax.Array, live) -> jax.Array:
         if self.has_variable("params", "kernel"):
             kernel = self.get_variable("params", "kernel")  # maybe packed: linen would refuse its shape
         else:
@@ -89,16 +90,19 @@ class Dense(nn.Module):
             return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
         if not isinstance(kernel, Panels | Int8Kernel):
             kernel = kernel.astype(self.dtype)
-        return apply_kernel(x.astype(self.dtype), kernel, output_dtype)
+        return apply_kernel(x.astype(self.dtype), kernel, output_dtype, live)
 
 
-def apply_kernel(x: jax.Array, kernel, output_dtype) -> jax.Array:
+def apply_kernel(x: jax.Array, kernel, output_dtype, live: jax.Array | None = None) -> jax.Array:
     """`x [..., D]` times a kernel, `[..., F]`: the one place where a weight matrix meets activations.
 
     Args:
       kernel: an array `[D, F]`, `Panels` or an `Int8Kernel`.
+      live: `[...]`, False for rows whose result does not matter; with `Panels` they are not computed.
     """
-    if isinstance(kernel, Panels | Int8Kernel):
+    if isinstance(kernel, Panels):
+        return kernel.product(x, output_dtype, live)
+    if isinstance(kernel, Int8Kernel):
         return kernel.product(x, output_dtype)
     return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
 
@@ -152,20 +156,20 @@ class GatedMLP(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
+    def __call__(self, x: jax.Array, deterministic: bool = True, live: jax.Array | None = None) -> jax.Array:
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
         if self.fused and count > 1:
-            hidden = dense(count * self.mlp_dim, name="wi_fused")(x)
+            hidden = dense(count * self.mlp_dim, name="wi_fused")(x, live)
             parts = jnp.split(hidden, count, axis=-1)
         else:
             names = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
-            parts = [dense(self.mlp_dim, name=name)(x) for name in names]
+            parts = [dense(self.mlp_dim, name=name)(x, live) for name in names]
         hidden = _ACTIVATIONS[self.activations[0]](parts[0])
         for part, activation in zip(parts[1:], self.activations[1:]):
             hidden = hidden * _ACTIVATIONS[activation](part)
         hidden = nn.Dropout(self.dropout_rate)(hidden, deterministic=deterministic)
-        return dense(x.shape[-1], name="wo")(hidden)
+        return dense(x.shape[-1], name="wo")(hidden, live)
 
 
 class Attention(nn.Module):
@@ -209,11 +213,11 @@ class Attention(nn.Module):
     def project_query(self, x: jax.Array) -> jax.Array:
         return self._split(self.query(x))
 
-    def project_key_value(self, x: jax.Array) -> KVCache:
-        """Keys and values of `x [B, L, D]`, for cross-attention."""
-        return KVCache(key=self._split(self.key(x)), value=self._split(self.value(x)))
+    def project_key_value(self, x: jax.Array, live: jax.Array | None = None) -> KVCache:
+        """Keys and values of `x [B, L, D]`, for cross-attention; `live [B, L]` as for `apply_kernel`."""
+        return KVCache(key=self._split(self.key(x, live)), value=self._split(self.value(x, live)))
 
-    def to_cache(self, x: jax.Array, cache: KVCache | None, positions, mask, bias=None, divisor: float = 1.0):
+    def to_cache(self, x, cache: KVCache | None, positions, mask, bias=None, divisor: float = 1.0, live=None):
         """Self-attention `[B, T, D]` of `x [B, T, D]`, and the cache after its keys and values were written to it.
 
         Args:
@@ -221,25 +225,27 @@ class Attention(nn.Module):
           mask, bias: as for `attend`; where this is native and there is a cache, the mask does not matter, and the bias is
             that of every query position, `[S, H, S]`.
           divisor: of the queries.
+          live: `[B, T]`, as for `apply_kernel`; the live positions of a row come first.
         """
         if self.native and cache is not None:
-            attended = panels.attend_to_cache(self.qkv(x), cache.key, cache.value, bias, positions, divisor)
-            return self.out(attended[0]), cache.replace(key=attended[1], value=attended[2])
+            attended = panels.attend_to_cache(self.qkv(x, live), cache.key, cache.value, bias, positions, divisor, live)
+            return self.out(attended[0], live), cache.replace(key=attended[1], value=attended[2])
         query, key, value = self.project(x)
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
         cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
         return self.attend(query, cache, mask, bias), cache
 
-    def to_encoded(self, x: jax.Array, cross: KVCache, mask: jax.Array) -> jax.Array:
+    def to_encoded(self, x: jax.Array, cross: KVCache, mask: jax.Array, live=None) -> jax.Array:
         """Cross-attention `[B, T, D]` of `x [B, T, D]`; `mask [B, L]` is True where there is a token, a prefix of each row."""
         if self.native:
-            return self.out(panels.attend_to_encoded(self.query(x), cross.key, cross.value, _lengths(mask)))
+            query = self.query(x, live)
+            return self.out(panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live), live)
         return self.attend(self.project_query(x), cross, mask[:, None, None, :])
 
     def to_inputs(self, x: jax.Array, mask: jax.Array, bias: jax.Array) -> jax.Array:
         """An encoder's attention `[B, L, D]` of `x [B, L, D]`; mask as for `to_encoded`, bias `[L, H, L]` by query position."""
         if self.native:
-            return self.out(panels.attend_to_inputs(self.qkv(x), bias, _lengths(mask)))
+            return self.out(panels.attend_to_inputs(self.qkv(x, mask), bias, _lengths(mask)), mask)
         query, key, value = self.project(x)
         return self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
 

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -36,6 +37,7 @@ constexpr int kLanes = 4, kRegisters = 16;
 constexpr int kPanel = 16, kParts = kPanel / kLanes;
 constexpr int kChunk = 256;    // lines of panels that stay in the cache while all blocks of rows pass over them
 constexpr int kAhead = 256;    // lines, of all panels side by side, from where it reads to where it asks for
+constexpr int kSlotsAhead = 8;  // of an attention: from the key that is read to the one that is asked for
 constexpr int64_t kGroup = 96; // rows whose partial sums are kept at a time
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
@@ -134,44 +136,66 @@ static void in_parallel(ffi::ThreadPool& pool, int64_t total, int64_t grain, int
 
 // --------------------------------------------------------------------------------------------------------------- products
 
-// How many panels a block of so many rows takes side by side: enough sums to hide an addition's latency, in the registers.
-constexpr int panels_for(int rows) {
-  return (rows + 1) * 4 * kParts < kRegisters ? 4 : (rows + 1) * 2 * kParts < kRegisters ? 2 : 1;
-}
-
-// Most rows of a block over as many panels: of few rows, which wait for memory, all are one block; of many the best shape is
-// the squarest.
+// Most rows of a block over so many panels side by side: registers hold all sums and a line of the panels, which a single row
+// takes from memory.
 constexpr int rows_for(int panels) {
   int rows = 1;
-  while ((rows + 2) * panels * kParts < kRegisters) rows++;
-  return rows;
+  while ((rows + (rows > 1)) * panels * kParts < kRegisters) rows++;
+  return rows - 1;
 }
-constexpr int kFew = kParts == 1 ? rows_for(2) : rows_for(1), kMany = kParts == 1 ? rows_for(4) : rows_for(1);
+// Few rows, which wait for memory, are one block, over as many panels as then fit: their sums hide an addition's latency. Many
+// are blocks of the squarest shape, kWide panels.
+constexpr int kWide = kParts == 1 ? 4 : 1;
+
+// y [rows[i]] = x [i] · w, scaled, for i < M.
+template <typename W>
+struct Product {
+  const float* x;
+  const int32_t* rows;
+  int64_t M, K;
+  const W* w;
+  const float* scales;
+  float* y;
+  int64_t F;
+};
 
 // Lines begin .. end - 1 of a few panels, which lie `apart` values apart, for one block of rows.
 template <typename W>
 struct Panels {
   const W* w;
   int64_t apart;
-  int begin, end, lines;
+  int lines, begin, end;
   int ahead;        // lines from the one that is read to the one that is asked for
   int turn, turns;  // of the blocks that read the same lines each asks for its share of the next ones
-  const float* scales;
-  int64_t columns;  // from the first of these panels on
 };
 
-// sums [M, P panels] += x [M rows, K] · w, rows `K` values apart; they begin in `partial` and end in `y` or `partial`.
+// sums [M, P panels] += x [M, K] · w.
 template <int M, int P, typename W>
-static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, float* partial, float* y, int64_t F) {
-  Vec sums[M][P][kParts];
+static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, float* sums) {
+  Vec s[M][P][kParts];
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++)
-        sums[i][p][q] = w.begin ? load(partial + ((i * P + p) * kParts + q) * kLanes) : Vec{};
-  auto line = [&](int k) __attribute__((always_inline)) {
+      for (int q = 0; q < kParts; q++) s[i][p][q] = load(sums + (i * P + p) * kPanel + q * kLanes);
+  // Rows by a few pointers: one for each would take more registers than there are.
+  constexpr int kApart = 5, kPointers = (M + kApart - 1) / kApart;
+  const float* from[kPointers];
+#pragma GCC unroll 64
+  for (int j = 0; j < kPointers; j++) {
+    from[j] = x + j * kApart * K + w.begin;
+    if (kPointers > 1) asm("" : "+r"(from[j]));
+  }
+  constexpr int kEach = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
+  for (int k = w.begin, turn = w.turn; k < w.end; k++) {
+    if (k % kEach == 0 && !turn--) {
+      turn = w.turns - 1;
+      // At the end of these panels the next ones are what comes next.
+      const int64_t to = (int64_t)(k + w.ahead) * kPanel + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
+#pragma GCC unroll 64
+      for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
+    }
     Vec u[P][kParts];
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
@@ -179,112 +203,104 @@ static __attribute__((noinline)) void block(const float* x, int64_t K, const Pan
       for (int q = 0; q < kParts; q++) u[p][q] = load(w.w + p * w.apart + (int64_t)k * kPanel + q * kLanes);
 #pragma GCC unroll 64
     for (int i = 0; i < M; i++) {
-      const Vec s = all(x[i * K + k]);
+      const Vec v = all(from[i / kApart][i % kApart * K]);
 #pragma GCC unroll 64
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-        for (int q = 0; q < kParts; q++) sums[i][p][q] += s * u[p][q];
+        for (int q = 0; q < kParts; q++) s[i][p][q] += v * u[p][q];
     }
-  };
-  constexpr int kUnroll = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
-  int k = w.begin;
-  for (int turn = w.turn; k + kUnroll <= w.end; k += kUnroll) {
-    if (!turn--) {
-      turn = w.turns - 1;
-      // At the end of these panels the next ones are what comes next.
-      const int64_t to = (int64_t)(k + w.ahead) * kPanel + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
 #pragma GCC unroll 64
-      for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
-    }
-    if constexpr (M <= 2) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kUnroll; j++) line(k + j);
-    } else {
-#pragma GCC unroll 1
-      for (int j = 0; j < kUnroll; j++) line(k + j);
-    }
+    for (int j = 0; j < kPointers; j++) from[j]++;
   }
-#pragma GCC unroll 1
-  for (; k < w.end; k++) line(k);
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++) {
-        const Vec v = sums[i][p][q];
-        const int column = p * kPanel + q * kLanes;
-        if (w.end < w.lines) {
-          store(partial + (i * P + p) * kPanel + q * kLanes, v);
-        } else if (w.columns - column >= kLanes) {
-          store(y + i * F + column, w.scales ? v * load(w.scales + column) : v);
-        } else {
-          for (int j = 0; j < w.columns - column; j++) y[i * F + column + j] = w.scales ? v[j] * w.scales[column + j] : v[j];
-        }
-      }
+      for (int q = 0; q < kParts; q++) store(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q]);
 }
 
-template <int P, typename W, int... M>
-static void block_of(int rows, const float* x, int64_t K, const Panels<W>& w, float* partial, float* y, int64_t F,
-                     std::integer_sequence<int, M...>) {
-  using Block = void (*)(const float*, int64_t, const Panels<W>&, float*, float*, int64_t);
-  static constexpr Block blocks[] = {block<M + 1, P, W>...};
-  blocks[rows - 1](x, K, w, partial, y, F);
+// The block of m rows, kLeast <= m < kLeast + the length of the sequence.
+template <int P, int kLeast, typename W, int... M>
+static void block_of(int m, const float* x, int64_t K, const Panels<W>& w, float* sums, std::integer_sequence<int, M...>) {
+  static constexpr void (*blocks[])(const float*, int64_t, const Panels<W>&, float*) = {block<kLeast + M, P, W>...};
+  blocks[m - kLeast](x, K, w, sums);
 }
 
-// P panels for all rows, in blocks of at most `kMost`.
-template <int P, int kMost, typename W>
-static void columns(const float* x, int64_t M, int64_t K, Panels<W> w, float* y, int64_t F) {
-  float partial[kGroup * P * kPanel];
-  for (int64_t group = 0; group < M; group += kGroup) {
-    const int rows = M - group < kGroup ? M - group : kGroup;
-    const int chunk = rows <= kMost ? K : kChunk;
+// Sums of m rows, `width` apart, to `count` columns.
+static void finish(const float* sums, int width, int m, const int32_t* rows, const float* scales, float* y, int64_t F,
+                   int64_t count) {
+  for (int i = 0; i < m; i++) {
+    const float* from = sums + i * width;
+    float* to = y + rows[i] * F;
+    int64_t j = 0;
+    for (; j + kLanes <= count; j += kLanes) store(to + j, scales ? load(from + j) * load(scales + j) : load(from + j));
+    for (; j < count; j++) to[j] = scales ? from[j] * scales[j] : from[j];
+  }
+}
+
+// P panels from this one on for all rows, in blocks of kLeast to kMost; where fewer are left one takes the place of all P.
+template <int P, int kLeast, int kMost, typename W>
+static void columns(const Product<W>& of, int64_t panel, bool whole) {
+  const int64_t begin = panel * kPanel, left = of.F - begin, own = (whole ? P : 1) * kPanel;
+  Panels<W> w{of.w + begin * of.K, whole ? of.K * kPanel : 0, (int)of.K, 0, 0, 0, 0, 0};
+  float sums[kGroup * P * kPanel];
+  int64_t first = 0;
+  for (int64_t groups = (of.M + kGroup - 1) / kGroup; groups > 0; groups--) {
+    const int rows = (of.M - first + groups - 1) / groups;
+    const int chunk = rows <= kMost ? of.K : kChunk;
     w.turns = (rows + kMost - 1) / kMost;
     w.ahead = w.turns == 1 ? kAhead / P : chunk;
-    for (w.begin = 0; w.begin < K; w.begin = w.end) {
-      w.end = w.begin + chunk < K ? w.begin + chunk : K;
+    std::memset(sums, 0, sizeof(float) * rows * P * kPanel);
+    for (w.begin = 0; w.begin < of.K; w.begin = w.end) {
+      w.end = w.begin + chunk < of.K ? w.begin + chunk : of.K;
       int row = 0;
       for (w.turn = 0; w.turn < w.turns; w.turn++) {
         const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
-        block_of<P>(m, x + (group + row) * K, K, w, partial + row * P * kPanel, y + (group + row) * F, F,
-                    std::make_integer_sequence<int, kMost>());
+        block_of<P, kLeast>(m, of.x + (first + row) * of.K, of.K, w, sums + row * P * kPanel,
+                            std::make_integer_sequence<int, kMost - kLeast + 1>());
         row += m;
       }
     }
+    finish(sums, P * kPanel, rows, of.rows + first, of.scales ? of.scales + begin : nullptr, of.y + begin, of.F,
+           left < own ? left : own);
+    first += rows;
   }
 }
 
-// Panels first .. last - 1, P side by side. Of fewer that are left each takes the place of all P.
-template <int P, int kMost, typename W>
-static void side_by_side(const float* x, int64_t M, int64_t K, const W* w, const float* scales, float* y, int64_t F,
-                         int64_t first, int64_t last) {
-  for (int64_t f = first; f < last;) {
-    const bool whole = last - f >= P;
-    const int64_t begin = f * kPanel, own = whole || F - begin < kPanel ? F - begin : kPanel;
-    Panels<W> of{w + begin * K, whole ? K * kPanel : 0, 0, 0, (int)K, 0, 0, 1, scales ? scales + begin : nullptr, own};
-    columns<P, kMost>(x, M, K, of, y + begin, F);
-    f += whole ? P : 1;
-  }
+template <int P, int kLeast, int kMost, typename W>
+static void panels_of(const Product<W>& of, int64_t first, int64_t last) {
+  for (; last - first >= P; first += P) columns<P, kLeast, kMost>(of, first, true);
+  for (; first < last; first++) columns<P, kLeast, kMost>(of, first, false);
 }
 
 template <typename W>
-static void product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const W* w, const float* scales, float* y,
-                    int64_t F) {
-  const int64_t panels = (F + kPanel - 1) / kPanel, bytes = K * kPanel * sizeof(W);
-  const int side = panels_for(M <= kFew ? M : kMany);
+static void product(ffi::ThreadPool& pool, const Product<W>& of) {
+  constexpr int kFour = rows_for(4), kTwo = rows_for(2), kMost = rows_for(kWide);
+  // Many rows are cut into blocks that are about alike.
+  constexpr int kHalf = (kMost + 1) / 2, kLeast = kWide == 4 ? 1 : kTwo < kHalf ? kTwo + 1 : kHalf;
+  const int64_t panels = (of.F + kPanel - 1) / kPanel, bytes = of.K * kPanel * sizeof(W);
+  const int side = of.M <= kFour ? 4 : of.M <= kTwo ? 2 : kWide;
   const auto part = [=](int64_t first, int64_t last) {
     first *= side, last = last * side < panels ? last * side : panels;
-    if (M <= rows_for(4)) side_by_side<4, rows_for(4)>(x, M, K, w, scales, y, F, first, last);
-    else if (M <= rows_for(2)) side_by_side<2, rows_for(2)>(x, M, K, w, scales, y, F, first, last);
-    else if (kParts == 1) side_by_side<4, rows_for(4)>(x, M, K, w, scales, y, F, first, last);
-    else side_by_side<1, rows_for(1)>(x, M, K, w, scales, y, F, first, last);
+    if constexpr (kFour > 0)
+      if (of.M <= kFour) return panels_of<4, 1, kFour>(of, first, last);
+    if (of.M <= kTwo) return panels_of<2, kFour + 1, kTwo>(of, first, last);
+    panels_of<kWide, kLeast, kMost>(of, first, last);
   };
   const int64_t groups = (panels + side - 1) / side;
-  const int64_t cost = panels * bytes / 4 * (M < 16 ? 4 : M / 4);  // bytes to read, or what the arithmetic takes meanwhile
-  in_parallel(pool, groups, (128 << 10) / (side * bytes) + 1, cost / (64 << 10), part);
+  const int64_t cost = panels * bytes / 4 * (of.M < 16 ? 4 : of.M / 4);  // bytes, or what the arithmetic takes meanwhile
+  in_parallel(pool, groups, (128 << 10) / (side * bytes + 1) + 1, cost / (64 << 10), part);
 }
 
 static ffi::Error unfit(const char* what) { return ffi::Error::InvalidArgument(std::string("specdec_jax: ") + what); }
+
+template <typename B>
+static bool has(const B& buffer, int64_t elements) { return (int64_t)buffer.element_count() == elements; }
+
+// The same, or none.
+template <typename B>
+static bool may_have(const B& buffer, int64_t elements) { return !buffer.element_count() || has(buffer, elements); }
 
 template <typename D>
 static int64_t count(const D& dimensions, size_t first, size_t last) {
@@ -293,26 +309,52 @@ static int64_t count(const D& dimensions, size_t first, size_t last) {
   return n;
 }
 
+// Memory of the calling thread, which keeps what it held when it grows no further.
+template <typename T>
+static T* room(std::vector<T>& own, int64_t size) {
+  if ((int64_t)own.size() < size) own.resize(size);
+  return own.data();
+}
+
+// `live`: rows that count, of no elements where all do; the others are 0.
 template <ffi::DataType kType, typename W>
 static ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kType> w, const float* scales,
-                           ffi::ResultBuffer<ffi::F32> y) {
+                           ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  const int64_t K = xs[xs.size() - 1], F = ys[ys.size() - 1], M = count(xs, 0, xs.size() - 1);
-  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel)
+  if (!xs.size() || !ys.size()) return unfit("product: expected rows [.., K] and [.., F]");
+  const int64_t K = xs[xs.size() - 1], F = ys[ys.size() - 1], all = count(xs, 0, xs.size() - 1);
+  const bool some = live.element_count() > 0;
+  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel || !has(*y, all * F) ||
+      !may_have(live, all) || K > INT32_MAX || all > INT32_MAX)
     return unfit("product: shapes do not fit");
-  if (M && F) product<W>(pool, x.typed_data(), M, K, w.typed_data(), scales, y->typed_data(), F);
+  static thread_local std::vector<int32_t> own_rows;
+  static thread_local std::vector<float> own_x;
+  int32_t* rows = room(own_rows, all);
+  int64_t M = 0;
+  for (int64_t row = 0; row < all; row++) {
+    if (!some || live.typed_data()[row]) rows[M++] = row;
+    else std::memset(y->typed_data() + row * F, 0, sizeof(float) * F);
+  }
+  const float* from = x.typed_data();
+  if (M < all) {
+    float* packed = room(own_x, M * K);
+    for (int64_t i = 0; i < M; i++) std::memcpy(packed + i * K, from + rows[i] * K, sizeof(float) * K);
+    from = packed;
+  }
+  if (M && F) product<W>(pool, {from, rows, M, K, w.typed_data(), scales, y->typed_data(), F});
   return ffi::Error::Success();
 }
 
-static ffi::Error ProductF32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w, ffi::ResultBuffer<ffi::F32> y) {
-  return multiply<ffi::F32, float>(pool, x, w, nullptr, y);
+static ffi::Error ProductF32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w, ffi::Buffer<ffi::PRED> live,
+                             ffi::ResultBuffer<ffi::F32> y) {
+  return multiply<ffi::F32, float>(pool, x, w, nullptr, live, y);
 }
 
 static ffi::Error ProductS8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scales,
-                            ffi::ResultBuffer<ffi::F32> y) {
+                            ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
   const auto ys = y->dimensions();
-  if ((int64_t)scales.element_count() != ys[ys.size() - 1]) return unfit("product: another number of scales than columns");
-  return multiply<ffi::S8, int8_t>(pool, x, w, scales.typed_data(), y);
+  if (!ys.size() || !has(scales, ys[ys.size() - 1])) return unfit("product: another number of scales than columns");
+  return multiply<ffi::S8, int8_t>(pool, x, w, scales.typed_data(), live, y);
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention
@@ -343,15 +385,18 @@ static void attend(const float* q, const float* keys, const float* values, int64
                    const float* bias, float divisor, float* scores, float* out) {
   const int64_t whole = K / kLanes * kLanes;
   float greatest = -INFINITY;
-  bool numbers = true;
   for (int64_t s = 0; s < live; s++) {
     const float* key = keys + s * apart;
+    // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
+    for (int64_t k = 0; k < K; k += 16) {
+      __builtin_prefetch(key + kSlotsAhead * apart + k, 0, 3);
+      __builtin_prefetch(values + s * apart + k, 0, 3);
+    }
     Vec sums = {};
     for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
     float score = sum_of(sums);
     for (int64_t k = whole; k < K; k++) score += q[k] * key[k];
     score = score / divisor + (bias ? bias[s] : 0.0f);
-    numbers &= score == score;
     greatest = score > greatest ? score : greatest;
     scores[s] = score;
   }
@@ -362,17 +407,20 @@ static void attend(const float* q, const float* keys, const float* values, int64
     totals += e;
     store(scores + s, e);
   }
-  // No slot, no output; a score that is not a number makes an output that is none.
-  const float scale = !numbers ? NAN : live ? 1.0f / sum_of(totals) : 0.0f;
-  int64_t k = 0;
-  for (; k + 4 * kLanes <= K; k += 4 * kLanes) {
-    Vec sums[4] = {};
+  // No slot, no output; a score that is not a number makes a total that is none.
+  const float scale = live ? 1.0f / sum_of(totals) : 0.0f;
+  const auto vectors = [&](int64_t k, auto count) __attribute__((always_inline)) {
+    constexpr int kCount = decltype(count)::value;
+    Vec sums[kCount] = {};
     for (int64_t s = 0; s < live; s++)
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) sums[j] += scores[s] * load(values + s * apart + k + j * kLanes);
+      for (int j = 0; j < kCount; j++) sums[j] += scores[s] * load(values + s * apart + k + j * kLanes);
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) store(out + k + j * kLanes, sums[j] * scale);
-  }
+    for (int j = 0; j < kCount; j++) store(out + k + j * kLanes, sums[j] * scale);
+  };
+  int64_t k = 0;
+  for (; k + 4 * kLanes <= K; k += 4 * kLanes) vectors(k, std::integral_constant<int, 4>());
+  for (; k + kLanes <= K; k += kLanes) vectors(k, std::integral_constant<int, 1>());
   for (; k < K; k++) {
     float sum = 0;
     for (int64_t s = 0; s < live; s++) sum += scores[s] * values[s * apart + k];
@@ -381,10 +429,17 @@ static void attend(const float* q, const float* keys, const float* values, int64
 }
 
 static float* room_for(int64_t scores) {
-  static thread_local std::vector<float> room;
-  if ((int64_t)room.size() < scores + kLanes) room.resize(scores + kLanes);
-  return room.data();
+  static thread_local std::vector<float> own;
+  return room(own, scores + kLanes);
 }
+
+// Whether a query is computed: `live [B, T]`, of no elements where all are. The output of the others is 0.
+struct Live {
+  const bool* of;
+  int64_t T;
+  bool operator()(int64_t b, int64_t t) const { return !of || of[b * T + t]; }
+  static Live read(ffi::Buffer<ffi::PRED> live, int64_t T) { return {live.element_count() ? live.typed_data() : nullptr, T}; }
+};
 
 // f(row, head) for all of them; `each`: multiplications of one.
 template <typename Do>
@@ -395,22 +450,26 @@ static void for_heads(ffi::ThreadPool& pool, int64_t B, int64_t H, int64_t each,
 }
 
 // Writes keys and values of `qkv [B, T, 3·H·K]` to slots positions[b] .. of the caches `[B, H, S, K]`, in place, and attends to
-// all slots up to each query's own. `bias [S, H, S]` by query position, or of no elements.
+// all slots up to each query's own. `bias [S, H, S]` by query position, or of no elements. Queries that are not live write
+// nothing; those of a row that are come first.
 static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> keys,
                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> positions,
-                                ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
+                                ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
                                 ffi::ResultBuffer<ffi::F32> new_values, float divisor) {
   const auto qs = qkv.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("self-attention: expected queries [B, T, 3·H·K] and caches [.., H, S, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
   const bool biased = bias.element_count() > 0;
-  if (qs[2] != 3 * width || count(cs, 0, cs.size()) != B * S * width || (biased && (int64_t)bias.element_count() != S * H * S))
+  if (qs[2] != 3 * width || T > S || !has(keys, B * S * width) || !has(values, B * S * width) || !has(*new_keys, B * S * width) ||
+      !has(*new_values, B * S * width) || !has(*out, B * T * width) || !may_have(bias, S * H * S) || !has(positions, B) ||
+      !may_have(live, B * T))
     return unfit("self-attention: shapes do not fit");
   float *key = new_keys->typed_data(), *value = new_values->typed_data();
   if (key != keys.typed_data()) std::memcpy(key, keys.typed_data(), sizeof(float) * B * S * width);
   if (value != values.typed_data()) std::memcpy(value, values.typed_data(), sizeof(float) * B * S * width);
   const float *x = qkv.typed_data(), *table = bias.typed_data();
   const int32_t* begins = positions.typed_data();
+  const Live counts = Live::read(live, T);
   float* y = out->typed_data();
   int64_t longest = 0;
   for (int64_t b = 0; b < B; b++) longest = begins[b] > longest ? begins[b] : longest;
@@ -418,7 +477,7 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
     int64_t begin = begins[b] < S - T ? begins[b] : S - T;  // as XLA does with a slice that would reach past the end
     begin = begin < 0 ? 0 : begin;
     float *own_keys = key + (b * H + h) * S * K, *own_values = value + (b * H + h) * S * K;
-    for (int64_t t = 0; t < T; t++) {
+    for (int64_t t = 0; t < T && counts(b, t); t++) {
       const float* from = x + (b * T + t) * 3 * width + h * K;
       std::memcpy(own_keys + (begin + t) * K, from + width, sizeof(float) * K);
       std::memcpy(own_values + (begin + t) * K, from + 2 * width, sizeof(float) * K);
@@ -426,50 +485,64 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
     float* scores = room_for(S);
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = begin + t;
-      attend(x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
-             biased ? table + (at * H + h) * S : nullptr, divisor, scores, y + (b * T + t) * width + h * K);
+      float* to = y + (b * T + t) * width + h * K;
+      if (!counts(b, t)) std::memset(to, 0, sizeof(float) * K);
+      else
+        attend(x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
+               biased ? table + (at * H + h) * S : nullptr, divisor, scores, to);
     }
   });
   return ffi::Error::Success();
 }
 
+static inline int64_t within(int64_t length, int64_t most) { return length < 0 ? 0 : length < most ? length : most; }
+
 // Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, H, L, K].
 static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> keys,
-                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
+                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::PRED> live,
+                                 ffi::ResultBuffer<ffi::F32> out) {
   const auto qs = query.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., H, L, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], L = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
-  if (qs[2] != width || count(cs, 0, cs.size()) != B * L * width) return unfit("cross-attention: shapes do not fit");
+  if (qs[2] != width || !has(keys, B * L * width) || !has(values, B * L * width) || !has(*out, B * T * width) ||
+      !has(lengths, B) || !may_have(live, B * T))
+    return unfit("cross-attention: shapes do not fit");
   const float *x = query.typed_data(), *key = keys.typed_data(), *value = values.typed_data();
-  const int32_t* live = lengths.typed_data();
+  const int32_t* ends = lengths.typed_data();
+  const Live counts = Live::read(live, T);
   float* y = out->typed_data();
   for_heads(pool, B, H, T * L * K * 2, [=](int64_t b, int64_t h) {
     const int64_t own = (b * H + h) * L * K;
     float* scores = room_for(L);
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
-      attend(x + at, key + own, value + own, K, live[b], K, nullptr, 1.0f, scores, y + at);
+      if (!counts(b, t)) std::memset(y + at, 0, sizeof(float) * K);
+      else attend(x + at, key + own, value + own, K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
     }
   });
   return ffi::Error::Success();
 }
 
-// Every position of qkv [B, L, 3·H·K] over the first lengths[b] of its row; bias [L, H, L] by query position.
+// The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [L, H, L] by query position.
 static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> bias,
                                    ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
   const auto qs = qkv.dimensions(), bs = bias.dimensions();
   if (qs.size() != 3 || bs.size() != 3) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [L, H, L]");
   const int64_t B = qs[0], L = qs[1], H = bs[1], width = qs[2] / 3, K = H ? width / H : 0;
-  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2]) return unfit("encoder attention: shapes do not fit");
+  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2] || !has(*out, B * L * width) || !has(lengths, B))
+    return unfit("encoder attention: shapes do not fit");
   const float *x = qkv.typed_data(), *table = bias.typed_data();
-  const int32_t* live = lengths.typed_data();
+  const int32_t* ends = lengths.typed_data();
   float* y = out->typed_data();
   for_heads(pool, B, H, L * L * K * 2, [=](int64_t b, int64_t h) {
     const float* own = x + b * L * 3 * width + h * K;
     float* scores = room_for(L);
-    for (int64_t t = 0; t < L; t++)
-      attend(own + t * 3 * width, own + width, own + 2 * width, 3 * width, live[b], K, table + (t * H + h) * L, 1.0f, scores,
-             y + (b * L + t) * width + h * K);
+    const int64_t live = within(ends[b], L);
+    for (int64_t t = 0; t < L; t++) {
+      float* to = y + (b * L + t) * width + h * K;
+      if (t >= live) std::memset(to, 0, sizeof(float) * K);
+      else attend(own + t * 3 * width, own + width, own + 2 * width, 3 * width, live, K, table + (t * H + h) * L, 1.0f, scores, to);
+    }
   });
   return ffi::Error::Success();
 }
@@ -478,19 +551,21 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
 
 using Floats = ffi::Buffer<ffi::F32>;
 using Integers = ffi::Buffer<ffi::S32>;
+using Flags = ffi::Buffer<ffi::PRED>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, ProductF32,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    SpecdecProductS8, ProductS8,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<ffi::Buffer<ffi::S8>>().Arg<Floats>().Ret<Floats>());
+    SpecdecProductF32, ProductF32,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Flags>().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, ProductS8,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<Floats>().Arg<Flags>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecSelfAttention, SelfAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Floats>().Arg<Integers>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
+                                  .Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
                                   .Attr<float>("divisor"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Integers>().Ret<Floats>());
+                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     SpecdecEncoderAttention, EncoderAttention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>());

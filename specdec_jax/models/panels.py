@@ -75,9 +75,13 @@ class Panels:
         kernel = self.kernel()
         return kernel.matrix() if isinstance(kernel, Int8Kernel) else kernel
 
-    def product(self, x: jax.Array, output_dtype) -> jax.Array:
-        """Returns `x [..., D]` times the kernel, `[..., F]`."""
-        return _product(x.astype(jnp.float32), self.values, self.scales, self.columns).astype(output_dtype)
+    def product(self, x: jax.Array, output_dtype, live: jax.Array | None = None) -> jax.Array:
+        """Returns `x [..., D]` times the kernel, `[..., F]`; 0, at no cost, for rows that are False in `live [...]`."""
+        result = jax.ShapeDtypeStruct((*x.shape[:-1], self.columns), jnp.float32)
+        scales = () if self.scales is None else (self.scales,)
+        target = "specdec_product_s8" if scales else "specdec_product_f32"
+        call = jax.ffi.ffi_call(target, result, vmap_method="sequential")
+        return call(x.astype(jnp.float32), self.values, *scales, _flags(live)).astype(output_dtype)
 
 
 @jax.jit
@@ -91,14 +95,13 @@ def _joined(values: jax.Array, columns: int) -> jax.Array:
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:, :columns]
 
 
-def _product(x: jax.Array, values: jax.Array, scales: jax.Array | None, columns: int) -> jax.Array:
-    result = jax.ShapeDtypeStruct((*x.shape[:-1], columns), jnp.float32)
-    if scales is None:
-        return jax.ffi.ffi_call("specdec_product_f32", result, vmap_method="sequential")(x, values)
-    return jax.ffi.ffi_call("specdec_product_s8", result, vmap_method="sequential")(x, values, scales)
+def _flags(live: jax.Array | None) -> jax.Array:
+    return jnp.zeros(0, bool) if live is None else live
 
 
-def attend_to_cache(qkv, keys, values, bias, positions, divisor: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def attend_to_cache(
+    qkv, keys, values, bias, positions, divisor: float, live=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes new keys and values to the caches, in place, and attends to all slots up to each query's own.
 
     Args:
@@ -108,6 +111,7 @@ def attend_to_cache(qkv, keys, values, bias, positions, divisor: float) -> tuple
       bias: `[S, H, S]` by query position, added to the scores; None: nothing.
       positions: `[B]` int32, the first slot that is written in each row.
       divisor: of the scores, before the bias.
+      live: `[B, T]`, False for positions that are not computed and write nothing; those that are come first. None: all.
 
     Returns:
       Outputs `[B, T, H·K]`, keys, values.
@@ -119,18 +123,20 @@ def attend_to_cache(qkv, keys, values, bias, positions, divisor: float) -> tuple
         "specdec_self_attention", (output, *shapes), vmap_method="sequential", input_output_aliases={1: 1, 2: 2}
     )
     bias = jnp.zeros((0, 0, 0)) if bias is None else bias
-    return tuple(call(qkv, keys, values, bias, positions, divisor=np.float32(divisor)))
+    return tuple(call(qkv, keys, values, bias, positions, _flags(live), divisor=np.float32(divisor)))
 
 
-def attend_to_encoded(query, keys, values, lengths) -> jax.Array:
+def attend_to_encoded(query, keys, values, lengths, live=None) -> jax.Array:
     """Returns the attention `[B, T, H·K]` of queries `[B, T, H·K]` over the first `lengths [B]` keys and values
-    `[B, H, L, K]`; zeros for a row of length 0."""
+    `[B, H, L, K]`; zeros for a row of length 0, and for positions that are False in `live [B, T]`."""
     result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-    return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(query, keys, values, lengths)
+    return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(
+        query, keys, values, lengths, _flags(live)
+    )
 
 
 def attend_to_inputs(qkv, bias, lengths) -> jax.Array:
-    """Returns an encoder's attention `[B, L, H·K]` of all positions over the first `lengths [B]` of each row.
+    """Returns an encoder's attention `[B, L, H·K]` of the first `lengths [B]` positions of each row over each other; 0 past them.
 
     Args:
       qkv: `[B, L, 3·H·K]` queries, keys and values. bias: `[L, H, L]` by query position.

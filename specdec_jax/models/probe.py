@@ -53,11 +53,13 @@ def _products(rng) -> list[tuple]:
     M, K, F, P = 5, 600, 512, 16
     x, w = (rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (K, F)))
     quantised, scales = rng.integers(-127, 128, (K, F), dtype=np.int8), rng.random(F, dtype=np.float32) + 1
+    live, none = np.arange(M) != 2, np.zeros(0, bool)
     panels = lambda kernel: np.ascontiguousarray(kernel.reshape(K, F // P, P).transpose(1, 0, 2))
     return [
-        ("specdec_product_f32", (x, panels(w)), {}, [(M, F)], x.astype(np.float64) @ w),
-        ("specdec_product_s8", (x, panels(quantised), scales), {}, [(M, F)], x.astype(np.float64) @ quantised * scales),
-    ]
+        ("specdec_product_f32", (x, panels(w), live), {}, [(M, F)], (x.astype(np.float64) @ w) * live[:, None]),
+        ("specdec_product_s8", (x, panels(quantised), scales, none), {}, [(M, F)],
+         x.astype(np.float64) @ quantised * scales),
+    ]  # fmt: skip
 
 
 def _attentions(rng) -> list[tuple]:
@@ -68,7 +70,7 @@ def _attentions(rng) -> list[tuple]:
     make = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
     qkv, keys, values, bias = make(B, T, 3 * H * K), make(B, H, S, K), make(B, H, S, K), make(S, H, S)
     positions, divisor, lengths = np.array([5, 30], np.int32), np.float32(3), np.array([37, 11], np.int32)
-    whole, table = make(B, S, 3 * H * K), make(S, H, S)
+    whole, table, live = make(B, S, 3 * H * K), make(S, H, S), np.arange(T) < np.array([[T], [1]])
 
     def attended(query, keys, values, bias):  # one head
         scores = query.astype(np.float64) @ keys.T + bias
@@ -91,10 +93,11 @@ def _attentions(rng) -> list[tuple]:
     flat = lambda x: x.reshape(*x.shape[:2], H * K)
     query = np.ascontiguousarray(qkv[..., : H * K])
     return [
-        ("specdec_self_attention", (qkv, keys, values, bias, positions), {"divisor": divisor},
-         [(B, T, H * K), keys.shape, values.shape], flat(cached)),
-        ("specdec_cross_attention", (query, keys, values, lengths), {}, [(B, T, H * K)], flat(crossed)),
-        ("specdec_encoder_attention", (whole, table, lengths), {}, [(B, S, H * K)], flat(inside)),
+        ("specdec_self_attention", (qkv, keys, values, bias, positions, live), {"divisor": divisor},
+         [(B, T, H * K), keys.shape, values.shape], flat(cached) * live[..., None]),
+        ("specdec_cross_attention", (query, keys, values, lengths, live[:0]), {}, [(B, T, H * K)], flat(crossed)),
+        ("specdec_encoder_attention", (whole, table, lengths), {}, [(B, S, H * K)],
+         flat(inside) * (np.arange(S) < lengths[:, None])[..., None]),
     ]  # fmt: skip
 
 

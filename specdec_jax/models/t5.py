@@ -154,7 +154,7 @@ class EncoderLayer(nn.Module):
         attended = attention.to_inputs(RMSNorm(dtype, name="pre_attention_layer_norm")(x), mask, bias)
         x = x + drop(attended, deterministic)
         mlp = GatedMLP(**_mlp_shape(config, self.fused), name="mlp")
-        return x + drop(mlp(RMSNorm(dtype, name="pre_mlp_layer_norm")(x), deterministic), deterministic)
+        return x + drop(mlp(RMSNorm(dtype, name="pre_mlp_layer_norm")(x), deterministic, mask), deterministic)
 
 
 class Encoder(nn.Module):
@@ -192,17 +192,18 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(**_mlp_shape(config, self.fused))
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def cross_cache(self, encoded) -> KVCache:
-        return self.encoder_decoder_attention.project_key_value(encoded)
+    def cross_cache(self, encoded, mask=None) -> KVCache:
+        return self.encoder_decoder_attention.project_key_value(encoded, mask)
 
-    def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True):
+    def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True, live=None):
         """One layer over T queries; with `cache` None over a whole sequence (training)."""
         normed = self.pre_self_attention_layer_norm(x)
-        attended, cache = self.self_attention.to_cache(normed, cache, positions, mask, bias)
+        attended, cache = self.self_attention.to_cache(normed, cache, positions, mask, bias, live=live)
         x = x + self.dropout(attended, deterministic)
-        attended = self.encoder_decoder_attention.to_encoded(self.pre_cross_attention_layer_norm(x), cross, cross_mask)
+        normed = self.pre_cross_attention_layer_norm(x)
+        attended = self.encoder_decoder_attention.to_encoded(normed, cross, cross_mask, live)
         x = x + self.dropout(attended, deterministic)
-        return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x), deterministic), deterministic), cache
+        return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x), deterministic, live), deterministic), cache
 
 
 class Decoder(nn.Module):
@@ -233,18 +234,19 @@ class Decoder(nn.Module):
             KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype)) for _ in self.layers
         ]
         repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
-        cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded)) for layer in self.layers)
+        cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask)) for layer in self.layers)
         return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.relpos_bias(slots, slots))
 
-    def step(self, x, positions, cache: DecoderCache, layers: int | None = None):
+    def step(self, x, positions, cache: DecoderCache, layers: int | None = None, live=None):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
-        `positions [B]` of every row; the caches of the layers above stay as they are."""
+        `positions [B]` of every row; the caches of the layers above stay as they are. `live [B, T]` as in `Network.decode`."""
         mask, bias = (
             (None, cache.position_bias) if self.native else _seen_from(positions, x.shape[1], cache.position_bias)
         )
         written = list(cache.layers)
         for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.layers[i], positions, mask, bias, cache.cross[i], cache.cross_mask)
+            layer_cache, cross = cache.layers[i], cache.cross[i]
+            x, written[i] = layer(x, layer_cache, positions, mask, bias, cross, cache.cross_mask, live=live)
         return self.decoder_norm(x), cache.replace(layers=tuple(written))
 
     def __call__(self, x, encoded, encoder_mask, deterministic=True):
@@ -258,14 +260,14 @@ class Decoder(nn.Module):
             x, _ = layer(x, None, None, mask, bias, cross, encoder_mask, deterministic)
         return self.dropout(self.decoder_norm(x), deterministic)
 
-    def logits(self, x, embedding):
+    def logits(self, x, embedding, live=None):
         """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
         config = self.config
         scale = config.scale_decoder_outputs
         if config.logits_via_embedding if scale is None else scale:
             x = x / jnp.sqrt(config.emb_dim).astype(x.dtype)
         if not config.logits_via_embedding:
-            return self.logits_dense(x)
+            return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
 
@@ -320,18 +322,14 @@ class T5(nn.Module):
         width = self.config.encoder_dim
         return None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
 
-    def decode(self, tokens, positions, cache: DecoderCache):
-        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns logits `[B, T, V]` float32 and the new cache."""
-        states, cache = self.decode_states(tokens, positions, cache)
-        return self.head(states), cache
+    def decode_states(self, tokens, positions, cache: DecoderCache, layers: int | None = None, live=None):
+        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
+        layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
+        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers, live)
 
-    def decode_states(self, tokens, positions, cache: DecoderCache, layers: int | None = None):
-        """As `decode`, up to the head: states `[B, T, D]` after the last of the first `layers` layers and the last norm."""
-        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers)
-
-    def head(self, states):
+    def head(self, states, live=None):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
-        return self.decoder.logits(states, self.token_embedder.embedding)
+        return self.decoder.logits(states, self.token_embedder.embedding, live)
 
     def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
         """Teacher-forced logits `[B, T, V]` float32."""

@@ -1,0 +1,209 @@
+"""The CPU's own kernels inside programs: threads, loops, vmap, export, and shapes that do not fit."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax.models import native, panels
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.panels import Panels
+
+pytestmark = [
+    pytest.mark.usefixtures("quick"),
+    pytest.mark.skipif(not native.available(), reason=native.state()),
+]
+
+# Prints a digest of many outputs, then calls the program from six threads at once and says whether the numbers are the same.
+CHILD = """
+import hashlib, threading
+import jax, jax.numpy as jnp, numpy as np
+from specdec_jax.models import native, panels
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.panels import Panels
+
+assert native.available(), native.state()
+rng = np.random.default_rng(0)
+normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+cells = [Panels.of(normal(640, 640) / 25) for _ in range(6)]
+cells += [Panels.of(Int8Kernel.of(normal(640, 640) / 25)) for _ in range(2)]
+keys, values, bias = normal(8, 8, 60, 64), normal(8, 8, 60, 64), normal(60, 8, 60)
+positions, lengths = jnp.arange(8, dtype=jnp.int32) * 7, 60 - jnp.arange(8, dtype=jnp.int32) * 5
+
+@jax.jit
+def run(cells, x, qkv, keys, values):
+    step = lambda i, x: sum(cell.product(x, jnp.float32) for cell in cells) / 3
+    y = jax.lax.fori_loop(0, 5, step, x)
+    out = panels.attend_to_cache(qkv[:, :4], keys, values, bias, positions, 8.0)
+    crossed = panels.attend_to_encoded(qkv[..., :512], keys, values, lengths)
+    return y, out, crossed, panels.attend_to_inputs(qkv, bias, lengths)
+
+inputs = [(cells, normal(M, 640), normal(8, 60, 1536), keys, values) for M in (1, 5, 40)]
+outputs = lambda: b"".join(np.asarray(y).tobytes() for given in inputs for y in jax.tree.leaves(run(*given)))
+first, others = outputs(), []
+print(hashlib.sha256(first).hexdigest(), flush=True)
+work = lambda: [others.append(outputs() == first) for _ in range(4)]
+threads = [threading.Thread(target=work) for _ in range(6)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("same" if len(others) == 24 and all(others) else "different")
+"""
+
+
+def test_threads():
+    """As many threads in XLA's pool as NPROC says: the same bits, and callers that wait for each other go on."""
+    said = []
+    for threads in ("1", "2", "5"):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": threads}
+        command = [sys.executable, "-c", CHILD]
+        said.append(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120))
+    assert [(child.returncode, child.stdout.split()[1:]) for child in said] == [(0, ["same"])] * 3, said
+    assert len({child.stdout for child in said}) == 1
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng([*shape]).standard_normal(shape, dtype=np.float32))
+
+
+def loop(steps, x, keys, values, bias, weights, encoded):
+    """Decoding in small: products, writes to a cache, attention to it and to an encoder's output."""
+
+    def body(state):
+        i, x, keys, values = state
+        y = weights[0].product(x, jnp.float32)
+        out, keys, values = panels.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
+        out = out + panels.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
+        return i + 1, jnp.clip(weights[1].product(out, jnp.float32), -2, 2), keys, values
+
+    return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, x, keys, values))[1:]
+
+
+def loop_arguments():
+    bias, weights = normal(40, 2, 40), (Panels.of(normal(32, 96) / 5), Panels.of(Int8Kernel.of(normal(32, 32))))
+    return normal(2, 1, 32), normal(2, 2, 40, 16), normal(2, 2, 40, 16), bias, weights, (normal(2, 2, 9, 16),) * 2
+
+
+@pytest.mark.usefixtures("optimised")
+def test_a_loop_copies_neither_weights_nor_caches():
+    arguments = loop_arguments()
+    text = jax.jit(loop).lower(30, *arguments).compile().as_text()
+    (attention,) = re.findall(r".*custom_call_target=\"specdec_self_attention\".*", text)
+    assert "output_to_operand_aliasing={{1}: (1, {}), {2}: (2, {})}" in attention
+    sizes = {x.size for x in jax.tree.leaves(arguments) if x.size > 500}
+    made = []
+    for computation in re.split(r"\n\n", text):
+        if "ENTRY" in computation:
+            continue
+        for shape, operation in re.findall(r" = \w+\[([\d,]+)\]\S* ([\w-]+)\(", computation):
+            if np.prod([int(n) for n in shape.split(",")]) in sizes and operation not in (
+                "parameter",
+                "get-tuple-element",
+            ):
+                made.append((shape, operation))
+    assert made == []
+
+
+def test_a_loop_writes_to_its_own_caches():
+    """Not to those that it was given, and the numbers are those of calls one by one."""
+    x, keys, values, bias, weights, encoded = loop_arguments()
+    before = np.array(keys)
+    got = jax.jit(loop)(3, x, keys, values, bias, weights, encoded)
+    np.testing.assert_array_equal(np.asarray(keys), before)
+    for i in range(3):
+        y = weights[0].product(x, jnp.float32)
+        out, keys, values = panels.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
+        out = out + panels.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
+        x = jnp.clip(weights[1].product(out, jnp.float32), -2, 2)
+    for of_loop, one_by_one in zip(got, (x, keys, values)):
+        np.testing.assert_array_equal(np.asarray(of_loop), np.asarray(one_by_one))
+
+
+def test_vmap():
+    x, stored = normal(3, 2, 20), Panels.of(normal(20, 33))
+    got = jax.vmap(lambda x: stored.product(x, jnp.float32))(x)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(stored.product(x, jnp.float32)))
+    qkv, keys, values, bias = normal(3, 1, 2, 48), normal(3, 1, 2, 6, 8), normal(3, 1, 2, 6, 8), normal(6, 2, 6)
+    positions = jnp.array([[0], [2], [4]], jnp.int32)
+    run = lambda *arrays: panels.attend_to_cache(*arrays[:3], bias, arrays[3], 2.0)
+    mapped = jax.vmap(run)(qkv, keys, values, positions)
+    for got, expected in zip(mapped, run(qkv[:, 0], keys[:, 0], values[:, 0], positions[:, 0])):
+        np.testing.assert_array_equal(np.asarray(got)[:, 0], np.asarray(expected))
+
+
+def test_no_gradients():
+    stored = Panels.of(normal(20, 33))
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        jax.grad(lambda x: stored.product(x, jnp.float32).sum())(normal(2, 20))
+
+
+def test_export_needs_an_exemption():
+    """A program with these kernels runs only where they are registered, so JAX writes it out only when told to."""
+    from jax import export
+
+    stored, x = Panels.of(normal(20, 33)), normal(2, 20)
+    run = jax.jit(lambda x: stored.product(x, jnp.float32))
+    with pytest.raises(ValueError, match="specdec_product_f32"):
+        export.export(run)(x)
+    exempt = [export.DisabledSafetyCheck.custom_call("specdec_product_f32")]
+    exported = export.export(run, disabled_checks=exempt)(x)
+    np.testing.assert_array_equal(np.asarray(exported.call(x)), np.asarray(run(x)))
+
+
+FLOAT, INTEGER = jnp.float32, jnp.int32
+NONE = ((0,), bool)
+# Name of a target, arguments that fit (shapes of float32, or shape and type), results that fit, and for each misfit which
+# arguments or results take which shapes.
+CALLS = {
+    "specdec_product_f32": (
+        [(4, 20), (3, 20, 16), NONE], [(4, 33)], {},
+        [(0, (4, 21)), (0, ()), (1, (2, 20, 16)), (1, (3, 20, 8)), (1, (60, 16)), (2, ((3,), bool)), (3, (5, 33)), (3, (4, 49)), (3, ())],
+    ),
+    "specdec_product_s8": (
+        [(4, 20), ((3, 20, 16), jnp.int8), (33,), NONE], [(4, 33)], {},
+        [(0, (4, 21)), (1, ((3, 21, 16), jnp.int8)), (1, (3, 20, 16)), (2, (32,)), (2, (48,)), (3, ((5,), bool)), (4, ())],
+    ),
+    "specdec_self_attention": (
+        [(2, 3, 48), (2, 2, 6, 8), (2, 2, 6, 8), (6, 2, 6), ((2,), INTEGER), NONE],
+        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)], {"divisor": np.float32(1)},
+        [(0, (2, 3, 40)), (0, (2, 7, 48)), (0, (2, 7, 48), 6, (2, 7, 16)), (0, (6, 48)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, (5, 2, 5)),
+         (4, ((1,), INTEGER)), (4, (2,)), (5, ((5,), bool)), (6, (2, 2, 16)), (7, (2, 2, 5, 8)), (8, (1, 2, 6, 8))],
+    ),
+    "specdec_cross_attention": (
+        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8), ((2,), INTEGER), NONE], [(2, 3, 16)], {},
+        [(0, (2, 3, 20)), (0, (3, 16)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, ((1,), INTEGER)), (4, ((5,), bool)),
+         (5, (2, 2, 16))],
+    ),
+    "specdec_encoder_attention": (
+        [(2, 6, 48), (6, 2, 6), ((2,), INTEGER)], [(2, 6, 16)], {},
+        [(0, (2, 6, 50)), (0, (2, 5, 48)), (0, (12, 48)), (1, (6, 2, 5)), (1, (6, 12)), (2, ((3,), INTEGER)), (3, (2, 5, 16))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_shapes_that_do_not_fit(target):
+    arguments, results, attributes, misfits = CALLS[target]
+
+    def call(shapes):
+        shapes = [shape if shape and isinstance(shape[0], tuple) else (shape, FLOAT) for shape in shapes]
+        outputs = [jax.ShapeDtypeStruct(*shape) for shape in shapes[len(arguments) :]]
+        return jax.block_until_ready(
+            jax.ffi.ffi_call(target, outputs)(*[jnp.zeros(*shape) for shape in shapes[: len(arguments)]], **attributes)
+        )
+
+    assert len(call([*arguments, *results])) == len(results)
+    for misfit in misfits:
+        shapes = [*arguments, *results]
+        for place, shape in zip(misfit[::2], misfit[1::2]):
+            shapes[place] = shape
+        with pytest.raises(jax.errors.JaxRuntimeError, match="specdec_jax: |Wrong buffer dtype"):
+            call(shapes)
+
+
+def test_every_target_is_tried_with_other_shapes():
+    assert set(CALLS) == set(native.TARGETS)
