@@ -22,6 +22,7 @@ from specdec_jax import checkpoints, cli
 from specdec_jax.checkpoints import FORMATS, convert
 from specdec_jax.data import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
 from specdec_jax.formats import safetensors_files, t5x
+from specdec_jax.formats.leaves import flatten
 
 pytestmark = pytest.mark.usefixtures("quick")
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
@@ -154,7 +155,7 @@ def test_orbax_reads_what_is_written(form, folder, tmp_path, monkeypatch):
     if form == "t5x":
         assert int(tree["state"]["step"]) == 7
         tree = tree["target"]
-    got = checkpoints.flatten(tree)
+    got = flatten(tree)
     assert got.keys() == PARAMS.keys()
     for name, x in PARAMS.items():
         np.testing.assert_array_equal(got[name], x)

@@ -15,6 +15,7 @@ from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax import checkpoints, cli, sharding
+from specdec_jax.formats import leaves
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.sharding import AXES, RULES, Mesh, ShardingRules
 
@@ -165,8 +166,8 @@ def test_parameters_follow_the_rules_of_their_logical_axes():
     assert of("token_embedder/embedding", 64, 16) == ("model", None)
     assert of("token_embedder/embedding", 50257, 16) == (None, None), "whole where it is no whole number of parts"
     assert set(rules(4, replicate=True).of_parameter("mlp/wo/kernel", (32, 16)).spec) == {None}
-    names = [name for name in checkpoints.parameter_shapes(GPTConfig(64, 16, 4, 1, 32, logits_via_embedding=False))]
-    names += checkpoints.parameter_shapes(TINY)
+    names = [name for name in leaves.parameter_shapes(GPTConfig(64, 16, 4, 1, 32, logits_via_embedding=False))]
+    names += leaves.parameter_shapes(TINY)
     unknown = {name.split("/")[-1] for name in names if not sharding._PARAMETERS.get("/".join(name.split("/")[-2:]))}
     assert unknown == {"scale", "bias"}
 
@@ -191,7 +192,7 @@ def test_a_mesh_of_jax_and_one_with_other_axes():
 def test_parts_of_stored_parameters(tmp_path, turned):
     """What TensorStore reads in parts, safetensors whole, is the same part."""
     params = random_params(TINY)
-    sd.save(sd.LanguageModel(TINY, checkpoints.unflatten(dict(params))), tmp_path / "own")
+    sd.save(sd.LanguageModel(TINY, leaves.unflatten(dict(params))), tmp_path / "own")
     write_hf(tmp_path / "hf", to_tensors(params))
     name, box = "decoder/layers_0/mlp/wo/kernel", (slice(6, 12), slice(0, 16))
     for folder in ("own", "hf"):
