@@ -221,7 +221,8 @@ def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
     elif typing.get_origin(kind) is tuple:
         flags.DEFINE_list(field.name, [str(item) for item in default], text, flag_values=values)
     else:
-        define[kind](field.name, default, text, flag_values=values)
+        shown = str(default) if kind is str and default is not None else default
+        define[kind](field.name, shown, text, flag_values=values)
 
 
 def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:

@@ -38,7 +38,7 @@ TIMED = (0, 2, 4, 5, 8)
 # Acceptance that a row alone may have; what is added to the expected one for rows together; tokens of an output.
 _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
 # What drafting must gain at least, and which part of it an iteration without a draft may cost.
-_GAIN, _LOSS = 0.03, 0.25
+_GAIN, _LOSS = 0.03, 0.1
 _NEVER = 1e6  # a cost at which a draft is never chosen
 # Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that begin without
 # drafts one looks whether they would pay.

@@ -41,7 +41,8 @@ class DemoOptions(DecodingOptions):
     drafter: str | None = option(
         "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
     )
-    gamma: int | str = option("auto", AUTO_HELP)
+    # A number, so that there is something to see: nothing is drafted where that would not pay.
+    gamma: int | str = option(4, AUTO_HELP)
     repeats: int = option(3, "timed passes over the sentences")
 
     def check(self) -> None:

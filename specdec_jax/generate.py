@@ -443,7 +443,8 @@ def warm_up(
     """Compiles what `generate` needs for these batch sizes and every input length up to `max_input_length`.
 
     Afterwards calls with the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids (up to 4) compile
-    nothing. Options as for `generate`. Returns the number of shapes.
+    nothing. Options as for `generate`; give stop strings or a deadline if the calls have any, and for `stream`, since these
+    are other programs. Returns the number of shapes.
     """
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
     options = {"key": seeded(0), **options}

@@ -266,8 +266,9 @@ def plan(
 
     drafter, varies = drafter if width else None, getattr(drafter, "varies", False)
     widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
-    widths = policy.widths if isinstance(policy, Auto) else widths
     widths = () if target.network.skips else widths
+    # Even where positions are left out: what is made of the logits is not, which is much beside a step in 8 bits.
+    widths = policy.widths if isinstance(policy, Auto) else widths
     program = Program(width, sampling.mode, vocab_size, verifier, widths)
     keys = _row_keys(key, batch, samples)
     if rules is not None:  # once for the request, and not with every call

@@ -32,7 +32,7 @@ from toy_options import (
 
 from specdec_jax.compatibility import UnsupportedCombination
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, generate, stream, trace
+from specdec_jax.generate import _decode, advance, generate, stream, trace
 from specdec_jax.inference import GenerateOptions
 from specdec_jax.request import plan, prefill
 from specdec_jax.sampling import SamplingConfig
@@ -251,10 +251,11 @@ def test_nothing_compiles_when_traced_options_change():
         decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=EOS, drafter=ModelDrafter(DRAFT), key=jax.random.key(0)
     )
     decode(ALL)
+    generate(TARGET, INPUTS, gamma=3, sampling=ALL, **on, stop="w9")  # with an end of its own: two programs, not one
     two = dict(sampling=WARM, max_new_tokens=7, drafter=ModelDrafter(DRAFT))
     for verifier in (LENIENT, TYPICAL):
         generate(TARGET, INPUTS[:2], gamma=2, **verifier, **two)
-    sizes = advance._cache_size(), prefill._cache_size()
+    sizes = advance._cache_size(), prefill._cache_size(), _decode._cache_size()
     changes = [
         dict(temperature=2.0), dict(temperature=[0.0, 1, 0, 2, 0, 0]), dict(top_k=3), dict(top_k=list(range(6))),
         dict(top_p=0.5), dict(min_p=0.3), dict(repetition_penalty=1.9), dict(min_new_tokens=1), dict(logit_bias={2: 3.0}),
@@ -280,7 +281,7 @@ def test_nothing_compiles_when_traced_options_change():
             generate(TARGET, INPUTS[:2], gamma=2, verifier="typical", **change, **two)
 
     assert compilations(varied) == 0
-    assert (advance._cache_size(), prefill._cache_size()) == sizes
+    assert (advance._cache_size(), prefill._cache_size(), _decode._cache_size()) == sizes
 
 
 @flax.struct.dataclass

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 def commands(pair, tmp_path, monkeypatch):
     """Arguments of commands that write a file, but for its name; what would be measured is made up."""
     monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(measuring, "measured", lambda *_: {"a": 1})
-    monkeypatch.setattr(tuning, "tuned", lambda *_: {"a": 1})
+    monkeypatch.setattr(measuring, "measured", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
+    monkeypatch.setattr(tuning, "tuned", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
     monkeypatch.setattr(tuning, "gin_file", lambda *_: "# chosen\n")
     monkeypatch.setattr(records, "summary", lambda *_: "")
     inputs = tmp_path / "inputs"
