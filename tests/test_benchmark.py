@@ -16,7 +16,7 @@ from specdec_jax import against, benchmark, measure, passes, progress, records, 
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.generate import GenerationResult, TraceStep
 from specdec_jax.measure import Spread
-from specdec_jax.models import packing, panels
+from specdec_jax.models import native, packing, panels
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.sampling import Law, SamplingConfig
@@ -163,6 +163,7 @@ def test_products_are_those_of_one_step(tied, packed):
     assert sum(axes) == (tied and not network.module.native)  # whose tied heads are copies
 
 
+@pytest.mark.skipif(not native.available(), reason=native.state())
 def test_both_layouts_of_the_products_are_timed(monkeypatch):
     config = CONFIG
     arms = measure.products_arms(LanguageModel.random(config).network, batch=1)

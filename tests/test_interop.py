@@ -11,7 +11,7 @@ from make_checkpoints import TINY
 
 import specdec_jax as sd
 from specdec_jax.interop.decoding import Decoder, network_of
-from specdec_jax.models import panels
+from specdec_jax.models import native, panels
 from specdec_jax.models.base import Network
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -135,6 +135,7 @@ def test_steps_of_one_call(pair):
     np.testing.assert_array_equal(got.tokens, np.where(steps, greedy, 0))
 
 
+@pytest.mark.skipif(not native.available(), reason=native.state())
 def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     """On an accelerator they would exist twice."""
     target, _ = pair
