@@ -74,7 +74,8 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     console.file.flush()
     keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
     speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
-    drafted, shapes = 0, {}  # of the latter: padded length -> number of the first sentence that has it
+    drafted = 0
+    shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
     for number, sentence in enumerate(sentences):
         new = shapes.setdefault(bucket(len(ids[number])), number) == number
         with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():

@@ -20,7 +20,7 @@ from specdec_jax.drafters.ngrams import NGramTable
 from specdec_jax.formats import own
 from specdec_jax.gamma import POLICIES, Policy
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.panels import QUANTIZE
+from specdec_jax.models.panels import check_quantize_name
 from specdec_jax.request import MAX_GAMMA, check_limits, verifier_settings
 from specdec_jax.sampling import SamplingConfig
 from specdec_jax.sharding import Mesh, ShardingRules, make_mesh, parse_mesh
@@ -206,8 +206,7 @@ class DecodingOptions:
             ShardingRules(self.devices()).check_rows("batch_size", self.rows)
 
     def _check_quantize(self) -> None:
-        if self.quantize not in (None, *QUANTIZE):
-            raise ValueError(f"quantize: got {self.quantize!r}, expected one of {', '.join(QUANTIZE)}")
+        check_quantize_name(self.quantize)
         if self.quantize == "int8" and (self.mesh or self.dtype == "bfloat16"):
             got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
             raise UnsupportedCombination(f"quantize: got 'int8' with {got}, expected float32 on one device, a CPU")

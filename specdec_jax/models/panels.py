@@ -16,15 +16,13 @@ from specdec_jax.models import native
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.reading import shown
 
+QUANTIZE = ("int8", "none")  # see `checkpoints.load`
 _COLUMNS = 16  # of a panel
 
 
 def usable(dtype) -> bool:
     """Returns whether kernels are stored so: float32 on a CPU for which `native.cc` could be compiled."""
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
-
-
-QUANTIZE = ("int8", "none")  # see `checkpoints.load`
 
 
 def needed(dtype) -> str:
@@ -34,10 +32,15 @@ def needed(dtype) -> str:
     return f"8 bits only for float32 on a CPU with the package's own kernel, without a mesh or matmul_dtype (here: {there})"
 
 
-def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
-    """Raises ValueError where `quantize` is no way to load a model, or one that its dtype, mesh or device do not have."""
+def check_quantize_name(quantize: str | None) -> None:
+    """Raises ValueError where `quantize` is no way to load a model."""
     if quantize is not None and quantize not in QUANTIZE:
         raise ValueError(f"quantize: got {shown(quantize)}, expected one of {', '.join(QUANTIZE)}")
+
+
+def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
+    """Raises ValueError where `quantize` is no way to load a model, or one that its dtype, mesh or device do not have."""
+    check_quantize_name(quantize)
     if quantize == "int8" and (mesh or not usable(dtype)):
         raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
 
