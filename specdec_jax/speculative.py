@@ -150,7 +150,7 @@ class Draft(NamedTuple):
     target_cache: Any = None
 
     def first(self, gamma: int) -> "Draft":
-        """Without what stands past the first `gamma` positions, in drafts that are no longer."""
+        """Returns the draft cut to its first `gamma` positions; no row may have drafted more."""
         tokens, law = self.tokens[:, :gamma], self.law
         if isinstance(law, PointMass):
             law = law._replace(tokens=law.tokens[:, :gamma])
@@ -292,11 +292,11 @@ def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState
 
 
 def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array, watched: bool):
-    """The state after the target's call over `scored [B, G + 1]`, verification and commit.
+    """Returns the state after the target's call over `scored [B, G + 1]`, verification and commit, and what was seen.
 
-    Where several widths are compiled, everything is done for the least that covers every row's draft: neither the call nor
-    what is made of its logits is free. With `watched` also states `[B, G + 1, D]` and logits `[B, G + 1, V]`, which are 0 past
-    that width and count for nothing.
+    Where several widths are compiled, the narrowest that covers every row's draft is used for all of it: the call costs
+    time by the position, and so do verification and log-probabilities. What was seen is `()`, or with `watched` the states
+    `[B, G + 1, D]` and logits `[B, G + 1, V]`, 0 past that width.
     """
 
     # What a row has not drafted, and all of one that is done, need not be computed.

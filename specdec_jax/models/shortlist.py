@@ -7,7 +7,7 @@ import numpy as np
 
 from specdec_jax import sampling
 
-_MULTIPLE = 64
+_MULTIPLE = 64  # what the length of a list is rounded up to
 
 
 @flax.struct.dataclass
