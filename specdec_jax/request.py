@@ -266,10 +266,13 @@ def plan(
 
     drafter, varies = drafter if width else None, getattr(drafter, "varies", False)
     widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
-    widths = () if target.network.skips else widths
-    # Even where positions are left out: what is made of the logits is not, which is much beside a step in 8 bits.
-    widths = policy.widths if isinstance(policy, Auto) else widths
-    program = Program(width, sampling.mode, vocab_size, verifier, widths)
+    program = Program(width, sampling.mode, vocab_size, verifier)
+    if target.network.skips:
+        widths = ()
+    # Where positions are left out, what is made of their logits is not, which is much beside a step in 8 bits.
+    if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
+        widths = policy.widths
+    program = program._replace(widths=widths)
     keys = _row_keys(key, batch, samples)
     if rules is not None:  # once for the request, and not with every call
         keys, drafter = rules.put(keys), rules.put(drafter)

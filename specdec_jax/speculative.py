@@ -4,6 +4,7 @@ Leviathan, Kalman, Matias 2023, algorithm 1. Before an iteration the target's ca
 token; so the target is fed that token and the γ drafted ones, and gives the laws of γ + 1 positions in one call.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import flax.struct
@@ -40,6 +41,11 @@ class Program(NamedTuple):
     def strict_argmax(self) -> bool:
         """Whether every token is the target's argmax: then no law over the vocabulary is ever built."""
         return self.mode.greedy and self.verifier != "lenient"
+
+    @property
+    def commits_argmax(self) -> bool:
+        """Whether every token is the argmax of the target's own logits, so that of these only the greatest matters."""
+        return self.strict_argmax and not self.mode.processes and self.verifier != verification.FORCED
 
     @property
     def asks_draft_law(self) -> bool:
@@ -306,11 +312,16 @@ def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array
         states, cache = target.decode_states(
             scored[:, :width], state.lengths - 1, state.target_cache, live=live[:, :width]
         )
-        logits, program = target.head(states, live[:, :width]), state.program
+        program, part = state.program, draft.first(width - 1)
         narrow = state.replace(target_cache=cache, program=program._replace(gamma=width - 1))
-        part = draft.first(width - 1)
-        verified, adjusted = verify(narrow, part, logits)
-        after = _commit(narrow, part, verified, logits, adjusted)
+        if program.commits_argmax and not watched:
+            tokens, log_probs = most_probable(target, states, live[:, :width])
+            verified = verification.verify_greedy(tokens, part.tokens, part.num_drafted)
+            logits, after = None, _commit(narrow, part, verified, lambda new: log_probs, None)
+        else:
+            logits = target.head(states, live[:, :width])
+            verified, adjusted = verify(narrow, part, logits)
+            after = _commit(narrow, part, verified, Law.of(logits).log_prob, adjusted)
         return after.replace(program=program, last_draft=draft.tokens), (states, logits) if watched else ()
 
     widths, needed = state.program.widths, jnp.max(draft.num_drafted) + 1
@@ -332,6 +343,16 @@ def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array
     for width in widths:
         carry = once(width, carry)
     return carry[1:]
+
+
+def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.Array, jax.Array]:
+    """The argmax token after each of `states [B, T, D]` and its log-probability, both `[B, T]`; −1 and NaN where the logits are
+    not numbers. `live [B, T]` as in `Network.decode`."""
+    if network.skips:
+        return network.peak(states, live)
+    logits = network.head(states, live)
+    tokens = sampling.argmax(logits)
+    return tokens, Law.of(logits).log_prob(tokens)
 
 
 def _no_draft(batch: int, program: Program) -> Draft:
@@ -386,9 +407,11 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
 
 
 def _commit(
-    state: DecodeState, draft: Draft, verified: Verification, logits: jax.Array, adjusted: Law | None
+    state: DecodeState, draft: Draft, verified: Verification, log_prob: Callable[[jax.Array], jax.Array], adjusted: Law | None
 ) -> DecodeState:
     """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
+
+    `log_prob` gives the log-probabilities of tokens `[B, G + 1]` under the target's own laws.
 
     A row is complete at an EOS, at its limit, or where its law is not one of numbers. Such a law leaves −1 as token,
     and NaN as its log-probability.
@@ -403,8 +426,7 @@ def _commit(
     first_eos = jnp.min(jnp.where(is_eos & (offsets <= num_accepted[:, None]), offsets, width), axis=1)
     num_new = jnp.where(active, jnp.minimum(num_accepted, first_eos) + 1, 0)
 
-    token_logits = jnp.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
-    log_probs = jnp.where(new < 0, jnp.nan, token_logits - jax.nn.logsumexp(logits, axis=-1))
+    log_probs = jnp.where(new < 0, jnp.nan, log_prob(new))
     adjusted_log_probs = state.adjusted_log_probs
     if adjusted is not None:
         adjusted_log_probs = _write(adjusted_log_probs, adjusted.log_prob(new), state.lengths, num_new)

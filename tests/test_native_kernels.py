@@ -21,8 +21,9 @@ pytestmark = [
 ]
 KINDS = ["float32", "int8"]
 ROWS = [*range(1, 65), 96, 97, 200]
-SHAPES = [(1, 1), (7, 33), (17, 16), (33, 257), (257, 7), (600, 100)]  # lines and columns
+SHAPES = [(1, 1), (7, 33), (17, 16), (33, 257), (257, 7), (600, 100), (1025, 20)]  # lines and columns
 UNIT = 2.0**-24  # rounding error of a float32
+CHUNK = 512  # inputs that are rounded to 16 bits together, for weights in 8 bits
 
 
 @pytest.fixture(scope="module", autouse=True, params=WIDTHS)
@@ -75,6 +76,9 @@ def test_products(K, F, kind):
     widths, alone, shuffled = jax.tree.map(np.asarray, run(stored, jnp.asarray(x)))
     whole = widths[-1]
     bound = (K + 2) * UNIT * (np.abs(x.astype(np.float64)) @ np.abs(values)) * scales
+    for first in range(0, K if kind == "int8" else 0, CHUNK):
+        part = slice(first, first + CHUNK)
+        bound += 0.5001 / 32767 * np.abs(x[:, part]).max(axis=1)[:, None] * np.abs(values[part]).sum(axis=0) * scales
     assert (np.abs(whole - (x.astype(np.float64) @ values) * scales) <= bound).all()
     for M, got in zip(ROWS, widths):
         same(got, whole[:M])
@@ -90,7 +94,7 @@ def test_dimensions_before_the_last_and_none(kind):
     same(times(stored, x), times(stored, x.reshape(6, 33)).reshape(2, 3, 40))
     same(times(stored, x[0, 0]), times(stored, x)[0, 0])
     assert times(stored, x[:, :0]).shape == (2, 0, 40)
-    empty = stored.replace(values=jnp.zeros((3, 0, 16), stored.values.dtype))
+    empty = stored.replace(values=stored.values[:, :0], lines=0)
     same(times(empty, x[..., :0]), np.zeros((2, 3, 40), np.float32))
 
 
@@ -116,6 +120,8 @@ def test_not_numbers_and_infinities_reach_their_own_outputs(kind):
     with np.errstate(invalid="ignore"):
         expected = (poisoned.astype(np.float64) @ values) * scales
     others = ~np.isin(np.arange(M), [3, 7, 8])
+    if kind == "int8":  # an infinite input has no scale
+        expected[~others] = np.nan
     same(got[~others], expected[~others])  # NaN and infinities only
     assert not np.isfinite(got[~others]).any()
     same(got[others], whole[others])
@@ -129,6 +135,149 @@ def test_not_numbers_and_infinities_reach_their_own_outputs(kind):
             same(got[:, column], x[:, 9] * np.float32(value))
     else:
         same(times(stored.replace(values=stored.values.at[-1, :, F % 16 :].set(99)), x), whole)
+
+
+def test_sums_of_8_bits_are_exact():
+    """Of inputs that 16 bits hold: the greatest that there are, too, 512 of one sign with weights of one sign."""
+    rng = np.random.default_rng(4)
+    for K, make in (
+        (700, lambda shape: rng.integers(-32767, 32768, shape)),
+        (1024, lambda shape: np.full(shape, 32767)),
+        (1023, lambda shape: np.full(shape, -32767)),
+    ):
+        x, values = make((3, K)), rng.integers(-128, 128, (K, 20)) if K == 700 else np.full((K, 20), -128)
+        x[:, ::CHUNK] = 32767
+        stored = Panels.of(Int8Kernel(jnp.asarray(values, jnp.int8), jnp.ones(20)))
+        parts = [x[:, k : k + CHUNK] @ values[k : k + CHUNK] for k in range(0, K, CHUNK)]
+        expected = np.zeros((3, 20), np.float32)
+        for part in parts:
+            expected += part.astype(np.float32)
+        same(times(stored, x.astype(np.float32)), expected)
+
+
+def test_rows_of_tiny_inputs_and_zeros_in_8_bits():
+    stored, values, scales = kernel("int8", 40, 20)
+    x = normal(3, 40) * np.array([[0], [1e-25], [1e-33]], np.float32)
+    got = times(stored, x)
+    np.testing.assert_allclose(got[1], x[1].astype(np.float64) @ values * scales, atol=2e-4 * np.abs(got[1]).max())
+    same(got[::2], np.zeros((2, 20), np.float32))
+
+
+def activation(name, x):
+    return {
+        "linear": lambda x: x,
+        "relu": lambda x: np.maximum(x, 0),
+        "gelu": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+        "silu": lambda x: x / (1 + np.exp(-x)),
+    }[name](x)
+
+
+BEFORE = {
+    "rms": ("rms",),
+    "layer": ("layer",),
+    **{name: ("activation", name) for name in ("relu", "gelu", "silu", "linear")},
+    **{f"{name} gate": ("gate", name, "linear") for name in ("gelu", "silu", "relu")},
+    "silu gate of relu": ("gate", "silu", "relu"),
+}
+
+
+def prepared(before, x):
+    """In float64."""
+    x = x.astype(np.float64)
+    if before.kind == "gate":
+        first, second = np.split(x, 2, axis=-1)
+        return activation(before.activations[0], first) * activation(before.activations[1], second)
+    if before.kind == "activation":
+        return activation(before.activations[0], x)
+    centred = x - x.mean(axis=-1, keepdims=True) if before.kind == "layer" else x
+    epsilon = 1e-5 if before.kind == "layer" else 1e-6
+    normed = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * np.asarray(before.scale)
+    return normed + (0 if before.bias is None else np.asarray(before.bias))
+
+
+@pytest.mark.parametrize("K", [5, 64, 300])
+@pytest.mark.parametrize("how", BEFORE)
+def test_what_comes_before_and_after_a_product(how, K):
+    """Against float64; and a row's bits are its own, however many rows there are, and whichever of them count."""
+    name, *activations = BEFORE[how]
+    norm = normal(2, K, seed=20) if name in ("rms", "layer") else (None, None)
+    scale, bias = (None if part is None else jnp.asarray(part) for part in norm)
+    before = panels.Before(name, scale, bias if name == "layer" else None, tuple(activations))
+    M, F = 40, 35
+    x = normal(M, 2 * K if name == "gate" else K, seed=21) * 4
+    x[1] *= 30  # activations of large numbers
+    stored, values, _ = kernel("float32", K, F)
+    added, residual = normal(F, seed=22), normal(M, F, seed=23)
+
+    def run(x, residual=residual, live=None, stored=stored):
+        arrays = [None if array is None else jnp.asarray(array) for array in (live, added, residual)]
+        return np.asarray(stored.product(jnp.asarray(x), jnp.float32, arrays[0], before, *arrays[1:]))
+
+    whole, exact = run(x), prepared(before, x)
+    bound = 1e-6 * (np.abs(exact) @ np.abs(values) + np.abs(exact).max(axis=1, keepdims=True)) * (8 + K / 8) + 1e-5
+    assert (np.abs(whole - (exact @ values + added + residual)) <= bound).all()
+    for i in (0, 1, M - 1):
+        same(run(x[[i]], residual[[i]])[0], whole[i])
+    live = np.arange(M) % 3 > 0
+    same(run(np.where(live[:, None], x, np.nan), live=live), np.where(live[:, None], whole, 0))
+    poisoned = np.where(np.arange(M)[:, None] == 2, np.float32(np.nan), x)
+    same(run(poisoned), np.where(np.arange(M)[:, None] == 2, np.nan, whole))
+    # The same in 8 bits, whose product rounds what was prepared.
+    rounded, _, scales = kernel("int8", K, F)
+    in_8 = run(x, stored=rounded)
+    exact_8 = exact @ np.asarray(rounded.matrix(), np.float64) + added + residual
+    step = np.abs(exact).max(axis=1, keepdims=True) / 32767
+    assert (np.abs(in_8 - exact_8) <= (step * 127 * K + 1e-5 * np.abs(exact) @ np.full((K, F), 127)) * scales + 1e-4).all()
+    same(run(x[[3]], residual[[3]], stored=rounded)[0], in_8[3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("K, F", [(33, 1), (64, 16), (100, 257), (640, 1000)])
+def test_peaks(K, F, kind):
+    """The first of the greatest columns and its log-probability; bits that do not depend on the other rows."""
+    stored, _, _ = kernel(kind, K, F)
+    stored = stored.replace(scales=stored.scales / 100) if kind == "int8" else stored
+    x = normal(200, K, seed=30)
+    logits = times(stored, x).astype(np.float64)
+    expected = logits.max(axis=1) - np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
+    expected -= logits.max(axis=1)
+
+    def run(x, live=None):
+        return tuple(map(np.asarray, stored.peak(jnp.asarray(x), live)))
+
+    tokens, log_probs = run(x)
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+    np.testing.assert_allclose(log_probs, expected, atol=1e-6, rtol=1e-5)
+    for M in (1, 2, 5, 9, 40):
+        for got, whole in zip(run(x[:M]), (tokens, log_probs)):
+            same(got.astype(np.float32), whole[:M].astype(np.float32))
+    live = np.arange(200) % 4 == 1
+    some = run(np.where(live[:, None], x, np.nan), jnp.asarray(live))
+    np.testing.assert_array_equal(some[0], np.where(live, tokens, 0))
+    same(some[1], np.where(live, log_probs, np.float32(0)))
+    np.testing.assert_array_equal(stored.peak(jnp.asarray(x), None, normalize=False)[0], tokens)
+    assert run(x[:0])[0].shape == (0,)
+
+
+def test_peaks_of_equal_columns_and_of_what_is_not_finite():
+    columns, x = np.zeros((4, 100), np.float32), np.eye(4, dtype=np.float32)
+    columns[0, [40, 41, 90]] = 3
+    columns[2, [17, 60]] = np.inf, 5
+    columns[3, 99] = -np.inf
+    stored = Panels.of(jnp.asarray(columns))
+    x[1] = 0
+    tokens, log_probs = map(np.asarray, stored.peak(jnp.asarray(x[:2]), None))
+    np.testing.assert_array_equal(tokens, [-1, -1])  # 0 times an infinite weight
+    assert np.isnan(log_probs).all()
+    finite = Panels.of(jnp.asarray(np.where(np.isinf(columns), 0, columns)))
+    tokens, log_probs = map(np.asarray, finite.peak(jnp.asarray(x), None))
+    np.testing.assert_array_equal(tokens, [40, 0, 60, 0])
+    np.testing.assert_allclose(log_probs, [-np.log(3 + 97 * np.exp(-3)), -np.log(100), -np.log(1 + 99 * np.exp(-5)), -np.log(100)], rtol=1e-6)
+    lone = Panels.of(jnp.asarray(np.r_[[np.where(np.arange(40) == 20, np.inf, 1.0)]], jnp.float32))
+    tokens, log_probs = map(np.asarray, lone.peak(jnp.array([[1.0], [-1.0], [np.nan]]), None))
+    np.testing.assert_array_equal(tokens, [20, 0, -1])
+    same(log_probs[[0, 2]], np.full(2, np.nan, np.float32))
+    np.testing.assert_allclose(log_probs[1], -np.log(39), rtol=1e-6)
 
 
 def test_denormals_count_as_zero_on_every_thread():

@@ -156,25 +156,38 @@ def test_export_needs_an_exemption():
 
 FLOAT, INTEGER = jnp.float32, jnp.int32
 NONE = ((0,), bool)
+PLAIN = {"before": np.int64(0), "first": np.int64(0), "second": np.int64(0), "clear": True}
+# Of both kinds of weights: arguments that fit [20, 33], number of scales, misfits.
+KINDS = [
+    ("f32", (3, 20, 16), 0, [(1, (2, 20, 16)), (1, (3, 20, 8)), (1, (60, 16)), (1, ((3, 20, 16), jnp.int8))]),
+    ("s8", ((3, 10, 16, 2), jnp.int8), 33, [(1, ((3, 20, 16), jnp.int8)), (1, ((2, 10, 16, 2), jnp.int8)), (1, (3, 10, 16, 2))]),
+]
 # Name of a target, arguments that fit (shapes of float32, or shape and type), results that fit, and for each misfit which
 # arguments or results take which shapes.
 CALLS = {
-    "specdec_product_f32": (
-        [(4, 20), (3, 20, 16), NONE], [(4, 33)], {},
-        [(0, (4, 21)), (0, ()), (1, (2, 20, 16)), (1, (3, 20, 8)), (1, (60, 16)), (2, ((3,), bool)), (3, (5, 33)), (3, (4, 49)), (3, ())],
-    ),
-    "specdec_product_s8": (
-        [(4, 20), ((3, 20, 16), jnp.int8), (33,), NONE], [(4, 33)], {},
-        [(0, (4, 21)), (1, ((3, 21, 16), jnp.int8)), (1, (3, 20, 16)), (2, (32,)), (2, (48,)), (3, ((5,), bool)), (4, ())],
-    ),
+    **{
+        f"specdec_product_{kind}": (
+            [(4, 20), weights, (scales,), NONE, *[(0,)] * 4], [(4, 33)], PLAIN,
+            [(0, (4, 22)), (0, ()), *misfits, (2, (32,)), (2, (48,)), (3, ((3,), bool)), (4, (20,)), (5, (20,)), (6, (32,)), (7, (4, 32)),
+             (8, (5, 33)), (8, (4, 49)), (8, ())],
+        )
+        for kind, weights, scales, misfits in KINDS
+    },
+    **{
+        f"specdec_head_{kind}": (
+            [(4, 20), weights, (scales,), NONE], [((4,), INTEGER), (4,)], {"columns": np.int64(33), "summed": True},
+            [(0, (4, 22)), (0, ()), *misfits, (2, (32,)), (2, (49,)), (3, ((3,), bool)), (4, ((3,), INTEGER)), (5, (5,)), (5, ((4,), INTEGER))],
+        )
+        for kind, weights, scales, misfits in KINDS
+    },
     "specdec_self_attention": (
         [(2, 3, 48), (2, 2, 6, 8), (2, 2, 6, 8), (6, 2, 6), ((2,), INTEGER), NONE],
-        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)], {"divisor": np.float32(1)},
+        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)], {"divisor": np.float32(1), "clear": True},
         [(0, (2, 3, 40)), (0, (2, 7, 48)), (0, (2, 7, 48), 6, (2, 7, 16)), (0, (6, 48)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, (5, 2, 5)),
          (4, ((1,), INTEGER)), (4, (2,)), (5, ((5,), bool)), (6, (2, 2, 16)), (7, (2, 2, 5, 8)), (8, (1, 2, 6, 8))],
     ),
     "specdec_cross_attention": (
-        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8), ((2,), INTEGER), NONE], [(2, 3, 16)], {},
+        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8), ((2,), INTEGER), NONE], [(2, 3, 16)], {"clear": True},
         [(0, (2, 3, 20)), (0, (3, 16)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, ((1,), INTEGER)), (4, ((5,), bool)),
          (5, (2, 2, 16))],
     ),

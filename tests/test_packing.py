@@ -58,7 +58,8 @@ def test_kernels_in_8_bits_are_stored_as_they_are():
     stored, x = packed["decoder"]["out"]["kernel"], RNG.normal(size=(3, 64)).astype("f")
     assert stored.values.dtype == np.int8
     np.testing.assert_array_equal(stored.matrix(), kernel.matrix())
-    np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel.matrix(), atol=1e-4)
+    # Inputs are rounded to 16 bits.
+    np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel.matrix(), atol=2e-3)
     joint = packing.pack({"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, panels=True)
     assert packing.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
 

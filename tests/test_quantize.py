@@ -87,7 +87,8 @@ def test_the_bundled_target_decodes_what_it_does_widened():
     )
     for found in (plain, speculative):
         np.testing.assert_array_equal(found.tokens, expected.tokens)
-        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
+        # Inputs of every product are rounded to 16 bits.
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=2e-3)
     assert speculative.stats.accepted > 0
 
 
@@ -215,7 +216,7 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     other = sd.LanguageModel(config, params, eos_ids=())
     tokens = RNG.integers(2, 24, (3, 7))
     inputs = None if isinstance(config, GPTConfig) else RNG.integers(2, 24, (3, 5))
-    np.testing.assert_allclose(model.logits(inputs, tokens), other.logits(inputs, tokens), atol=1e-3, rtol=1e-4)
+    np.testing.assert_allclose(model.logits(inputs, tokens), other.logits(inputs, tokens), atol=2e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])

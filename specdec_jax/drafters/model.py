@@ -123,8 +123,9 @@ class ModelDrafter:
             cache, law, seen = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
-            logits, cache = self.network.decode(fed, position, cache, (step < num_wanted)[:, None])
-            return chosen(step, tokens, logits, (cache, law, seen))
+            live = (step < num_wanted)[:, None]
+            states, cache = self.network.decode_states(fed, position, cache, live=live)
+            return chosen(step, tokens, states, live, (cache, law, seen))
 
         def catch_up(step, tokens, carry):
             cache, law, seen = carry
@@ -134,11 +135,14 @@ class ModelDrafter:
             live = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
             states, cache = self.network.decode_states(fed, first, cache, live=live)
             states = jnp.take_along_axis(states, (position - first)[:, None, None], axis=1)
-            return chosen(step, tokens, self.network.head(states, live[:, :1]), (cache, law, seen))
+            return chosen(step, tokens, states, live[:, :1], (cache, law, seen))
 
-        def chosen(step, tokens, logits, carry):
+        def chosen(step, tokens, states, live, carry):
             cache, law, seen = carry
             bare = state.program.mode.greedy and not state.program.mode.processes and seen is None
+            if bare and self.shortlist is None and self.network.skips and self.network.vocab_size <= vocab_size:
+                return self.network.peak(states, live, normalize=False)[0][:, 0], (cache, law, seen)
+            logits = self.network.head(states, live)
             if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
                 return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, law, seen)
             logits = self.widened(logits, vocab_size)

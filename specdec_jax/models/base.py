@@ -110,6 +110,17 @@ class Network:
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
         return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))
 
+    def peak(
+        self, states: jax.Array, live: jax.Array | None = None, normalize: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
+        """The greatest of the logits that `head` gives, where the network `skips`; no logits are stored.
+
+        Returns:
+          Tokens `[B, T]` int32, the first of equal ones, −1 where a logit is not a number, and their log-probabilities
+          `[B, T]` float32, NaN there and where one is infinite; without `normalize` these mean nothing.
+        """
+        return self.module.apply({"params": self.params}, states, live, normalize, method="peak")
+
     def shortlisted(self, ids: np.ndarray) -> "Network":
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
         config, native = self.module.config, self.module.native

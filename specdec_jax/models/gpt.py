@@ -1,6 +1,7 @@
 """GPT-like decoder-only networks: GPT-2, and the pair of section 4.2 of Leviathan et al. 2023."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import flax.linen as nn
@@ -120,15 +121,15 @@ class GPTLayer(nn.Module):
         # Its qkv kernel is one in checkpoints too, so that `packing.py` has nothing to join or split under this name.
         self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **attention)
         self.pre_mlp_layer_norm = LayerNorm(dtype)
-        self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **common)
+        self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def __call__(self, x, cache, positions, mask, deterministic=True, live=None):
         """One layer over T queries; with `cache` None over a whole sequence."""
-        normed, divisor = self.pre_self_attention_layer_norm(x), np.sqrt(self.config.head_dim)
-        attended, cache = self.causal_attention.to_cache(normed, cache, positions, mask, None, divisor, live)
-        x = x + self.dropout(attended, deterministic)
-        return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x)), deterministic), cache
+        drop = functools.partial(self.dropout, deterministic=deterministic)
+        norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
+        x, cache = self.causal_attention.to_cache(x, norm, cache, positions, mask, None, divisor, live, drop)
+        return self.mlp(x, self.pre_mlp_layer_norm, drop, live=live), cache
 
 
 class GPTDecoder(nn.Module):
@@ -171,6 +172,10 @@ class GPTDecoder(nn.Module):
             return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
+    def peak(self, x, live, normalize: bool):
+        """As `Network.peak`, of normalised states `x [B, T, D]`."""
+        return self.logits_dense.peak(x, live, normalize)
+
 
 class GPT(nn.Module):
     """The whole network, with the methods of `T5` that the decode loop calls; no kernels of it are joined."""
@@ -196,6 +201,10 @@ class GPT(nn.Module):
     def head(self, states, live=None):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
         return self.decoder.logits(states, self.token_embedder.embedding, live)
+
+    def peak(self, states, live, normalize: bool):
+        """As `Network.peak`."""
+        return self.decoder.peak(states, live, normalize)
 
     def __call__(self, tokens, places=None, deterministic: bool = True):
         """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at `places [B, N]` of them only."""

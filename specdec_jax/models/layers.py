@@ -14,7 +14,7 @@ import numpy as np
 from specdec_jax.cache import KVCache
 from specdec_jax.models import panels
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.panels import Panels
+from specdec_jax.models.panels import Before, Panels
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
 
@@ -42,6 +42,10 @@ class RMSNorm(nn.Module):
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
         return x.astype(self.dtype) * scale.astype(self.dtype)
 
+    def before(self) -> Before:
+        """Itself, as part of a product in panels."""
+        return Before("rms", self.get_variable("params", "scale"))
+
 
 class LayerNorm(nn.Module):
     """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2."""
@@ -56,6 +60,10 @@ class LayerNorm(nn.Module):
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
         return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
+
+    def before(self) -> Before:
+        """Itself, as part of a product in panels."""
+        return Before("layer", self.get_variable("params", "scale"), self.get_variable("params", "bias"))
 
 
 class Dense(nn.Module):
@@ -78,6 +86,18 @@ class Dense(nn.Module):
         if not self.use_bias:
             return y
         return y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
+
+    def in_panels(
+        self, x: jax.Array, live=None, before: Before = Before("nothing"), residual=None, clear: bool = True
+    ) -> jax.Array:
+        """`before(x)` through the map, plus `residual [..., features]`, for a kernel in panels; see `Panels.product`."""
+        kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
+        bias = self.get_variable("params", "bias") if self.use_bias else None
+        return kernel.product(x, dtype, live, before, bias, residual, clear)
+
+    def peak(self, x: jax.Array, live: jax.Array | None, normalize: bool) -> tuple[jax.Array, jax.Array]:
+        """As `Panels.peak`, for a kernel in panels, without bias."""
+        return self.get_variable("params", "kernel").peak(x, live, normalize)
 
     def _without_bias(self, x: jax.Array, live) -> jax.Array:
         if self.has_variable("params", "kernel"):
@@ -145,20 +165,31 @@ _rounded_product.defvjp(_rounded_forward, _rounded_backward)
 
 
 class GatedMLP(nn.Module):
-    """Feed-forward block: one activation (T5 1.0, relu; GPT-2, gelu) or the product of two (T5 1.1, gelu × linear)."""
+    """Feed-forward block: one activation (T5 1.0, relu; GPT-2, gelu) or the product of two (T5 1.1, gelu × linear).
+
+    `native`, with `fused`, for kernels in panels.
+    """
 
     mlp_dim: int
     activations: tuple[str, ...]
     dtype: Any = jnp.float32
     dropout_rate: float = 0.0
     fused: bool = False
+    native: bool = False
     matmul_dtype: Any = None
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool = True, live: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, norm, dropped=lambda y: y, deterministic: bool = True, live: jax.Array | None = None):
+        """`x + dropped(this(norm(x)))`; `live` as for `apply_kernel`."""
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
+        if self.native:
+            wide = dense(count * self.mlp_dim, name="wi" if count == 1 else "wi_fused")
+            hidden = wide.in_panels(x, live, norm.before(), clear=False)  # the next kernel reads what is live
+            gate = Before("activation" if count == 1 else "gate", activations=self.activations)
+            return dense(x.shape[-1], name="wo").in_panels(hidden, live, gate, x)
+        before, x = x, norm(x)
         if self.fused and count > 1:
             hidden = dense(count * self.mlp_dim, name="wi_fused")(x, live)
             parts = jnp.split(hidden, count, axis=-1)
@@ -169,7 +200,7 @@ class GatedMLP(nn.Module):
         for part, activation in zip(parts[1:], self.activations[1:]):
             hidden = hidden * _ACTIVATIONS[activation](part)
         hidden = nn.Dropout(self.dropout_rate)(hidden, deterministic=deterministic)
-        return dense(x.shape[-1], name="wo")(hidden, live)
+        return before + dropped(dense(x.shape[-1], name="wo")(hidden, live))
 
 
 class Attention(nn.Module):
@@ -217,8 +248,10 @@ class Attention(nn.Module):
         """Keys and values of `x [B, L, D]`, for cross-attention; `live [B, L]` as for `apply_kernel`."""
         return KVCache(key=self._split(self.key(x, live)), value=self._split(self.value(x, live)))
 
-    def to_cache(self, x, cache: KVCache | None, positions, mask, bias=None, divisor: float = 1.0, live=None):
-        """Self-attention `[B, T, D]` of `x [B, T, D]`, and the cache after its keys and values were written to it.
+    def to_cache(
+        self, x, norm, cache: KVCache | None, positions, mask, bias=None, divisor: float = 1.0, live=None, dropped=lambda y: y
+    ):
+        """`x + dropped(self-attention of norm(x))`, `x [B, T, D]`, and the cache after keys and values were written to it.
 
         Args:
           cache: of which `positions [B]` are the first slots that are written; None: the keys and values of `x` are all.
@@ -228,26 +261,33 @@ class Attention(nn.Module):
           live: `[B, T]`, as for `apply_kernel`; the live positions of a row come first.
         """
         if self.native and cache is not None:
-            attended = panels.attend_to_cache(self.qkv(x, live), cache.key, cache.value, bias, positions, divisor, live)
-            return self.out(attended[0], live), cache.replace(key=attended[1], value=attended[2])
-        query, key, value = self.project(x)
+            # What is not live need not be cleared: the next kernel does not read it.
+            qkv, caches = self.qkv.in_panels(x, live, norm.before(), clear=False), (cache.key, cache.value)
+            attended, key, value = panels.attend_to_cache(qkv, *caches, bias, positions, divisor, live, clear=False)
+            return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
+        query, key, value = self.project(norm(x))
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
         cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
-        return self.attend(query, cache, mask, bias), cache
+        return x + dropped(self.attend(query, cache, mask, bias)), cache
 
-    def to_encoded(self, x: jax.Array, cross: KVCache, mask: jax.Array, live=None) -> jax.Array:
-        """Cross-attention `[B, T, D]` of `x [B, T, D]`; `mask [B, L]` is True where there is a token, a prefix of each row."""
+    def to_encoded(self, x: jax.Array, norm, cross: KVCache, mask: jax.Array, live=None, dropped=lambda y: y) -> jax.Array:
+        """`x + dropped(cross-attention of norm(x))`, `[B, T, D]`; `mask [B, L]` is True where there is a token, a prefix of
+        each row."""
         if self.native:
-            query = self.query(x, live)
-            return self.out(panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live), live)
-        return self.attend(self.project_query(x), cross, mask[:, None, None, :])
+            query = self.query.in_panels(x, live, norm.before(), clear=False)
+            attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
+            return self.out.in_panels(attended, live, residual=x)
+        return x + dropped(self.attend(self.project_query(norm(x)), cross, mask[:, None, None, :]))
 
-    def to_inputs(self, x: jax.Array, mask: jax.Array, bias: jax.Array) -> jax.Array:
-        """An encoder's attention `[B, L, D]` of `x [B, L, D]`; mask as for `to_encoded`, bias `[L, H, L]` by query position."""
+    def to_inputs(self, x: jax.Array, norm, mask: jax.Array, bias: jax.Array, dropped=lambda y: y) -> jax.Array:
+        """`x + dropped(an encoder's attention of norm(x))`, `[B, L, D]`; mask as for `to_encoded`, bias `[L, H, L]` by query
+        position."""
         if self.native:
-            return self.out(panels.attend_to_inputs(self.qkv(x, mask), bias, _lengths(mask)), mask)
-        query, key, value = self.project(x)
-        return self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
+            attended = panels.attend_to_inputs(self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask))
+            return self.out.in_panels(attended, mask, residual=x)
+        query, key, value = self.project(norm(x))
+        attended = self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
+        return x + dropped(attended)
 
     def attend(self, query: jax.Array, cache: KVCache, mask: jax.Array, bias=None) -> jax.Array:
         """Attention output `[B, T, D]`.

@@ -1,10 +1,13 @@
 // Products and attention of a few rows, float32, for XLA's foreign function interface on a CPU.
 //
-//   product             y [M, F] = x [M, K] · w, w float32 or int8 with a scale for each column, in panels [ceil(F/16), K, 16]
+//   product             y [M, F] = f(x [M, K]) · w + bias + residual, f a norm, an activation or nothing, w in panels of 16 columns: float32 [ceil(F/16), K, 16], or int8 with a
+//                       scale for each column, [ceil(F/16), ceil(K/2), 16, 2]
+//   head                of such a product the greatest column of each row and its log-probability; y itself is never stored
 //   attention           of queries over cached keys and values, of an encoder over its own
 //
-// Every output is one chain of operations in a fixed order (of a product: fused multiply-adds over k = 0 .. K - 1; of an
-// attention: over the live slots of its own row and nothing past them). So the bits of a row depend neither on how many
+// Every output is one chain of operations in a fixed order (of a product with float32: fused multiply-adds over
+// k = 0 .. K - 1; with int8: exact sums over each 512 inputs, which are rounded to 16 bits, then multiply-adds of those; of
+// an attention: over the live slots of its own row and nothing past them). So the bits of a row depend neither on how many
 // rows there are, nor on its neighbours, nor on the number of threads.
 #include <atomic>
 #include <cmath>
@@ -43,20 +46,23 @@ constexpr int64_t kGroup = 96; // rows whose partial sums are kept at a time
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef float Loose __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
-typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(2 * kLanes), aligned(1), may_alias));
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 
 static inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<Loose*>(p) = v; }
-static inline Vec load(const int8_t* p) {
-  // GCC 12 converts short vectors of bytes element by element, so by intrinsics where it matters.
-#if defined(__AVX512F__)
-  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#elif defined(__AVX2__)
-  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-#else
-  Bytes b = *reinterpret_cast<const Bytes*>(p);
-  return __builtin_convertvector(__builtin_convertvector(b, Ints), Vec);
-#endif
+// The first n of them, if that is less; 0 in the place of the others.
+static inline Vec load(const float* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  float own[kLanes] = {};
+  std::memcpy(own, p, sizeof(float) * n);
+  return load(own);
+}
+static inline void store(float* p, Vec v, int64_t n) {
+  if (n >= kLanes) return store(p, v);
+  float own[kLanes];
+  store(own, v);
+  std::memcpy(p, own, sizeof(float) * n);
 }
 static inline Vec all(float x) { return x - Vec{}; }
 
@@ -68,6 +74,37 @@ static inline float sum_of(Vec v) {
 #pragma GCC unroll 8
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
+}
+
+static inline float greatest_of(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+#pragma GCC unroll 4
+  for (int width = kLanes / 2; width >= 1; width /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < width; i++) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
+  return lanes[0];
+}
+
+constexpr float kShift = 12582912.0f;  // 1.5 · 2^23: what is added to it is rounded to an integer
+
+// e^x for x <= 0, within 2 units in the last place; 0 below −87.
+static inline Vec exp_of(Vec x) {
+  const Vec lowest = all(-87.0f);
+  const Ints dead = x < lowest;
+  x = dead ? lowest : x;
+  const Vec n = (x * 1.44269504f + kShift) - kShift;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Vec e = (p * r * r + r) + 1.0f;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  const Vec result = e * (Vec)power;
+  return dead ? Vec{} : result;
 }
 
 // Numbers below the smallest normal one count as 0 while this lives, on whatever thread: XLA's own threads do so, others may not.
@@ -147,16 +184,76 @@ constexpr int rows_for(int panels) {
 // are blocks of the squarest shape, kWide panels.
 constexpr int kWide = kParts == 1 ? 4 : 1;
 
-// y [rows[i]] = x [i] · w, scaled, for i < M.
+// How weights of a kind are multiplied. `Input`: what meets a line of a panel, of a row; `Sum`: of kLanes columns.
+template <typename W>
+struct Kind;
+
+template <>
+struct Kind<float> {
+  typedef float Input;
+  typedef Vec Sum;
+  static constexpr int kInputs = 1;  // numbers in an `Input`
+  static Sum begin(const float* sums) { return load(sums); }
+  static Vec line(const float* p) { return load(p); }
+  static Sum add(Sum sum, Input x, Vec w) { return sum + all(x) * w; }
+  static void end(float* sums, Sum sum, float) { store(sums, sum); }
+};
+
+// Two neighbouring inputs, 16 bits each, in one number; sums of up to kChunk lines are exact: 2 · 256 · 128 · 32,767 < 2^31.
+template <>
+struct Kind<int8_t> {
+  typedef int32_t Input;
+  typedef Ints Sum;
+  static constexpr int kInputs = 2;
+  static Sum begin(const float*) { return Sum{}; }
+  // Of kLanes columns, two weights of 16 bits each.
+  static Ints line(const int8_t* p) {
+    // GCC 12 converts short vectors of bytes element by element, so by intrinsics where it matters.
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+#else
+    return (Ints)__builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Shorts);
+#endif
+  }
+  static Sum add(Sum sum, Input x, Ints w) {
+#if defined(__AVX512VNNI__)
+    return (Sum)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
+#elif defined(__AVX512BW__)
+    return sum + (Sum)_mm512_madd_epi16(_mm512_set1_epi32(x), (__m512i)w);
+#elif defined(__AVX2__)
+    return sum + (Sum)_mm256_madd_epi16(_mm256_set1_epi32(x), (__m256i)w);
+#else
+    return sum + (w >> 16) * (x >> 16) + (w << 16 >> 16) * (int32_t)(int16_t)x;
+#endif
+  }
+  static void end(float* sums, Sum sum, float scale) { store(sums, load(sums) + __builtin_convertvector(sum, Vec) * scale); }
+};
+
+template <typename W>
+constexpr int kLine = kPanel * Kind<W>::kInputs;  // weights in a line of a panel
+
+// Of a row of a product: its greatest column, the first of equal ones, and Σ exp(column − greatest).
+struct Peak {
+  float greatest, sum;
+  int32_t column;  // −1 where a column is not a number
+};
+
+// y [rows[i]] = x [i] · w, scaled, for i < M; or of each panel of it the peak. Of int8 weights x has been rounded, with a
+// scale for each kChunk lines.
 template <typename W>
 struct Product {
-  const float* x;
+  const typename Kind<W>::Input* x;
+  const float* x_scales;  // [M, chunks]
   const int32_t* rows;
-  int64_t M, K;
+  int64_t M, lines, chunks;
   const W* w;
-  const float* scales;
+  const float *scales, *bias, *residual;  // [F], [F], [.., F], or none
   float* y;
   int64_t F;
+  Peak* peaks;  // [M, panels], or none
+  bool summed;
 };
 
 // Lines begin .. end - 1 of a few panels, which lie `apart` values apart, for one block of rows.
@@ -169,45 +266,55 @@ struct Panels {
   int turn, turns;  // of the blocks that read the same lines each asks for its share of the next ones
 };
 
-// sums [M, P panels] += x [M, K] · w.
+// Rows of inputs, `lines` long, with the scales of this chunk, which lie `apart` apart.
+template <typename W>
+struct Rows {
+  const typename Kind<W>::Input* x;
+  const float* scales;
+  int64_t lines, apart;
+};
+
+// sums [M, P panels] += x · w.
 template <int M, int P, typename W>
-static __attribute__((noinline)) void block(const float* x, int64_t K, const Panels<W>& w, float* sums) {
-  Vec s[M][P][kParts];
+static __attribute__((noinline)) void block(const Rows<W>& x, const Panels<W>& w, float* sums) {
+  typedef Kind<W> Of;
+  typename Of::Sum s[M][P][kParts];
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++) s[i][p][q] = load(sums + (i * P + p) * kPanel + q * kLanes);
+      for (int q = 0; q < kParts; q++) s[i][p][q] = Of::begin(sums + (i * P + p) * kPanel + q * kLanes);
   // Rows by a few pointers: one for each would take more registers than there are.
   constexpr int kApart = 5, kPointers = (M + kApart - 1) / kApart;
-  const float* from[kPointers];
+  const typename Of::Input* from[kPointers];
 #pragma GCC unroll 64
   for (int j = 0; j < kPointers; j++) {
-    from[j] = x + j * kApart * K + w.begin;
+    from[j] = x.x + j * kApart * x.lines + w.begin;
     if (kPointers > 1) asm("" : "+r"(from[j]));
   }
-  constexpr int kEach = 64 / (kPanel * sizeof(W));  // lines in 64 bytes
+  constexpr int kEach = 64 / (kLine<W> * sizeof(W));  // lines in 64 bytes
   for (int k = w.begin, turn = w.turn; k < w.end; k++) {
     if (k % kEach == 0 && !turn--) {
       turn = w.turns - 1;
       // At the end of these panels the next ones are what comes next.
-      const int64_t to = (int64_t)(k + w.ahead) * kPanel + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
+      const int64_t to = (int64_t)(k + w.ahead) * kLine<W> + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
 #pragma GCC unroll 64
       for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
     }
-    Vec u[P][kParts];
+    decltype(Of::line(w.w)) u[P][kParts];
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++) u[p][q] = load(w.w + p * w.apart + (int64_t)k * kPanel + q * kLanes);
+      for (int q = 0; q < kParts; q++)
+        u[p][q] = Of::line(w.w + p * w.apart + (int64_t)k * kLine<W> + q * kLanes * Of::kInputs);
 #pragma GCC unroll 64
     for (int i = 0; i < M; i++) {
-      const Vec v = all(from[i / kApart][i % kApart * K]);
+      const typename Of::Input v = from[i / kApart][i % kApart * x.lines];
 #pragma GCC unroll 64
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-        for (int q = 0; q < kParts; q++) s[i][p][q] += v * u[p][q];
+        for (int q = 0; q < kParts; q++) s[i][p][q] = Of::add(s[i][p][q], v, u[p][q]);
     }
 #pragma GCC unroll 64
     for (int j = 0; j < kPointers; j++) from[j]++;
@@ -217,53 +324,91 @@ static __attribute__((noinline)) void block(const float* x, int64_t K, const Pan
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++) store(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q]);
+      for (int q = 0; q < kParts; q++)
+        Of::end(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q], x.scales ? x.scales[i * x.apart] : 0.0f);
 }
 
 // The block of m rows, kLeast <= m < kLeast + the length of the sequence.
 template <int P, int kLeast, typename W, int... M>
-static void block_of(int m, const float* x, int64_t K, const Panels<W>& w, float* sums, std::integer_sequence<int, M...>) {
-  static constexpr void (*blocks[])(const float*, int64_t, const Panels<W>&, float*) = {block<kLeast + M, P, W>...};
-  blocks[m - kLeast](x, K, w, sums);
+static void block_of(int m, const Rows<W>& x, const Panels<W>& w, float* sums, std::integer_sequence<int, M...>) {
+  static constexpr void (*blocks[])(const Rows<W>&, const Panels<W>&, float*) = {block<kLeast + M, P, W>...};
+  blocks[m - kLeast](x, w, sums);
 }
 
-// Sums of m rows, `width` apart, to `count` columns.
-static void finish(const float* sums, int width, int m, const int32_t* rows, const float* scales, float* y, int64_t F,
-                   int64_t count) {
+// Sums of m rows, `width` apart, to `count` columns from `begin` on.
+template <typename W>
+static __attribute__((noinline)) void finish(const Product<W>& of, const float* sums, int width, int m, const int32_t* rows,
+                                             int64_t begin, int64_t count) {
   for (int i = 0; i < m; i++) {
-    const float* from = sums + i * width;
-    float* to = y + rows[i] * F;
-    int64_t j = 0;
-    for (; j + kLanes <= count; j += kLanes) store(to + j, scales ? load(from + j) * load(scales + j) : load(from + j));
-    for (; j < count; j++) to[j] = scales ? from[j] * scales[j] : from[j];
+    const int64_t at = rows[i] * of.F + begin;
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const int64_t n = count - j;
+      Vec v = load(sums + i * width + j, n);
+      if (of.scales) v *= load(of.scales + begin + j, n);
+      if (of.bias) v += load(of.bias + begin + j, n);
+      if (of.residual) v += load(of.residual + at + j, n);
+      store(of.y + at + j, v, n);
+    }
   }
+}
+
+// Of up to 16 columns of a row, the first of which is `column` of it.
+static Peak peak_of(const float* columns, const float* scales, int64_t count, int32_t column, bool summed) {
+  float own[kPanel];
+  for (int j = 0; j < kPanel; j += kLanes) store(own + j, load(columns + j));
+  for (int64_t j = 0; scales && j < count; j++) own[j] *= scales[j];
+  for (int64_t j = count; j < kPanel; j++) own[j] = -INFINITY;
+  Vec most = load(own), wrong = Vec{};
+  for (int j = 0; j < kPanel; j += kLanes) {
+    const Vec v = load(own + j);
+    most = v > most ? v : most;
+    wrong = v == v ? wrong : all(1.0f);
+  }
+  Peak peak{greatest_of(most), 0, -1};
+  if (sum_of(wrong) != 0) return {NAN, NAN, -1};
+  for (int j = kPanel - 1; j >= 0; j--)
+    if (own[j] == peak.greatest) peak.column = column + j;
+  if (summed) {
+    Vec sums = {};
+    const Vec greatest = all(peak.greatest > -INFINITY ? peak.greatest : 0.0f);
+    for (int j = 0; j < kPanel; j += kLanes) sums += exp_of(load(own + j) - greatest);
+    peak.sum = sum_of(sums);
+  }
+  return peak;
 }
 
 // P panels from this one on for all rows, in blocks of kLeast to kMost; where fewer are left one takes the place of all P.
 template <int P, int kLeast, int kMost, typename W>
 static void columns(const Product<W>& of, int64_t panel, bool whole) {
   const int64_t begin = panel * kPanel, left = of.F - begin, own = (whole ? P : 1) * kPanel;
-  Panels<W> w{of.w + begin * of.K, whole ? of.K * kPanel : 0, (int)of.K, 0, 0, 0, 0, 0};
+  const int64_t apart = of.lines * kLine<W>;
+  Panels<W> w{of.w + panel * apart, whole ? apart : 0, (int)of.lines, 0, 0, 0, 0, 0};
   float sums[kGroup * P * kPanel];
   int64_t first = 0;
   for (int64_t groups = (of.M + kGroup - 1) / kGroup; groups > 0; groups--) {
     const int rows = (of.M - first + groups - 1) / groups;
-    const int chunk = rows <= kMost ? of.K : kChunk;
+    const int chunk = rows <= kMost && !of.x_scales ? of.lines : kChunk;
     w.turns = (rows + kMost - 1) / kMost;
-    w.ahead = w.turns == 1 ? kAhead / P : chunk;
+    w.ahead = w.turns == 1 ? kAhead / P : kChunk;
     std::memset(sums, 0, sizeof(float) * rows * P * kPanel);
-    for (w.begin = 0; w.begin < of.K; w.begin = w.end) {
-      w.end = w.begin + chunk < of.K ? w.begin + chunk : of.K;
+    for (w.begin = 0; w.begin < of.lines; w.begin = w.end) {
+      w.end = w.begin + chunk < of.lines ? w.begin + chunk : of.lines;
       int row = 0;
       for (w.turn = 0; w.turn < w.turns; w.turn++) {
         const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
-        block_of<P, kLeast>(m, of.x + (first + row) * of.K, of.K, w, sums + row * P * kPanel,
-                            std::make_integer_sequence<int, kMost - kLeast + 1>());
+        const float* scales = of.x_scales ? of.x_scales + (first + row) * of.chunks + w.begin / kChunk : nullptr;
+        block_of<P, kLeast, W>(m, {of.x + (first + row) * of.lines, scales, of.lines, of.chunks}, w, sums + row * P * kPanel,
+                               std::make_integer_sequence<int, kMost - kLeast + 1>());
         row += m;
       }
     }
-    finish(sums, P * kPanel, rows, of.rows + first, of.scales ? of.scales + begin : nullptr, of.y + begin, of.F,
-           left < own ? left : own);
+    const float* scales = of.scales ? of.scales + begin : nullptr;
+    if (!of.peaks) finish(of, sums, P * kPanel, rows, of.rows + first, begin, left < own ? left : own);
+    for (int i = 0; of.peaks && i < rows; i++)
+      for (int64_t p = 0, from = begin; p < P && from < of.F && from - begin < own; p++, from += kPanel)
+        of.peaks[(first + i) * ((of.F + kPanel - 1) / kPanel) + from / kPanel] =
+            peak_of(sums + (i * P + p) * kPanel, scales ? scales + p * kPanel : nullptr,
+                    of.F - from < kPanel ? of.F - from : kPanel, from, of.summed);
     first += rows;
   }
 }
@@ -279,7 +424,7 @@ static void product(ffi::ThreadPool& pool, const Product<W>& of) {
   constexpr int kFour = rows_for(4), kTwo = rows_for(2), kMost = rows_for(kWide);
   // Many rows are cut into blocks that are about alike.
   constexpr int kHalf = (kMost + 1) / 2, kLeast = kWide == 4 ? 1 : kTwo < kHalf ? kTwo + 1 : kHalf;
-  const int64_t panels = (of.F + kPanel - 1) / kPanel, bytes = of.K * kPanel * sizeof(W);
+  const int64_t panels = (of.F + kPanel - 1) / kPanel, bytes = of.lines * kLine<W> * sizeof(W);
   const int side = of.M <= kFour ? 4 : of.M <= kTwo ? 2 : kWide;
   const auto part = [=](int64_t first, int64_t last) {
     first *= side, last = last * side < panels ? last * side : panels;
@@ -289,7 +434,8 @@ static void product(ffi::ThreadPool& pool, const Product<W>& of) {
     panels_of<kWide, kLeast, kMost>(of, first, last);
   };
   const int64_t groups = (panels + side - 1) / side;
-  const int64_t cost = panels * bytes / 4 * (of.M < 16 ? 4 : of.M / 4);  // bytes, or what the arithmetic takes meanwhile
+  const int64_t weights = panels * kPanel * of.lines * Kind<W>::kInputs, sums = weights * of.M / (Kind<W>::kInputs == 2 ? 2 : 4);
+  const int64_t cost = panels * bytes > sums ? panels * bytes : sums;  // bytes, or what the arithmetic takes meanwhile
   in_parallel(pool, groups, (128 << 10) / (side * bytes + 1) + 1, cost / (64 << 10), part);
 }
 
@@ -316,68 +462,194 @@ static T* room(std::vector<T>& own, int64_t size) {
   return own.data();
 }
 
-// `live`: rows that count, of no elements where all do; the others are 0.
+// Rounds a row of inputs to 16 bits, with a scale for each kChunk lines; a scale that is none where an input is not finite.
+static __attribute__((noinline)) void rounded(const float* x, int64_t K, int32_t* to, float* scales) {
+  constexpr int64_t kEach = kChunk * 2;
+  int16_t* out = reinterpret_cast<int16_t*>(to);
+  for (int64_t first = 0; first < K; first += kEach, x += kEach, out += kEach) {
+    const int64_t count = K - first < kEach ? K - first : kEach;
+    Vec most = {}, wrong = {};
+    for (int64_t k = 0; k < count; k += kLanes) {
+      const Vec v = load(x + k, count - k), size = (Vec)((Ints)v & 0x7fffffff);
+      most = size > most ? size : most;
+      wrong += v * 0.0f;
+    }
+    const float greatest = greatest_of(most);
+    const bool finite = sum_of(wrong) == 0;
+    // What is as small as this is as good as 0, and its reciprocal would not be finite.
+    const float inverse = finite && greatest > 1e-30f ? 32767.0f / greatest : 0.0f;
+    *scales++ = finite ? greatest / 32767.0f : NAN;
+    for (int64_t k = 0; k < count; k += kLanes) {
+      const Vec v = finite ? load(x + k, count - k) : Vec{};
+      const Ints integers = (Ints)(v * inverse + all(kShift)) - 0x4b400000;
+      int16_t own[kLanes];
+#if defined(__AVX512F__)
+      _mm256_storeu_si256((__m256i*)own, _mm512_cvtepi32_epi16((__m512i)integers));
+#elif defined(__AVX2__)
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)integers, (__m256i)integers), 0x08);
+      _mm_storeu_si128((__m128i*)own, _mm256_castsi256_si128(packed));
+#else
+      for (int i = 0; i < kLanes; i++) own[i] = integers[i];
+#endif
+      std::memcpy(out + k, own, sizeof(int16_t) * (count - k < kLanes ? count - k : kLanes));
+    }
+    if (count % 2) out[count] = 0;
+  }
+}
+
+// What is made of a row before it is multiplied: `panels.Before`.
+enum : int64_t { kNothing, kRootMeanSquare, kMeanAndVariance, kActivation, kGate };
+enum : int64_t { kLinear, kRelu, kGelu, kSilu };
+
+struct Before {
+  int64_t kind, first, second;  // activations
+  const float *scale, *bias;    // of a norm, [K]
+};
+
+// 1 / (1 + e^-x).
+static inline Vec sigmoid(Vec x) {
+  const Vec e = exp_of((Vec)((Ints)x | (int32_t)0x80000000));
+  return (x < 0 ? e : all(1.0f)) / (1.0f + e);
+}
+
+static inline Vec activated(int64_t activation, Vec x) {
+  switch (activation) {
+    case kRelu: return x < 0 ? Vec{} : x;
+    case kGelu: return x * sigmoid(1.5957691216f * (x + 0.044715f * (x * x * x)));  // 2 · √(2 / π)
+    case kSilu: return x * sigmoid(x);
+    default: return x;
+  }
+}
+
+// K numbers made of a row, which for a gate has 2 K.
+static __attribute__((noinline)) void prepared(const Before& before, const float* x, int64_t K, float* to) {
+  if (before.kind == kActivation || before.kind == kGate) {
+    for (int64_t k = 0; k < K; k += kLanes) {
+      Vec v = activated(before.first, load(x + k, K - k));
+      if (before.kind == kGate) v *= activated(before.second, load(x + K + k, K - k));
+      store(to + k, v, K - k);
+    }
+    return;
+  }
+  const bool centred = before.kind == kMeanAndVariance;
+  Vec sums = {}, squares = {};
+  for (int64_t k = 0; centred && k < K; k += kLanes) sums += load(x + k, K - k);
+  const float mean = centred ? sum_of(sums) / K : 0.0f;
+  for (int64_t k = 0; centred && k < K; k += kLanes) store(to + k, load(x + k, K - k) - mean, K - k);
+  const float* from = centred ? to : x;
+  for (int64_t k = 0; k < K; k += kLanes) squares += load(from + k, K - k) * load(from + k, K - k);
+  const float factor = 1.0f / std::sqrt(sum_of(squares) / K + (centred ? 1e-5f : 1e-6f));
+  for (int64_t k = 0; k < K; k += kLanes) {
+    Vec v = load(from + k, K - k) * factor * load(before.scale + k, K - k);
+    if (centred) v += load(before.bias + k, K - k);
+    store(to + k, v, K - k);
+  }
+}
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Integers = ffi::Buffer<ffi::S32>;
+using Flags = ffi::Buffer<ffi::PRED>;
+template <ffi::DataType kType>
+using Out = ffi::ResultBuffer<kType>;
+
+static const float* or_none(const Floats& x) { return x.element_count() ? x.typed_data() : nullptr; }
+
+// Where the results of `multiply` go: products, or the peaks of their rows.
+struct Results {
+  float* y;
+  const float *bias, *residual;
+  int32_t* tokens;
+  float* log_probs;
+  bool summed, clear;
+};
+
+// Multiplies the rows of x that count, what `before` makes of them. `live`: rows that count, of no elements where all do; the
+// results of the others are 0, or with `clear` false whatever lay there.
 template <ffi::DataType kType, typename W>
-static ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kType> w, const float* scales,
-                           ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
-  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  if (!xs.size() || !ys.size()) return unfit("product: expected rows [.., K] and [.., F]");
-  const int64_t K = xs[xs.size() - 1], F = ys[ys.size() - 1], all = count(xs, 0, xs.size() - 1);
+static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buffer<kType>& w, const Floats& scales, int64_t F,
+                           const Flags& live, const Before& before, const Results& to) {
+  typedef typename Kind<W>::Input Input;
+  constexpr int kInputs = Kind<W>::kInputs;
+  const auto xs = x.dimensions(), ws = w.dimensions();
+  if (!xs.size()) return unfit("product: expected rows [.., K]");
+  const int64_t width = xs[xs.size() - 1], K = before.kind == kGate ? width / 2 : width, all = count(xs, 0, xs.size() - 1);
+  const int64_t panels = (F + kPanel - 1) / kPanel, lines = (K + kInputs - 1) / kInputs, chunks = (lines + kChunk - 1) / kChunk;
   const bool some = live.element_count() > 0;
-  if (ws.size() != 3 || ws[1] != K || ws[2] != kPanel || ws[0] != (F + kPanel - 1) / kPanel || !has(*y, all * F) ||
-      !may_have(live, all) || K > INT32_MAX || all > INT32_MAX)
+  if (F < 0 || ws.size() < 3 || ws[0] != panels || ws[1] != lines || !has(w, panels * lines * kLine<W>) ||
+      !may_have(live, all) || !has(scales, kInputs == 2 ? F : 0) || K > INT32_MAX || all > INT32_MAX || F > INT32_MAX)
     return unfit("product: shapes do not fit");
   static thread_local std::vector<int32_t> own_rows;
-  static thread_local std::vector<float> own_x;
+  static thread_local std::vector<Input> own_x;
+  static thread_local std::vector<float> own_scales;
+  static thread_local std::vector<Peak> own_peaks;
   int32_t* rows = room(own_rows, all);
   int64_t M = 0;
   for (int64_t row = 0; row < all; row++) {
     if (!some || live.typed_data()[row]) rows[M++] = row;
-    else std::memset(y->typed_data() + row * F, 0, sizeof(float) * F);
+    else if (!to.y) to.tokens[row] = 0, to.log_probs[row] = 0;
+    else if (to.clear) std::memset(to.y + row * F, 0, sizeof(float) * F);
   }
-  const float* from = x.typed_data();
-  if (M < all) {
-    float* packed = room(own_x, M * K);
-    for (int64_t i = 0; i < M; i++) std::memcpy(packed + i * K, from + rows[i] * K, sizeof(float) * K);
-    from = packed;
+  if (!M || !F) return ffi::Error::Success();
+  const float* given = x.typed_data();
+  Product<W> of{(const Input*)given, nullptr, rows, M, lines, chunks, w.typed_data(), or_none(scales), to.bias, to.residual, to.y,
+                F, nullptr, to.summed};
+  if (kInputs == 2 || M < all || before.kind != kNothing) {
+    Input* into = room(own_x, M * lines);
+    float* into_scales = kInputs == 2 ? room(own_scales, M * chunks) : nullptr;
+    in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (1 << 14), [=](int64_t first, int64_t last) {
+      static thread_local std::vector<float> own;
+      for (int64_t i = first; i < last; i++) {
+        const float* row = given + rows[i] * width;
+        float* made = kInputs == 2 ? before.kind == kNothing ? nullptr : room(own, K) : (float*)(into + i * lines);
+        if (before.kind != kNothing) prepared(before, row, K, made);
+        else if (kInputs == 1) std::memcpy(made, row, sizeof(float) * K);
+        if constexpr (kInputs == 2) rounded(made ? made : row, K, into + i * lines, into_scales + i * chunks);
+      }
+    });
+    of.x = into, of.x_scales = into_scales;
   }
-  if (M && F) product<W>(pool, {from, rows, M, K, w.typed_data(), scales, y->typed_data(), F});
+  if (!to.y) of.peaks = room(own_peaks, M * panels);
+  product<W>(pool, of);
+  for (int64_t i = 0; !to.y && i < M; i++) {
+    const Peak* own = of.peaks + i * panels;
+    Peak found = own[0];
+    for (int64_t p = 1; p < panels && found.column >= 0; p++)
+      if (own[p].column < 0 || own[p].greatest > found.greatest) found = own[p];
+    double sum = 0;
+    for (int64_t p = 0; to.summed && p < panels; p++) sum += own[p].sum * std::exp((double)own[p].greatest - found.greatest);
+    to.tokens[rows[i]] = found.column;
+    to.log_probs[rows[i]] = found.column < 0 ? NAN : to.summed ? -std::log(sum) : 0.0f;
+  }
   return ffi::Error::Success();
 }
 
-static ffi::Error ProductF32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w, ffi::Buffer<ffi::PRED> live,
-                             ffi::ResultBuffer<ffi::F32> y) {
-  return multiply<ffi::F32, float>(pool, x, w, nullptr, live, y);
+template <ffi::DataType kType, typename W>
+static ffi::Error ProductOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, Floats scales, Flags live, Floats norm_scale,
+                            Floats norm_bias, Floats bias, Floats residual, Out<ffi::F32> y, int64_t before, int64_t first,
+                            int64_t second, bool clear) {
+  const auto xs = x.dimensions(), ys = y->dimensions();
+  const int64_t rows = xs.size() ? count(xs, 0, xs.size() - 1) : -1, F = ys.size() ? ys[ys.size() - 1] : -1;
+  const bool normed = before == kRootMeanSquare || before == kMeanAndVariance;
+  const int64_t K = xs.size() ? xs[xs.size() - 1] : -1;
+  if (!has(*y, rows * F) || !may_have(bias, F) || !may_have(residual, rows * F) || !has(norm_scale, normed ? K : 0) ||
+      !has(norm_bias, before == kMeanAndVariance ? K : 0))
+    return unfit("product: shapes do not fit");
+  return multiply<kType, W>(pool, x, w, scales, F, live, {before, first, second, or_none(norm_scale), or_none(norm_bias)},
+                            {y->typed_data(), or_none(bias), or_none(residual), nullptr, nullptr, false, clear});
 }
 
-static ffi::Error ProductS8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scales,
-                            ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> y) {
-  const auto ys = y->dimensions();
-  if (!ys.size() || !has(scales, ys[ys.size() - 1])) return unfit("product: another number of scales than columns");
-  return multiply<ffi::S8, int8_t>(pool, x, w, scales.typed_data(), live, y);
+// `summed`: with log-probabilities, which are 0 otherwise.
+template <ffi::DataType kType, typename W>
+static ffi::Error HeadOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, Floats scales, Flags live, Out<ffi::S32> tokens,
+                         Out<ffi::F32> log_probs, int64_t columns, bool summed) {
+  const auto xs = x.dimensions();
+  const int64_t rows = xs.size() ? count(xs, 0, xs.size() - 1) : -1;
+  if (columns < 1 || !has(*tokens, rows) || !has(*log_probs, rows)) return unfit("head: shapes do not fit");
+  return multiply<kType, W>(pool, x, w, scales, columns, live, {kNothing, kLinear, kLinear, nullptr, nullptr},
+                            {nullptr, nullptr, nullptr, tokens->typed_data(), log_probs->typed_data(), summed, true});
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention
-
-// e^x for x <= 0, within 2 units in the last place; 0 below −87.
-static inline Vec exp_of(Vec x) {
-  const Vec lowest = all(-87.0f);
-  const Ints dead = x < lowest;
-  x = dead ? lowest : x;
-  const Vec shift = all(12582912.0f);  // 1.5 · 2^23: what is added to it is rounded to an integer
-  const Vec n = (x * 1.44269504f + shift) - shift;
-  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vec p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const Vec e = (p * r * r + r) + 1.0f;
-  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  const Vec result = e * (Vec)power;
-  return dead ? Vec{} : result;
-}
 
 // One query over `live` keys and values, which lie `apart` values apart: out = Σ softmax(q · k / divisor + bias) v.
 // `scores`: room for `live` + kLanes numbers.
@@ -433,7 +705,7 @@ static float* room_for(int64_t scores) {
   return room(own, scores + kLanes);
 }
 
-// Whether a query is computed: `live [B, T]`, of no elements where all are. The output of the others is 0.
+// Whether a query is computed: `live [B, T]`, of no elements where all are.
 struct Live {
   const bool* of;
   int64_t T;
@@ -444,18 +716,18 @@ struct Live {
 // f(row, head) for all of them; `each`: multiplications of one.
 template <typename Do>
 static void for_heads(ffi::ThreadPool& pool, int64_t B, int64_t H, int64_t each, const Do& f) {
-  in_parallel(pool, B * H, 1 + (1 << 16) / (each + 1), B * H * each / (1 << 17), [=](int64_t first, int64_t last) {
+  in_parallel(pool, B * H, 1 + (1 << 14) / (each + 1), B * H * each / (1 << 15), [=](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) f(i / H, i % H);
   });
 }
 
 // Writes keys and values of `qkv [B, T, 3·H·K]` to slots positions[b] .. of the caches `[B, H, S, K]`, in place, and attends to
 // all slots up to each query's own. `bias [S, H, S]` by query position, or of no elements. Queries that are not live write
-// nothing; those of a row that are come first.
+// nothing, and their output is 0, or without `clear` whatever lay there; those of a row that are live come first.
 static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> keys,
                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> positions,
                                 ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
-                                ffi::ResultBuffer<ffi::F32> new_values, float divisor) {
+                                ffi::ResultBuffer<ffi::F32> new_values, float divisor, bool clear) {
   const auto qs = qkv.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("self-attention: expected queries [B, T, 3·H·K] and caches [.., H, S, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
@@ -486,10 +758,10 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = begin + t;
       float* to = y + (b * T + t) * width + h * K;
-      if (!counts(b, t)) std::memset(to, 0, sizeof(float) * K);
-      else
+      if (counts(b, t))
         attend(x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
                biased ? table + (at * H + h) * S : nullptr, divisor, scores, to);
+      else if (clear) std::memset(to, 0, sizeof(float) * K);
     }
   });
   return ffi::Error::Success();
@@ -500,7 +772,7 @@ static inline int64_t within(int64_t length, int64_t most) { return length < 0 ?
 // Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, H, L, K].
 static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> keys,
                                  ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::PRED> live,
-                                 ffi::ResultBuffer<ffi::F32> out) {
+                                 ffi::ResultBuffer<ffi::F32> out, bool clear) {
   const auto qs = query.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., H, L, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], L = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
@@ -516,8 +788,8 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> que
     float* scores = room_for(L);
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
-      if (!counts(b, t)) std::memset(y + at, 0, sizeof(float) * K);
-      else attend(x + at, key + own, value + own, K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
+      if (counts(b, t)) attend(x + at, key + own, value + own, K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
+      else if (clear) std::memset(y + at, 0, sizeof(float) * K);
     }
   });
   return ffi::Error::Success();
@@ -549,23 +821,32 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
 
 // --------------------------------------------------------------------------------------------------------------- handlers
 
-using Floats = ffi::Buffer<ffi::F32>;
-using Integers = ffi::Buffer<ffi::S32>;
-using Flags = ffi::Buffer<ffi::PRED>;
+template <ffi::DataType kType>
+static auto product_binding() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().template Arg<ffi::Buffer<kType>>().template Arg<Floats>()
+      .template Arg<Flags>().template Arg<Floats>().template Arg<Floats>().template Arg<Floats>().template Arg<Floats>()
+      .template Ret<Floats>().template Attr<int64_t>("before").template Attr<int64_t>("first").template Attr<int64_t>("second")
+      .template Attr<bool>("clear");
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    SpecdecProductF32, ProductF32,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Flags>().Ret<Floats>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, ProductS8,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<ffi::Buffer<ffi::S8>>()
-                                  .Arg<Floats>().Arg<Flags>().Ret<Floats>());
+template <ffi::DataType kType>
+static auto head_binding() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().template Arg<ffi::Buffer<kType>>().template Arg<Floats>()
+      .template Arg<Flags>().template Ret<Integers>().template Ret<Floats>().template Attr<int64_t>("columns")
+      .template Attr<bool>("summed");
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, (ProductOf<ffi::F32, float>), product_binding<ffi::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, (ProductOf<ffi::S8, int8_t>), product_binding<ffi::S8>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadF32, (HeadOf<ffi::F32, float>), head_binding<ffi::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadS8, (HeadOf<ffi::S8, int8_t>), head_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecSelfAttention, SelfAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                                   .Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
-                                  .Attr<float>("divisor"));
+                                  .Attr<float>("divisor").Attr<bool>("clear"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>());
+                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<bool>("clear"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     SpecdecEncoderAttention, EncoderAttention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>());

@@ -73,7 +73,7 @@ def matrix(kernel: Kernel) -> jax.Array:
 def shape_of(kernel: Kernel) -> tuple[int, int]:
     """Returns (D, F) of a kernel, however it is stored."""
     if isinstance(kernel, Panels):
-        return kernel.values.shape[1], kernel.columns
+        return kernel.lines, kernel.columns
     return kernel.values.shape if isinstance(kernel, Int8Kernel) else kernel.shape
 
 

@@ -1,6 +1,7 @@
 """T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, UL2 and ByT5 by configuration."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import flax.struct
@@ -134,10 +135,10 @@ def _attention_shape(config: T5Config, fused: bool, native: bool) -> dict:
     )  # fmt: skip
 
 
-def _mlp_shape(config: T5Config, fused: bool) -> dict:
+def _mlp_shape(config: T5Config, fused: bool, native: bool) -> dict:
     return dict(
         mlp_dim=config.mlp_dim, activations=config.mlp_activations, dtype=jnp.dtype(config.dtype),
-        dropout_rate=config.dropout_rate, fused=fused, matmul_dtype=config.matmul_dtype,
+        dropout_rate=config.dropout_rate, fused=fused, native=native, matmul_dtype=config.matmul_dtype,
     )  # fmt: skip
 
 
@@ -149,12 +150,11 @@ class EncoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x, mask, bias, deterministic=True):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
-        drop = nn.Dropout(config.dropout_rate)
+        drop = functools.partial(nn.Dropout(config.dropout_rate), deterministic=deterministic)
         attention = Attention(**_attention_shape(config, self.fused, self.native), name="attention")
-        attended = attention.to_inputs(RMSNorm(dtype, name="pre_attention_layer_norm")(x), mask, bias)
-        x = x + drop(attended, deterministic)
-        mlp = GatedMLP(**_mlp_shape(config, self.fused), name="mlp")
-        return x + drop(mlp(RMSNorm(dtype, name="pre_mlp_layer_norm")(x), deterministic, mask), deterministic)
+        x = attention.to_inputs(x, RMSNorm(dtype, name="pre_attention_layer_norm"), mask, bias, drop)
+        mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native), name="mlp")
+        return mlp(x, RMSNorm(dtype, name="pre_mlp_layer_norm"), drop, deterministic, mask)
 
 
 class Encoder(nn.Module):
@@ -189,7 +189,7 @@ class DecoderLayer(nn.Module):
         self.pre_cross_attention_layer_norm = RMSNorm(dtype)
         self.encoder_decoder_attention = Attention(**_attention_shape(config, self.fused, self.native))
         self.pre_mlp_layer_norm = RMSNorm(dtype)
-        self.mlp = GatedMLP(**_mlp_shape(config, self.fused))
+        self.mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native))
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def cross_cache(self, encoded, mask=None) -> KVCache:
@@ -197,13 +197,12 @@ class DecoderLayer(nn.Module):
 
     def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True, live=None):
         """One layer over T queries; with `cache` None over a whole sequence (training)."""
-        normed = self.pre_self_attention_layer_norm(x)
-        attended, cache = self.self_attention.to_cache(normed, cache, positions, mask, bias, live=live)
-        x = x + self.dropout(attended, deterministic)
-        normed = self.pre_cross_attention_layer_norm(x)
-        attended = self.encoder_decoder_attention.to_encoded(normed, cross, cross_mask, live)
-        x = x + self.dropout(attended, deterministic)
-        return x + self.dropout(self.mlp(self.pre_mlp_layer_norm(x), deterministic, live), deterministic), cache
+        drop = functools.partial(self.dropout, deterministic=deterministic)
+        norm = self.pre_self_attention_layer_norm
+        x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, live=live, dropped=drop)
+        norm = self.pre_cross_attention_layer_norm
+        x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, live, drop)
+        return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, live), cache
 
 
 class Decoder(nn.Module):
@@ -262,13 +261,20 @@ class Decoder(nn.Module):
 
     def logits(self, x, embedding, live=None):
         """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
-        config = self.config
-        scale = config.scale_decoder_outputs
-        if config.logits_via_embedding if scale is None else scale:
-            x = x / jnp.sqrt(config.emb_dim).astype(x.dtype)
-        if not config.logits_via_embedding:
+        x = self._scaled(x)
+        if not self.config.logits_via_embedding:
             return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
+
+    def peak(self, x, live, normalize: bool):
+        """As `Network.peak`, of normalised states `x [B, T, D]`."""
+        return self.logits_dense.peak(self._scaled(x), live, normalize)
+
+    def _scaled(self, x):
+        config = self.config
+        scale = config.scale_decoder_outputs
+        scaled = config.logits_via_embedding if scale is None else scale
+        return x / jnp.sqrt(config.emb_dim).astype(x.dtype) if scaled else x
 
 
 def _seen_from(positions, queries: int, position_bias) -> tuple[jax.Array, jax.Array]:
@@ -330,6 +336,10 @@ class T5(nn.Module):
     def head(self, states, live=None):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
         return self.decoder.logits(states, self.token_embedder.embedding, live)
+
+    def peak(self, states, live, normalize: bool):
+        """As `Network.peak`."""
+        return self.decoder.peak(states, live, normalize)
 
     def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
         """Teacher-forced logits `[B, T, V]` float32."""
