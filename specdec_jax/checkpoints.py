@@ -78,10 +78,10 @@ def load(
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model"; every process reads what its
         own devices hold (all of a parameter where the format has no parts). None: the default device has all.
       replicate: with a mesh, every device holds the whole model, and only rows are divided: for drafters.
-      quantize: weights in 8 bits, multiplied with float32 activations: a quarter of the bytes that a step on a CPU reads. They
+      quantize: weights in 8 bits, multiplied with inputs rounded to 16: a quarter of the bytes that a step on a CPU reads. They
         take float32, a CPU, no mesh, and the package's own kernel (`specdec demo` says whether it is there). None: kernels that
-        are stored in 8 bits stay so where that can be had, which changes no number but by the rounding of sums; all others are
-        in `dtype`. "int8": every kernel, the head's too, is rounded while it is read, unless it is stored so: the model is then
+        are stored in 8 bits stay so where that can be had, which changes no number but by the rounding of inputs; all others
+        are in `dtype`. "int8": every kernel, the head's too, is rounded while it is read, unless it is stored so: the model is then
         another one, and the law of what it decodes is that of the rounded model. "none": all are in `dtype`.
       say: where the line about the chosen dtype goes; standard error.
 

@@ -37,12 +37,13 @@ FIXED = 4
 TIMED = (0, 2, 4, 5, 8)
 # Acceptance that a row alone may have; what is added to the expected one for rows together; tokens of an output.
 _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
-# What drafting must gain at least, and which part of it an iteration without a draft may cost.
-_GAIN, _LOSS = 0.03, 0.1
+# What drafting must gain at least, and which part of it an iteration without a draft may cost; the second for rows alone whose
+# earlier requests tell where drafting does not pay.
+_GAIN, _LOSS, _LOSS_KNOWN = 0.03, 0.1, 0.5
 _NEVER = 1e6  # a cost at which a draft is never chosen
-# Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that begin without
-# drafts one looks whether they would pay.
-_REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 8
+# Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that would begin
+# without drafts one looks whether these would pay by now.
+_REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
 # Seconds, passes at least and at most, and seconds of an arm in one pass.
 _BUDGET, _PASSES, _PASS = 2.0, (3, 9), 0.04
 _LARGEST = 65_536  # bytes of a file that is read
@@ -74,18 +75,22 @@ class Costs(NamedTuple):
         tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
         return np.array(self.iterations) / tokens
 
-    def pays(self, rows: int) -> bool:
+    def pays(self, rows: int, learns: bool = False) -> bool:
         """Whether drafting could be faster than plain decoding at all.
 
         What an iteration without a draft costs more than one of plain decoding is lost wherever nothing is accepted: it may be
-        a part of what can be gained.
+        a part of what can be gained. With `learns` rows alone, whose requests follow what earlier ones came to (`policy`), lose
+        it now and then only.
         """
         least = self._expected(rows).min()
         gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
-        return bool(gain > _GAIN and loss < _LOSS * gain)
+        return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
 
-    def policy(self, rows: int, learned: "Learned | None" = None) -> Auto:
-        """That of `rows` rows that are decoded together, which begin where others have ended."""
+    def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
+        """That of `rows` rows that are decoded together, which begin where others have ended.
+
+        None, for all but one request of `_LOOK`, where by what these came to plain decoding is faster.
+        """
         costs = np.array(self.iterations)
         if rows > 1:
             costs[1 + np.argmin(self._expected(rows)) :] = _NEVER
@@ -94,6 +99,9 @@ class Costs(NamedTuple):
             weight = Auto.weight + learned.examined
             begun["acceptance"] = (Auto.weight * self.acceptance + learned.stood) / weight
             begun |= {"weight": min(weight, _WEIGHT), "look": float(learned.requests % _LOOK == 0)}
+            tokens = np.cumsum(begun["acceptance"] ** np.arange(MAXIMUM + 1))
+            if not begun["look"] and not np.argmax(tokens / costs):
+                return None
         return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
 
     @classmethod
@@ -123,52 +131,46 @@ def measurable(network: Network) -> bool:
     return network.rules is None and jax.process_count() == 1
 
 
-# In the process: by key as text.
+# In the process: by key.
 _known: dict[str, Costs] = {}
 _learned: dict[str, Learned] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
 
 
-def known(key: Mapping[str, Any]) -> Costs | None:
-    """What was measured for this key, by this process or another; None: nothing yet."""
-    text = _text(key)
-    if text not in _known and (path := _path(text)) is not None:
+def known(key: str) -> Costs | None:
+    """What was measured for this key of `key_of`, by this process or another; None: nothing yet."""
+    if key not in _known and (path := _path(key)) is not None:
         try:
             record = read_json(path, _LARGEST)
-            if record["key"] == json.loads(text):
-                _known[text] = Costs.of(record["costs"])
+            if record["key"] == json.loads(key):
+                _known[key] = Costs.of(record["costs"])
         except (ValueError, KeyError):
             return None
-    return _known.get(text)
+    return _known.get(key)
 
 
-def keep(key: Mapping[str, Any], costs: Costs) -> None:
+def keep(key: str, costs: Costs) -> None:
     """Keeps them for this process and, where that is possible, for others."""
-    text = _text(key)
-    _known[text] = costs
-    if (path := _path(text)) is None or writing.passes_through(path):
+    _known[key] = costs
+    if (path := _path(key)) is None or writing.passes_through(path):
         return
     try:
-        writing.write_file(path, json.dumps({"key": json.loads(text), "costs": costs._asdict()}, indent=1) + "\n")
+        writing.write_file(path, json.dumps({"key": json.loads(key), "costs": costs._asdict()}, indent=1) + "\n")
     except OSError as error:
         _LOG.info("%s: %s: what was measured holds for this process", path, error)
 
 
-def learn(key: Mapping[str, Any], examined: int, stood: int) -> None:
+def learn(key: str, examined: int, stood: int) -> None:
     """Adds what the drafts of a request came to; for argmax alone, whose output does not depend on how much is drafted."""
-    before = _learned.get(text := _text(key), Learned())
+    before = _learned.get(key, Learned())
     total = before.examined + examined
     kept = min(1.0, _REMEMBERED / max(total, 1))
-    _learned[text] = Learned(kept * total, kept * (before.stood + stood), before.requests + 1)
+    _learned[key] = Learned(kept * total, kept * (before.stood + stood), before.requests + 1)
 
 
-def learned(key: Mapping[str, Any]) -> Learned:
+def learned(key: str) -> Learned:
     """What the drafts of earlier requests came to."""
-    return _learned.get(_text(key), Learned())
-
-
-def _text(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True)
+    return _learned.get(key, Learned())
 
 
 def _path(text: str) -> pathlib.Path | None:
@@ -179,15 +181,21 @@ def _path(text: str) -> pathlib.Path | None:
         return None
 
 
-def key_of(network: Network, drafter: Drafter, program: Program, rows: int, length: int, slots: int) -> dict[str, Any]:
-    """What the numbers depend on; of lengths of inputs and of room for outputs no more than the next power of two."""
+def key_of(network: Network, drafter: Drafter, program: Program, rows: int, length: int, slots: int) -> str:
+    """What the numbers depend on, as JSON; of lengths of inputs and of room for outputs no more than the next power of two."""
     coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
-    mode = {name: value for name, value in program.mode._asdict().items() if name != "processor"}
-    return {
-        **machine_key(), "target": _describe(network), "drafter": _describe(drafter), "rows": rows,
-        "length": coarse(length), "slots": coarse(slots), "verifier": program.verifier, "sampling": mode,
-        "own_processor": program.mode.processor is not None,
+    own, mode = program.mode.processor is not None, program.mode._replace(processor=None)
+    return _key(_describe(network), _describe(drafter), program.verifier, mode, own, rows, coarse(length), coarse(slots))
+
+
+@functools.lru_cache(1024)
+def _key(target, drafter, verifier, mode, own_processor, rows, length, slots) -> str:
+    key = {
+        **machine_key(), "target": target, "drafter": drafter, "rows": rows, "length": length, "slots": slots,
+        "verifier": verifier, "sampling": {name: value for name, value in mode._asdict().items() if name != "processor"},
+        "own_processor": own_processor,
     }  # fmt: skip
+    return json.dumps(key, sort_keys=True)
 
 
 @functools.cache
@@ -200,7 +208,7 @@ def machine_key() -> dict[str, Any]:
         "cores": cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "flags": os.environ.get("XLA_FLAGS", ""),
-        "kernel": native.origin() if device.platform == "cpu" else None,
+        "kernel": native.identity() if device.platform == "cpu" else None,
     }
 
 

@@ -10,6 +10,7 @@ A policy is a pytree: its numbers are traced, one or one per input, so that chan
 the kind of policy are static.
 """
 
+import copy
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
@@ -99,7 +100,10 @@ class Policy:
             if value.ndim and value.shape != (batch,):
                 raise ValueError(f"{name}: got {value.size} values, expected one or {batch} (one per input)")
             values[name] = np.broadcast_to(value, (batch,))
-        return dataclasses.replace(self, **values)  # type: ignore[type-var]
+        policy = copy.copy(self)  # not by its constructor, which would check all again, for every request
+        for name, value in values.items():
+            object.__setattr__(policy, name, value)
+        return policy
 
     def tree_flatten(self):
         return tuple(getattr(self, name) for name in self.numbers()), self.maximum

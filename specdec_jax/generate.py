@@ -455,16 +455,23 @@ def warm_up(
             )
             job = plan(
                 target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
-                max_input_length=max_input_length, **options,
+                max_input_length=max_input_length, first=True, **options,
             )  # fmt: skip
-            # Nothing is to be learned from such inputs.
-            request = dataclasses.replace(job.request(), learns=None)
-            if job.stop or job.deadline:
-                state, _ = job.start()
-                finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
-            else:
-                finish(target, _decoded(job, max_iterations=np.int32(1)), request)
+            _run_once(target, job)
+            if job.costs_key and job.program.gamma:  # later calls may decode plainly
+                _run_once(target, job.plainly())
     return len(lengths) * len(batch_sizes)
+
+
+def _run_once(target: LanguageModel, job: Plan) -> None:
+    """Compiles and runs one iteration of what a plan runs."""
+    # Nothing is to be learned from such inputs.
+    request = dataclasses.replace(job.request(), learns=None)
+    if job.stop or job.deadline:
+        state, _ = job.start()
+        finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
+    else:
+        finish(target, _decoded(job, max_iterations=np.int32(1)), request)
 
 
 def _stats(counts: speculative.Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:

@@ -78,7 +78,7 @@ class Request:
     deadline: float | None
     empty: np.ndarray
     inputs: np.ndarray
-    learns: dict | None = None
+    learns: str | None = None
 
     def of(self, rows) -> "Request":
         """That of some of the rows."""
@@ -127,7 +127,7 @@ class Plan:
     settings: Settings | None
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
-    costs_key: dict | None = None
+    costs_key: str | None = None
 
     @property
     def input_lengths(self) -> np.ndarray:
@@ -201,11 +201,16 @@ def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
 
 
 def plan(
-    target, inputs, *, batch_size=None, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier="block", lenience=None,
+    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier="block", lenience=None,
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
     input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
 ) -> Plan:  # fmt: skip
-    """Checks the arguments of `generate`. `batch_size`: inputs that are decoded together; None: all."""
+    """Checks the arguments of `generate`.
+
+    Args:
+      batch_size: inputs that are decoded together; None: all.
+      first: as at the first call of a kind: `gamma="auto"` drafts, whatever earlier requests came to.
+    """
     if target.config.encoder_dim is not None:
         raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
     if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
@@ -283,7 +288,10 @@ def plan(
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=per_input, settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip
-    return _by_costs(found, total) if measured else found
+    return _by_costs(found, total, first) if measured else found
+
+
+_PENDING = Auto()
 
 
 def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
@@ -294,11 +302,11 @@ def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
         raise ValueError(f"gamma: got {gamma!r}, expected 'auto', an integer from 0 to {MAX_GAMMA}, or a policy")
     if drafter is None:
         return 0
-    return Auto() if costs.measurable(target.network) else costs.FIXED
+    return _PENDING if costs.measurable(target.network) else costs.FIXED
 
 
-def _by_costs(found: Plan, rows: int) -> Plan:
-    """`found` with what iterations cost on this machine, or plainly where drafting would never pay."""
+def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
+    """`found` with what iterations cost on this machine, or plainly where drafting would not pay; `first` as for `plan`."""
     length, slots_ = bucket(int(max(found.input_lengths))), found.slots
     key = costs.key_of(found.network, found.drafter, found.program, rows, length, slots_)
     numbers = costs.known(key)
@@ -308,9 +316,12 @@ def _by_costs(found: Plan, rows: int) -> Plan:
         state = prefill(*arguments)
         numbers = costs.measure(found.network, found.drafter, state, lambda: _drafter_alone(*arguments))
         costs.keep(key, numbers)
-    if not numbers.pays(rows):
+    learns = found.program.strict_argmax
+    if not numbers.pays(rows, learns):
         return found.plainly()
-    policy = numbers.policy(rows, costs.learned(key) if found.program.strict_argmax else None)
+    policy = numbers.policy(rows, costs.learned(key) if learns and not first else None)
+    if policy is None:
+        return dataclasses.replace(found.plainly(), costs_key=key)
     return dataclasses.replace(found, policy=policy.rows(len(found.limits)), costs_key=key)
 
 

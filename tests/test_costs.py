@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import test_cli
-from toy_models import noisy_copy, tiny_t5
+from toy_models import compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax import costs, inference, jobs, tuning
@@ -283,13 +283,49 @@ def test_rows_begin_where_others_have_ended(measured):
 
 def test_the_latest_requests_count():
     for stood, least, most in ((0, 0, 0.01), (8, 0.5, 0.99), (8, 0.75, 1), (0, 0, 0.5)):
-        for _ in range(6):
-            costs.learn({"a": 1}, 8, stood)
-        seen = costs.learned({"a": 1})
+        for _ in range(8):
+            costs.learn("a", 8, stood)
+        seen = costs.learned("a")
         assert seen.examined <= 60 and least <= seen.stood / seen.examined <= most
     policy = CHEAP.policy(1, seen)
     assert policy.weight == 12 and abs(policy.acceptance - seen.stood / 60) < 0.05 and policy.look == 1.0
-    assert seen.requests == 24 and CHEAP.policy(1, seen._replace(requests=25)).look == 0
+    assert seen.requests == 32 and CHEAP.policy(1, seen._replace(stood=50.0, requests=33)).look == 0
+
+
+def test_where_earlier_requests_failed_one_now_and_then_drafts():
+    failed, fine = costs.Learned(60, 0, 1), costs.Learned(60, 50, 1)
+    drafting = [CHEAP.policy(1, failed._replace(requests=number)) is not None for number in range(48)]
+    assert [number for number, drafts in enumerate(drafting) if drafts] == [0, 16, 32]
+    assert all(CHEAP.policy(1, fine._replace(requests=number)) is not None for number in range(48))
+    assert CHEAP.policy(1) is not None and CHEAP.policy(1, costs.Learned()) is not None
+
+
+def test_rows_alone_may_lose_more_where_requests_tell():
+    loss = CHEAP._replace(iterations=(1.5, *CHEAP.iterations[1:]))
+    assert not loss.pays(1) and loss.pays(1, learns=True) and not loss.pays(8, learns=True)
+    assert not CHEAP._replace(iterations=(3.0, *CHEAP.iterations[1:])).pays(1, learns=True)
+
+
+def test_a_request_that_decodes_plainly_counts_and_its_output_is_the_same(models, measured, monkeypatch):
+    expected = decode(models, INPUTS[:1])
+    ((key, _),) = costs._learned.items()
+    monkeypatch.setitem(costs._learned, key, costs.Learned(60, 0, 1))
+    found = decode(models, INPUTS[:1])
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.stats.drafted == 0 and costs._learned[key] == costs.Learned(60, 0, 2)
+    monkeypatch.setitem(costs._learned, key, costs.Learned(60, 0, 16))
+    assert decode(models, INPUTS[:1]).stats.drafted > 0
+
+
+def test_warm_up_compiles_for_plain_requests_too(models, measured, monkeypatch):
+    target, drafter = models
+    options = dict(drafter=drafter, max_new_tokens=11, eos_ids=())
+    assert sd.warm_up(target, max_input_length=4, **options) == 1
+    sd.generate(target, INPUTS[:1], **options)
+    ((key, _),) = costs._learned.items()
+    for learned in (costs.Learned(60, 0, 1), costs.Learned(60, 50, 1)):
+        monkeypatch.setitem(costs._learned, key, learned)
+        assert compilations(lambda: sd.generate(target, INPUTS[:1], **options)) == 0
 
 
 def test_tune_says_what_rows_begin_with(models, measured):

@@ -163,6 +163,24 @@ def test_rows_of_tiny_inputs_and_zeros_in_8_bits():
     same(got[::2], np.zeros((2, 20), np.float32))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_cleared_changes_nothing_that_counts(kind):
+    """Through a whole block of kernels, the last of which clears: rows that do not count hold anything between them."""
+    stored, *_ = kernel(kind, 48, 48)
+    x, live = jnp.asarray(normal(2, 5, 48)), jnp.asarray(np.arange(5) < np.array([[3], [0]]))
+    caches = [jnp.asarray(normal(2, 2, 9, 8, seed=s)) for s in (1, 2)]
+
+    def block(clear):
+        qkv = stored.product(x, jnp.float32, live, clear=clear)
+        out, *written = panels.attend_to_cache(qkv, *caches, None, jnp.array([1, 2], jnp.int32), 3, live, clear=clear)
+        out = panels.attend_to_encoded(out, *caches, jnp.array([9, 4], jnp.int32), live, clear=clear)
+        wide = stored.replace(values=stored.values[:, : 16 if kind == "float32" else 8], lines=16)
+        return wide.product(out, jnp.float32, live), *written
+
+    for got, expected in zip(block(False), block(True)):
+        same(np.asarray(got), np.asarray(expected))
+
+
 def activation(name, x):
     return {
         "linear": lambda x: x,

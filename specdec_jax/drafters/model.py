@@ -48,7 +48,7 @@ class ModelDrafter:
             those that end a sequence among them (as from `shortlist_from_counts`). A number takes so many of the
             vocabulary's first ids, which SentencePiece orders by frequency, and the ending ones.
           int8: multiply with kernels of 8 bits, made now and kept beside the model's own, unless those are in 8 bits already.
-            On a CPU in float32 activations stay float32, elsewhere they are rounded too.
+            Inputs of products are rounded too: on a CPU in float32 to 16 bits, elsewhere to 8.
 
         Raises:
           ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id that ends a sequence.

@@ -157,7 +157,7 @@ class LanguageModel:
       name: for messages and records.
       encoder_fingerprint: of the model whose encoder output this one was trained on, where it has no encoder; None: unknown.
       network: the same as the jitted functions take it.
-      quantized: its kernels, the head's too, are in 8 bits, a scale for each output; activations and all else are float32.
+      quantized: its kernels, the head's too, are in 8 bits, a scale for each output; inputs of products are rounded to 16 bits, all else is float32.
         `params` has what their values times their scales are.
     """
 

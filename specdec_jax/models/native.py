@@ -77,6 +77,12 @@ def origin() -> str | None:
     return _settled().origin
 
 
+def identity() -> str | None:
+    """What tells libraries apart: a digest of source, compiler, processor and contents; None without one."""
+    library = _settled().library
+    return library and pathlib.Path(library).stem
+
+
 class _State(NamedTuple):
     """What a process has settled on: the library's path and how it was made, None without one, and a line that says so."""
 
