@@ -185,7 +185,9 @@ def key_of(network: Network, drafter: Drafter, program: Program, rows: int, leng
     """What the numbers depend on, as JSON; of lengths of inputs and of room for outputs no more than the next power of two."""
     coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
     own, mode = program.mode.processor is not None, program.mode._replace(processor=None)
-    return _key(_describe(network), _describe(drafter), program.verifier, mode, own, rows, coarse(length), coarse(slots))
+    return _key(
+        _describe(network), _describe(drafter), program.verifier, mode, own, rows, coarse(length), coarse(slots)
+    )
 
 
 @functools.lru_cache(1024)

@@ -407,7 +407,11 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
 
 
 def _commit(
-    state: DecodeState, draft: Draft, verified: Verification, log_prob: Callable[[jax.Array], jax.Array], adjusted: Law | None
+    state: DecodeState,
+    draft: Draft,
+    verified: Verification,
+    log_prob: Callable[[jax.Array], jax.Array],
+    adjusted: Law | None,
 ) -> DecodeState:
     """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
 

@@ -81,7 +81,7 @@ def test_measured_for_real(models, home, kind, monkeypatch):
     np.testing.assert_array_equal(result.tokens, before.tokens)
     (found,) = costs._known.values()
     assert len(found.iterations) == MAXIMUM + 1 and all(0.05 < time < 100 for time in found.iterations)
-    assert found.iterations[8] > found.iterations[0] and 0 <= found.prefill < 1000 and 0 < found.seconds < 10
+    assert 0 <= found.prefill < 1000 and 0 < found.seconds < 10
     (file,) = home.iterdir()
     record = json.loads(file.read_text())
     assert Costs.of(record["costs"]) == found and record["key"]["rows"] == 2

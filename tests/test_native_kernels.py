@@ -245,7 +245,9 @@ def test_what_comes_before_and_after_a_product(how, K):
     in_8 = run(x, stored=rounded)
     exact_8 = exact @ np.asarray(rounded.matrix(), np.float64) + added + residual
     step = np.abs(exact).max(axis=1, keepdims=True) / 32767
-    assert (np.abs(in_8 - exact_8) <= (step * 127 * K + 1e-5 * np.abs(exact) @ np.full((K, F), 127)) * scales + 1e-4).all()
+    assert (
+        np.abs(in_8 - exact_8) <= (step * 127 * K + 1e-5 * np.abs(exact) @ np.full((K, F), 127)) * scales + 1e-4
+    ).all()
     same(run(x[[3]], residual[[3]], stored=rounded)[0], in_8[3])
 
 
@@ -290,7 +292,9 @@ def test_peaks_of_equal_columns_and_of_what_is_not_finite():
     finite = Panels.of(jnp.asarray(np.where(np.isinf(columns), 0, columns)))
     tokens, log_probs = map(np.asarray, finite.peak(jnp.asarray(x), None))
     np.testing.assert_array_equal(tokens, [40, 0, 60, 0])
-    np.testing.assert_allclose(log_probs, [-np.log(3 + 97 * np.exp(-3)), -np.log(100), -np.log(1 + 99 * np.exp(-5)), -np.log(100)], rtol=1e-6)
+    np.testing.assert_allclose(
+        log_probs, [-np.log(3 + 97 * np.exp(-3)), -np.log(100), -np.log(1 + 99 * np.exp(-5)), -np.log(100)], rtol=1e-6
+    )
     lone = Panels.of(jnp.asarray(np.r_[[np.where(np.arange(40) == 20, np.inf, 1.0)]], jnp.float32))
     tokens, log_probs = map(np.asarray, lone.peak(jnp.array([[1.0], [-1.0], [np.nan]]), None))
     np.testing.assert_array_equal(tokens, [20, 0, -1])

@@ -160,7 +160,12 @@ PLAIN = {"before": np.int64(0), "first": np.int64(0), "second": np.int64(0), "cl
 # Of both kinds of weights: arguments that fit [20, 33], number of scales, misfits.
 KINDS = [
     ("f32", (3, 20, 16), 0, [(1, (2, 20, 16)), (1, (3, 20, 8)), (1, (60, 16)), (1, ((3, 20, 16), jnp.int8))]),
-    ("s8", ((3, 10, 16, 2), jnp.int8), 33, [(1, ((3, 20, 16), jnp.int8)), (1, ((2, 10, 16, 2), jnp.int8)), (1, (3, 10, 16, 2))]),
+    (
+        "s8",
+        ((3, 10, 16, 2), jnp.int8),
+        33,
+        [(1, ((3, 20, 16), jnp.int8)), (1, ((2, 10, 16, 2), jnp.int8)), (1, (3, 10, 16, 2))],
+    ),
 ]
 # Name of a target, arguments that fit (shapes of float32, or shape and type), results that fit, and for each misfit which
 # arguments or results take which shapes.

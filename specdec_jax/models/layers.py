@@ -180,7 +180,9 @@ class GatedMLP(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, norm, dropped=lambda y: y, deterministic: bool = True, live: jax.Array | None = None):
+    def __call__(
+        self, x: jax.Array, norm, dropped=lambda y: y, deterministic: bool = True, live: jax.Array | None = None
+    ):
         """`x + dropped(this(norm(x)))`; `live` as for `apply_kernel`."""
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
@@ -249,7 +251,16 @@ class Attention(nn.Module):
         return KVCache(key=self._split(self.key(x, live)), value=self._split(self.value(x, live)))
 
     def to_cache(
-        self, x, norm, cache: KVCache | None, positions, mask, bias=None, divisor: float = 1.0, live=None, dropped=lambda y: y
+        self,
+        x,
+        norm,
+        cache: KVCache | None,
+        positions,
+        mask,
+        bias=None,
+        divisor: float = 1.0,
+        live=None,
+        dropped=lambda y: y,
     ):
         """`x + dropped(self-attention of norm(x))`, `x [B, T, D]`, and the cache after keys and values were written to it.
 
@@ -270,7 +281,9 @@ class Attention(nn.Module):
         cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
         return x + dropped(self.attend(query, cache, mask, bias)), cache
 
-    def to_encoded(self, x: jax.Array, norm, cross: KVCache, mask: jax.Array, live=None, dropped=lambda y: y) -> jax.Array:
+    def to_encoded(
+        self, x: jax.Array, norm, cross: KVCache, mask: jax.Array, live=None, dropped=lambda y: y
+    ) -> jax.Array:
         """`x + dropped(cross-attention of norm(x))`, `[B, T, D]`; `mask [B, L]` is True where there is a token, a prefix of
         each row."""
         if self.native:
@@ -283,7 +296,9 @@ class Attention(nn.Module):
         """`x + dropped(an encoder's attention of norm(x))`, `[B, L, D]`; mask as for `to_encoded`, bias `[L, H, L]` by query
         position."""
         if self.native:
-            attended = panels.attend_to_inputs(self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask))
+            attended = panels.attend_to_inputs(
+                self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask)
+            )
             return self.out.in_panels(attended, mask, residual=x)
         query, key, value = self.project(norm(x))
         attended = self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])

@@ -70,7 +70,14 @@ def _products(rng) -> list[tuple]:
         attributes, peak = {"columns": np.int64(F), "summed": True}, [((M,), np.int32), ((M,), np.float32)]
         cases += [
             (f"specdec_product_{kind}", arguments, gate, [((M, F), np.float32)], product),
-            (f"specdec_head_{kind}", (linear.copy(), *weights, all_live), attributes, peak, logits.argmax(axis=1), log_probs),
+            (
+                f"specdec_head_{kind}",
+                (linear.copy(), *weights, all_live),
+                attributes,
+                peak,
+                logits.argmax(axis=1),
+                log_probs,
+            ),
         ]
     return cases
 
