@@ -44,8 +44,8 @@ _NEVER = 1e6  # a cost at which a draft is never chosen
 # Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that would begin
 # without drafts one looks whether these would pay by now.
 _REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
-# Seconds, passes at least and at most, and seconds of an arm in one pass.
-_BUDGET, _PASSES, _PASS = 2.0, (3, 9), 0.04
+# Seconds, passes at least and at most, and seconds and iterations of an arm in one pass, which a call's start must not count in.
+_BUDGET, _PASSES, _PASS, _STEPS = 2.0, (3, 9), 0.04, 128
 _LARGEST = 65_536  # bytes of a file that is read
 _LOG = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ class Costs(NamedTuple):
             begun["acceptance"] = (Auto.weight * self.acceptance + learned.stood) / weight
             begun |= {"weight": min(weight, _WEIGHT), "look": float(learned.requests % _LOOK == 0)}
             tokens = np.cumsum(begun["acceptance"] ** np.arange(MAXIMUM + 1))
-            if not begun["look"] and not np.argmax(tokens / costs):
+            # An iteration without a draft costs a little more in a program that may draft than in one that never does.
+            if not begun["look"] and np.min(costs / tokens) + self.prefill / _TOKENS >= 1 / (1 + _GAIN):
                 return None
         return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
 
@@ -299,7 +300,7 @@ def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Cal
     for call in calls.values():
         once(call, 1)  # compiles
     seconds = max(once(calls["plain"], 1), 1e-6)
-    steps = int(np.clip(_PASS / seconds, 1, 32))
+    steps = int(np.clip(_PASS / seconds, 1, _STEPS))
     passes: list[dict[Any, float]] = []
     begun = time.perf_counter()
     while len(passes) < _PASSES[0] or len(passes) < _PASSES[1] and time.perf_counter() - begun < _BUDGET:

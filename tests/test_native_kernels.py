@@ -181,6 +181,16 @@ def test_what_is_not_cleared_changes_nothing_that_counts(kind):
         same(np.asarray(got), np.asarray(expected))
 
 
+def test_rows_of_a_table():
+    table, numbers = normal(11, 21), np.array([[0, 10, 3], [-7, 99, 2**31 - 1]], np.int32)
+    expected = table[np.clip(numbers, 0, 10)]
+    same(np.asarray(panels.rows(jnp.asarray(table), jnp.asarray(numbers))), expected)
+    live = np.array([[True, False, True], [False, True, False]])
+    some = panels.rows(jnp.asarray(table), jnp.asarray(numbers), jnp.asarray(live))
+    same(np.asarray(some), np.where(live[..., None], expected, 0))
+    assert panels.rows(jnp.asarray(table), jnp.zeros((2, 0), jnp.int32)).shape == (2, 0, 21)
+
+
 def activation(name, x):
     return {
         "linear": lambda x: x,

@@ -185,6 +185,10 @@ CALLS = {
         )
         for kind, weights, scales, misfits in KINDS
     },
+    "specdec_rows": (
+        [(5, 8), ((2, 3), INTEGER), NONE], [(2, 3, 8)], {},
+        [(0, (0, 8)), (0, (40,)), (0, (5, 7)), (1, (2, 3)), (1, ((7,), INTEGER)), (2, ((5,), bool)), (3, (2, 3, 7))],
+    ),
     "specdec_self_attention": (
         [(2, 3, 48), (2, 2, 6, 8), (2, 2, 6, 8), (6, 2, 6), ((2,), INTEGER), NONE],
         [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)], {"divisor": np.float32(1), "clear": True},

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.cache import KVCache
+from specdec_jax.models import panels
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, product
 
@@ -100,11 +101,14 @@ class Embedder(nn.Module):
 
     rows: int
     config: GPTConfig
+    native: bool = False
 
     def setup(self):
         self.embedding = self.param("embedding", nn.initializers.normal(0.02), (self.rows, self.config.emb_dim))
 
-    def __call__(self, indices):
+    def __call__(self, indices, live=None):
+        if self.native:
+            return panels.rows(self.embedding, indices, live)
         # A drafter may meet ids that it lacks, a draft may reach past the last position; NaN would stay in the cache.
         return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.config.dtype)
 
@@ -138,7 +142,7 @@ class GPTDecoder(nn.Module):
 
     def setup(self):
         config = self.config
-        self.position_embedder = Embedder(config.num_positions, config)
+        self.position_embedder = Embedder(config.num_positions, config, self.native)
         self.layers = [GPTLayer(config, self.native) for _ in range(config.num_decoder_layers)]
         self.decoder_norm = LayerNorm(jnp.dtype(config.dtype))
         self.dropout = nn.Dropout(config.dropout_rate)
@@ -152,7 +156,7 @@ class GPTDecoder(nn.Module):
         `positions [B]` of every row; the caches of the layers above stay as they are. `live [B, T]` as in `Network.decode`."""
         query_positions = positions[:, None] + jnp.arange(x.shape[1])
         mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
-        x, written = x + self.position_embedder(query_positions), list(cache.layers)
+        x, written = x + self.position_embedder(query_positions, live), list(cache.layers)
         for i, layer in enumerate(self.layers[:layers]):
             x, written[i] = layer(x, cache.layers[i], positions, mask, live=live)
         return self.decoder_norm(x), GPTCache(tuple(written))
@@ -184,7 +188,7 @@ class GPT(nn.Module):
     native: bool = False
 
     def setup(self):
-        self.token_embedder = Embedder(self.config.vocab_size, self.config)
+        self.token_embedder = Embedder(self.config.vocab_size, self.config, self.native)
         self.decoder = GPTDecoder(self.config, self.native)
 
     def empty_cache(self, batch: int, slots: int) -> GPTCache:
@@ -196,7 +200,7 @@ class GPT(nn.Module):
     def decode_states(self, tokens, positions, cache: GPTCache, layers: int | None = None, live=None):
         """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
         layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
-        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers, live)
+        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live)
 
     def head(self, states, live=None):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""

@@ -3,6 +3,7 @@
 //   product             y [M, F] = f(x [M, K]) · w + bias + residual, f a norm, an activation or nothing, w in panels of 16 columns: float32 [ceil(F/16), K, 16], or int8 with a
 //                       scale for each column, [ceil(F/16), ceil(K/2), 16, 2]
 //   head                of such a product the greatest column of each row and its log-probability; y itself is never stored
+//   rows                of a table [N, D], by their numbers
 //   attention           of queries over cached keys and values, of an encoder over its own
 //
 // Every output is one chain of operations in a fixed order (of a product with float32: fused multiply-adds over
@@ -268,7 +269,7 @@ struct Panels {
 
 // Rows of inputs, `lines` long, with the scales of this chunk, which lie `apart` apart.
 template <typename W>
-struct Rows {
+struct Inputs {
   const typename Kind<W>::Input* x;
   const float* scales;
   int64_t lines, apart;
@@ -276,7 +277,7 @@ struct Rows {
 
 // sums [M, P panels] += x · w.
 template <int M, int P, typename W>
-static __attribute__((noinline)) void block(const Rows<W>& x, const Panels<W>& w, float* sums) {
+static __attribute__((noinline)) void block(const Inputs<W>& x, const Panels<W>& w, float* sums) {
   typedef Kind<W> Of;
   typename Of::Sum s[M][P][kParts];
 #pragma GCC unroll 64
@@ -330,8 +331,8 @@ static __attribute__((noinline)) void block(const Rows<W>& x, const Panels<W>& w
 
 // The block of m rows, kLeast <= m < kLeast + the length of the sequence.
 template <int P, int kLeast, typename W, int... M>
-static void block_of(int m, const Rows<W>& x, const Panels<W>& w, float* sums, std::integer_sequence<int, M...>) {
-  static constexpr void (*blocks[])(const Rows<W>&, const Panels<W>&, float*) = {block<kLeast + M, P, W>...};
+static void block_of(int m, const Inputs<W>& x, const Panels<W>& w, float* sums, std::integer_sequence<int, M...>) {
+  static constexpr void (*blocks[])(const Inputs<W>&, const Panels<W>&, float*) = {block<kLeast + M, P, W>...};
   blocks[m - kLeast](x, w, sums);
 }
 
@@ -767,6 +768,21 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
   return ffi::Error::Success();
 }
 
+// table [N, D] at `numbers`, of which those past an end take the row there; 0 where `live`, if it has elements, is false.
+static ffi::Error Rows(Floats table, Integers numbers, Flags live, ffi::ResultBuffer<ffi::F32> out) {
+  const auto ts = table.dimensions();
+  const int64_t count = numbers.element_count(), N = ts.size() == 2 ? ts[0] : 0, D = N ? ts[1] : 0;
+  if (!N || !has(*out, count * D) || !may_have(live, count)) return unfit("rows: shapes do not fit");
+  const bool some = live.element_count() > 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t number = numbers.typed_data()[i], row = number < 0 ? 0 : number < N ? number : N - 1;
+    float* to = out->typed_data() + i * D;
+    if (!some || live.typed_data()[i]) std::memcpy(to, table.typed_data() + row * D, sizeof(float) * D);
+    else std::memset(to, 0, sizeof(float) * D);
+  }
+  return ffi::Error::Success();
+}
+
 static inline int64_t within(int64_t length, int64_t most) { return length < 0 ? 0 : length < most ? length : most; }
 
 // Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, H, L, K].
@@ -820,6 +836,9 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
 }
 
 // --------------------------------------------------------------------------------------------------------------- handlers
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecRows, Rows,
+                              ffi::Ffi::Bind().Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>());
 
 template <ffi::DataType kType>
 static auto product_binding() {

@@ -34,6 +34,7 @@ from specdec_jax.writing import write_file
 TARGETS = {
     "specdec_product_f32": "SpecdecProductF32",
     "specdec_product_s8": "SpecdecProductS8",
+    "specdec_rows": "SpecdecRows",
     "specdec_head_f32": "SpecdecHeadF32",
     "specdec_head_s8": "SpecdecHeadS8",
     "specdec_self_attention": "SpecdecSelfAttention",

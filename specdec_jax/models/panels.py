@@ -163,6 +163,14 @@ def _flags(live: jax.Array | None) -> jax.Array:
     return jnp.zeros(0, bool) if live is None else live
 
 
+def rows(table: jax.Array, numbers: jax.Array, live: jax.Array | None = None) -> jax.Array:
+    """Returns the rows `[..., D]` of `table [N, D]` with the given numbers; those past an end take the row there, and what is
+    False in `live [...]` is 0."""
+    result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
+    call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
+    return call(table, numbers.astype(jnp.int32), _flags(live))
+
+
 def attend_to_cache(
     qkv, keys, values, bias, positions, divisor: float, live=None, clear: bool = True
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.cache import MAX_UNROLLED_ROWS, KVCache
+from specdec_jax.models import panels
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, product
 
@@ -291,12 +292,15 @@ def _seen_from(positions, queries: int, position_bias) -> tuple[jax.Array, jax.A
 
 class TokenEmbedder(nn.Module):
     config: T5Config
+    native: bool = False
 
     def setup(self):
         shape = (self.config.vocab_size, self.config.emb_dim)
         self.embedding = self.param("embedding", nn.initializers.normal(1.0), shape)
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, live=None):
+        if self.native:
+            return panels.rows(self.embedding, tokens, live)
         # A drafter may meet ids that it lacks; the default mode would give NaN, which its cache would keep.
         return jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.config.dtype)
 
@@ -309,14 +313,14 @@ class T5(nn.Module):
     native: bool = False
 
     def setup(self):
-        self.token_embedder = TokenEmbedder(self.config)
+        self.token_embedder = TokenEmbedder(self.config, self.native)
         if self.config.encoder_dim is None:
             self.encoder = Encoder(self.config, self.fused, self.native)
         self.decoder = Decoder(self.config, self.fused, self.native)
 
     def encode(self, inputs, mask, deterministic: bool = True):
         """Encoder output `[B, L, D]` of `inputs [B, L]` with `mask [B, L]` True at tokens."""
-        return self.encoder(self.token_embedder(inputs), mask, deterministic)
+        return self.encoder(self.token_embedder(inputs, mask), mask, deterministic)
 
     def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None) -> DecoderCache:
         """Runs the encoder once, or takes its output, and prepares the decoder's cache, with `copies` rows for each input."""
@@ -331,7 +335,7 @@ class T5(nn.Module):
     def decode_states(self, tokens, positions, cache: DecoderCache, layers: int | None = None, live=None):
         """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
         layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
-        return self.decoder.step(self.token_embedder(tokens), positions, cache, layers, live)
+        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live)
 
     def head(self, states, live=None):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""
