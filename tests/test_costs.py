@@ -80,7 +80,7 @@ def test_measured_for_real(models, home, kind, monkeypatch):
     result = decode((target, drafter))
     np.testing.assert_array_equal(result.tokens, before.tokens)
     (found,) = costs._known.values()
-    assert len(found.iterations) == MAXIMUM + 1 and all(0.05 < time < 100 for time in found.iterations)
+    assert len(found.iterations) == MAXIMUM + 1 and all(0 < time < 1e6 for time in found.iterations)
     assert 0 <= found.prefill < 1000 and 0 < found.seconds < 10
     (file,) = home.iterdir()
     record = json.loads(file.read_text())
