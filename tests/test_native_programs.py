@@ -227,5 +227,16 @@ def test_shapes_that_do_not_fit(target):
             call(shapes)
 
 
+@pytest.mark.parametrize("name, value", [("before", 5), ("before", -1), ("first", 4), ("second", -1)])
+def test_norms_and_activations_that_are_unknown(name, value):
+    arguments = [
+        jnp.zeros(*(shape if isinstance(shape[0], tuple) else (shape, FLOAT)))
+        for shape in CALLS["specdec_product_f32"][0]
+    ]
+    call = jax.ffi.ffi_call("specdec_product_f32", jax.ShapeDtypeStruct((4, 33), FLOAT))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="specdec_jax: product: expected a kind of norm or activation"):
+        jax.block_until_ready(call(*arguments, **{**PLAIN, name: np.int64(value)}))
+
+
 def test_every_target_is_tried_with_other_shapes():
     assert set(CALLS) == set(native.TARGETS)

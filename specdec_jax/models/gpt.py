@@ -12,7 +12,7 @@ import numpy as np
 from specdec_jax.cache import KVCache
 from specdec_jax.models import panels
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, product
+from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, SteppedModule, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ class GPTDecoder(nn.Module):
         return self.logits_dense.peak(x, live, normalize)
 
 
-class GPT(nn.Module):
+class GPT(SteppedModule):
     """The whole network, with the methods of `T5` that the decode loop calls; no kernels of it are joined."""
 
     config: GPTConfig
@@ -196,19 +196,6 @@ class GPT(nn.Module):
         config = self.config
         empty = lambda: KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
-
-    def decode_states(self, tokens, positions, cache: GPTCache, layers: int | None = None, live=None):
-        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
-        layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
-        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live)
-
-    def head(self, states, live=None):
-        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
-        return self.decoder.logits(states, self.token_embedder.embedding, live)
-
-    def peak(self, states, live, normalize: bool):
-        """As `Network.peak`."""
-        return self.decoder.peak(states, live, normalize)
 
     def __call__(self, tokens, places=None, deterministic: bool = True):
         """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at `places [B, N]` of them only."""

@@ -327,6 +327,23 @@ def _lengths(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask.astype(jnp.int32), axis=-1)
 
 
+class SteppedModule(nn.Module):
+    """What the decode loop calls of every network; `setup` of a subclass makes `token_embedder` and `decoder`."""
+
+    def decode_states(self, tokens, positions, cache, layers: int | None = None, live=None):
+        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
+        layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
+        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live)
+
+    def head(self, states, live=None):
+        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
+        return self.decoder.logits(states, self.token_embedder.embedding, live)
+
+    def peak(self, states, live, normalize: bool):
+        """As `Network.peak`."""
+        return self.decoder.peak(states, live, normalize)
+
+
 class RelativePositionBias(nn.Module):
     """T5's bucketed relative position bias, one table per stack."""
 

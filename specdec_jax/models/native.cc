@@ -67,24 +67,22 @@ static inline void store(float* p, Vec v, int64_t n) {
 }
 static inline Vec all(float x) { return x - Vec{}; }
 
-static inline float sum_of(Vec v) {
+// Its numbers brought together by `join`, halves first.
+template <typename Join>
+static inline float folded(Vec v, const Join& join) {
   float lanes[kLanes];
   store(lanes, v);
 #pragma GCC unroll 4
   for (int width = kLanes / 2; width >= 1; width /= 2)
 #pragma GCC unroll 8
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    for (int i = 0; i < width; i++) lanes[i] = join(lanes[i], lanes[i + width]);
   return lanes[0];
 }
-
+static inline float sum_of(Vec v) {
+  return folded(v, [](float a, float b) { return a + b; });
+}
 static inline float greatest_of(Vec v) {
-  float lanes[kLanes];
-  store(lanes, v);
-#pragma GCC unroll 4
-  for (int width = kLanes / 2; width >= 1; width /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < width; i++) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
-  return lanes[0];
+  return folded(v, [](float a, float b) { return b > a ? b : a; });
 }
 
 constexpr float kShift = 12582912.0f;  // 1.5 · 2^23: what is added to it is rounded to an integer
@@ -632,6 +630,8 @@ static ffi::Error ProductOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w
   const int64_t rows = xs.size() ? count(xs, 0, xs.size() - 1) : -1, F = ys.size() ? ys[ys.size() - 1] : -1;
   const bool normed = before == kRootMeanSquare || before == kMeanAndVariance;
   const int64_t K = xs.size() ? xs[xs.size() - 1] : -1;
+  if (before < kNothing || before > kGate || first < kLinear || first > kSilu || second < kLinear || second > kSilu)
+    return unfit("product: expected a kind of norm or activation that is known");
   if (!has(*y, rows * F) || !may_have(bias, F) || !may_have(residual, rows * F) || !has(norm_scale, normed ? K : 0) ||
       !has(norm_bias, before == kMeanAndVariance ? K : 0))
     return unfit("product: shapes do not fit");

@@ -61,7 +61,7 @@ def _products(rng) -> list[tuple]:
     gated = x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) * linear
     gate = {"before": np.int64(4), "first": np.int64(2), "second": np.int64(0), "clear": True}
     table, numbers = make(7, K), np.array([3, 0, 9, -2], np.int32)
-    cases = [("specdec_rows", (table, numbers, all_live), {}, [((4, K), np.float32)], table[[3, 0, 6, 0]])]
+    cases: list[tuple] = [("specdec_rows", (table, numbers, all_live), {}, [((4, K), np.float32)], table[[3, 0, 6, 0]])]
     for kind, weights, w in (
         ("f32", (panels(w), none), w), ("s8", (pairs(quantised), scales), quantised * scales.astype(np.float64))
     ):  # fmt: skip

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specdec_jax.cache import MAX_UNROLLED_ROWS, KVCache
 from specdec_jax.models import panels
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, product
+from specdec_jax.models.layers import Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, SteppedModule, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,7 @@ class TokenEmbedder(nn.Module):
         return jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.config.dtype)
 
 
-class T5(nn.Module):
+class T5(SteppedModule):
     """The whole network; `fused` and `native` say how the parameters of the decode loop are stored (`LanguageModel`)."""
 
     config: T5Config
@@ -331,19 +331,6 @@ class T5(nn.Module):
         """What `init` needs beside inputs of shape `[1, 2]`: zeros for another model's encoder output, or None."""
         width = self.config.encoder_dim
         return None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
-
-    def decode_states(self, tokens, positions, cache: DecoderCache, layers: int | None = None, live=None):
-        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
-        layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
-        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live)
-
-    def head(self, states, live=None):
-        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
-        return self.decoder.logits(states, self.token_embedder.embedding, live)
-
-    def peak(self, states, live, normalize: bool):
-        """As `Network.peak`."""
-        return self.decoder.peak(states, live, normalize)
 
     def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
         """Teacher-forced logits `[B, T, V]` float32."""
