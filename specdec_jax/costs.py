@@ -79,17 +79,17 @@ class Costs(NamedTuple):
         """Whether drafting could be faster than plain decoding at all.
 
         What an iteration without a draft costs more than one of plain decoding is lost wherever nothing is accepted: it may be
-        a part of what can be gained. With `learns` rows alone, whose requests follow what earlier ones came to (`policy`), lose
-        it now and then only.
+        a part of what can be gained. It may be a larger part for a row alone with `learns`, where a request follows what
+        earlier ones came to (`policy`): these lose it now and then only.
         """
         least = self._expected(rows).min()
         gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
         return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
 
     def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
-        """That of `rows` rows that are decoded together, which begin where others have ended.
+        """Returns the policy of `rows` rows that are decoded together, which begin where others have ended.
 
-        None, for all but one request of `_LOOK`, where by what these came to plain decoding is faster.
+        None where plain decoding is faster, by what earlier requests came to; one request of `_LOOK` drafts all the same.
         """
         costs = np.array(self.iterations)
         if rows > 1:

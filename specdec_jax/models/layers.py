@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         return x.astype(self.dtype) * scale.astype(self.dtype)
 
     def before(self) -> Before:
-        """Itself, as part of a product in panels."""
+        """Returns this norm as what comes before a product with a kernel in panels."""
         return Before("rms", self.get_variable("params", "scale"))
 
 
@@ -62,7 +62,7 @@ class LayerNorm(nn.Module):
         return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
 
     def before(self) -> Before:
-        """Itself, as part of a product in panels."""
+        """Returns this norm as what comes before a product with a kernel in panels."""
         return Before("layer", self.get_variable("params", "scale"), self.get_variable("params", "bias"))
 
 

@@ -79,7 +79,7 @@ def origin() -> str | None:
 
 
 def identity() -> str | None:
-    """What tells libraries apart: a digest of source, compiler, processor and contents; None without one."""
+    """Returns a digest of the source, compiler, processor and contents of the library in use; None without one."""
     library = _settled().library
     return library and pathlib.Path(library).stem
 

@@ -67,7 +67,7 @@ class Before(NamedTuple):
     activations: tuple[str, ...] = ()
 
     def attributes(self) -> dict[str, np.int64]:
-        """Those of the kernel's call."""
+        """Returns the numbers by which `native.cc` knows the kind and the activations."""
         first, second = (*map(_ACTIVATIONS.index, self.activations), 0, 0)[:2]
         return dict(before=np.int64(_KINDS.index(self.kind)), first=np.int64(first), second=np.int64(second))
 
