@@ -20,14 +20,16 @@ import typing
 import numpy as np
 from absl import app, flags
 
-from specdec_jax import measure, passes, records
-from specdec_jax.compatibility import check_pair
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import machine, timing
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.commands.options import DecodingOptions
+from specdec_jax.commands.sentences import read_sentences
+from specdec_jax.decoding.checks import check_pair
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
-from specdec_jax.generate import generate
-from specdec_jax.measure import Spread
-from specdec_jax.options import DecodingOptions, check_output
-from specdec_jax.sentences import encode, read_sentences
-from specdec_jax.writing import write_file
+from specdec_jax.files.writing import check_output, write_file
 
 CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
@@ -82,11 +84,11 @@ def drafter_of(arm: str, options: DecodingOptions, target):
     return cascade
 
 
-def decoder(options: DecodingOptions, gamma: int, target, drafter) -> passes.Arm:
+def decoder(options: DecodingOptions, gamma: int, target, drafter) -> analysis_arms.Arm:
     how = options.decoding(plain=drafter is None) | dict(
         drafter=drafter, gamma=options.gamma_of(gamma) if drafter else 0
     )
-    return passes.Arm(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
+    return analysis_arms.Arm(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
 
 
 def main(argv) -> None:
@@ -105,7 +107,7 @@ def main(argv) -> None:
     target, _ = plain.load()
     sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
     ids = encode(target, sentences, plain.max_input_length)
-    batches = passes.cut(sentences, ids, 1, plain.seed)
+    batches = analysis_arms.cut(sentences, ids, 1, plain.seed)
     arms, models = {"plain": decoder(plain, 0, target, None)}, {}
     for name, (options, gamma) in asked.items():
         models[name] = target, drafter_of(name, options, target)
@@ -113,18 +115,18 @@ def main(argv) -> None:
     longest = max(batch.padded for batch in batches)
     steps = {}
     if _STEPS.value:
-        state = measure.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
-        steps["plain"] = measure.iteration_arm(*state)
+        state = timing.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
+        steps["plain"] = timing.iteration_arm(*state)
     for name, (options, gamma) in asked.items():
         if _STEPS.value and options.gamma_policy == "fixed" and "|" not in name:
-            state = measure.iteration_state(*models[name], 1, longest, gamma, **options.decoding())
-            steps |= {f"call, {name}": measure.call_arm(*state), f"iteration, {name}": measure.iteration_arm(*state)}
-    passes.warm_up(arms, steps, batches)
-    times = passes.time_steps(steps, _REPEATS.value) if steps else {}
+            state = timing.iteration_state(*models[name], 1, longest, gamma, **options.decoding())
+            steps |= {f"call, {name}": timing.call_arm(*state), f"iteration, {name}": timing.iteration_arm(*state)}
+    analysis_arms.warm_up(arms, steps, batches)
+    times = analysis_arms.time_steps(steps, _REPEATS.value) if steps else {}
     for turn in range(_REPEATS.value):
-        passes.one_pass(arms, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
+        analysis_arms.one_pass(arms, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
     rows = [row(name, arm, arms["plain"]) | costs(name, arm, times) for name, arm in arms.items() if name != "plain"]
-    record = {"machine": records.machine(), "target": _TARGET.value, "input_file": _FILE.value, "sentences": len(sentences),
+    record = {"machine": machine.machine(), "target": _TARGET.value, "input_file": _FILE.value, "sentences": len(sentences),
               "temperature": _TEMPERATURE.value, "verifier": _VERIFIER.value, "plain_seconds": arms["plain"].seconds,
               "arms": rows}  # fmt: skip
     if _OUTPUT.value:
@@ -138,7 +140,7 @@ def main(argv) -> None:
               f"{c:>8}{v:>8}{shown:>25}{'-' if line['differ'] is None else line['differ']:>8}  {line['arm']}")  # fmt: skip
 
 
-def costs(name: str, arm: passes.Arm, times: dict[str, Spread]) -> dict:
+def costs(name: str, arm: analysis_arms.Arm, times: dict[str, Spread]) -> dict:
     """c and v, from medians."""
     if f"call, {name}" not in times:
         return {"cost_ratio": None, "verify_cost": None}
@@ -147,7 +149,7 @@ def costs(name: str, arm: passes.Arm, times: dict[str, Spread]) -> dict:
     return {"cost_ratio": max(0.0, both - call) / arm.gamma / step, "verify_cost": call / step}
 
 
-def row(name: str, arm: passes.Arm, plain: passes.Arm) -> dict:
+def row(name: str, arm: analysis_arms.Arm, plain: analysis_arms.Arm) -> dict:
     examined = sum(int(result.stats.examined_by_position.sum()) for result in arm.results)
     calls = arm.total("target_calls")
     differ = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(arm.results, plain.results, strict=True))

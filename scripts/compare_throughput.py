@@ -18,16 +18,16 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from specdec_jax import measure, records
-from specdec_jax.generate import generate
-from specdec_jax.inference import GenerateOptions
-from specdec_jax.jobs import decode_stream
-from specdec_jax.measure import Spread
-from specdec_jax.options import check_output
-from specdec_jax.progress import Progress
-from specdec_jax.request import fold_keys
-from specdec_jax.sentences import encode, read_sentences
-from specdec_jax.writing import write_file
+from specdec_jax.analysis import machine, timing
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.commands.generate import GenerateOptions
+from specdec_jax.commands.sentences import read_sentences
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.inputs import encode
+from specdec_jax.decoding.jobs import decode_stream
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.progress import Progress
+from specdec_jax.files.writing import check_output, write_file
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "What drafts, as for `specdec generate`; empty: nothing.")
@@ -90,7 +90,7 @@ def main(argv) -> None:
     for name in _WAYS:
         one_pass(name, f"{name}, compiling")
     for turn in range(_REPEATS.value):
-        for name in measure.rotated(_WAYS, turn):
+        for name in timing.rotate(_WAYS, turn):
             seconds[name].append(one_pass(name, f"{name}, pass {turn + 1} of {_REPEATS.value}"))
     differ = sum(any(other != found[0] for other in found[1:]) for found in zip(*outputs.values(), strict=True))
     ratios = {
@@ -99,7 +99,7 @@ def main(argv) -> None:
     }
     speed = {name: Spread.of(len(sentences) / np.array(times))._asdict() for name, times in seconds.items()}
     record = {
-        "machine": records.machine(), "target": _TARGET.value, "drafter": _DRAFTER.value, "gamma": _GAMMA.value,
+        "machine": machine.machine(), "target": _TARGET.value, "drafter": _DRAFTER.value, "gamma": _GAMMA.value,
         "gamma_policy": _POLICY.value, "temperature": _TEMPERATURE.value, "max_new_tokens": _NEW.value,
         "input_file": _FILE.value, "sentences": len(sentences), "batch_size": _BATCH.value,
         "tokens": sum(map(len, outputs["refilled"])), "differ": differ, "seconds": seconds,

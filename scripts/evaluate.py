@@ -15,13 +15,14 @@ from collections.abc import Callable
 import numpy as np
 from absl import app, flags
 
-from specdec_jax import checkpoints, data, measure
+from specdec_jax.analysis import near_ties
+from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.inputs import encode
+from specdec_jax.decoding.jobs import decode_all
+from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.jobs import decode_all
-from specdec_jax.options import check_output
-from specdec_jax.progress import track
-from specdec_jax.sentences import encode
-from specdec_jax.writing import write_file
+from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.training import text_files
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
@@ -58,7 +59,7 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
             pairs = list(zip(ours.tokens, theirs.tokens))
             position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             prefix = [target.start_token, *theirs.tokens[:position]]
-            how = measure.difference(target, inputs[index], prefix, gamma + 1, batch)
+            how = near_ties.measure_difference(target, inputs[index], prefix, gamma + 1, batch)
             differing.append({"input": index, "position": position, **how._asdict(), "near_tie": bool(how.near_tie)})
     return {
         "gamma": gamma, "batch_size": batch, "alpha": accepted / examined if examined else None,
@@ -69,7 +70,7 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
 
 def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None]) -> None:
     """Fills the `record` of one file, and calls `save` whenever something has come to it."""
-    pairs = data.read_pairs([file])[: _LIMIT.value or None]
+    pairs = text_files.read_pairs([file])[: _LIMIT.value or None]
     inputs = encode(target, [source for source, _ in pairs], 512)
     drafters = {"drafter": drafter} | ({"target itself": ModelDrafter(target)} if _SELF.value else {})
 
@@ -104,8 +105,8 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     check_output(_OUTPUT.value)
-    target = checkpoints.load(_TARGET.value, _DTYPE.value)
-    drafter = ModelDrafter(checkpoints.load(_DRAFTER.value, _DTYPE.value))
+    target = loader.load(_TARGET.value, _DTYPE.value)
+    drafter = ModelDrafter(loader.load(_DRAFTER.value, _DTYPE.value))
     record: dict = {file: {} for file in _FILES.value}
     for file, part in record.items():
         evaluate(target, drafter, file, part, lambda: write(record, _OUTPUT.value))

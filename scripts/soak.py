@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from specdec_jax import checkpoints
+from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.generate import generate, warm_up
+from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import generate, warm_up
-from specdec_jax.progress import track
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
@@ -70,8 +70,8 @@ def resident_mb() -> float:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
-    target = checkpoints.load(_TARGET.value)
-    drafter = ModelDrafter(checkpoints.load(_DRAFTER.value))
+    target = loader.load(_TARGET.value)
+    drafter = ModelDrafter(loader.load(_DRAFTER.value))
     vocab, rng, batches = target.config.vocab_size, np.random.default_rng(0), [int(size) for size in _BATCH.value]
     programs = list(itertools.product(_KINDS, _VERIFIERS, batches))
     for kind, verifier, batch in track(programs, len(programs), "warm-up"):

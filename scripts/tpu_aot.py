@@ -24,17 +24,22 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
-from specdec_jax import analysis, paper, sampling, speculative
+from specdec_jax.analysis import formulas
+from specdec_jax.analysis.report import paper
+from specdec_jax.decoding.inputs import bucket, slots
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance
-from specdec_jax.models import packing
-from specdec_jax.models.base import Network
+from specdec_jax.files.writing import write_file
+from specdec_jax.models import layouts
+from specdec_jax.models.network import Network
+from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
 from specdec_jax.models.t5 import PRESETS, T5
-from specdec_jax.request import bucket, prefill, slots
-from specdec_jax.sampling import SamplingConfig
-from specdec_jax.sharding import AXES, Mesh, ShardingRules, parse_mesh
-from specdec_jax.writing import write_file
+from specdec_jax.speculative import laws
+from specdec_jax.speculative import state as speculative_state
+from specdec_jax.speculative.sampling import SamplingConfig
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
@@ -63,7 +68,7 @@ def abstract_network(preset: str, drafts: bool = False) -> Network:
         tokens = jnp.ones((1, 2), jnp.int32)
         params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return packing.pack(params, panels=False, fused=fused)
+        return layouts.pack(params, panels=False, fused=fused)
 
     def laid_out(path, leaf):
         if rules is None:
@@ -159,7 +164,7 @@ def place(tree, shardings=None):
 def call(network: Network, tokens, positions, cache):
     """One call and the argmax of its logits."""
     logits, cache = network.decode(tokens, positions, cache)
-    return sampling.argmax(logits), cache
+    return laws.argmax(logits), cache
 
 
 @functools.cache
@@ -197,7 +202,7 @@ def times() -> dict:
         for name, width in (("as compiled", 1), ("as for two positions", 2)):
             step = call_seconds(target, width)
             c, v = call_seconds(drafter, width, drafts=True) / step, call_seconds(target, row.gamma + 1) / step
-            gain = analysis.improvement(row.alpha, row.gamma, c, v)
+            gain = formulas.improvement(row.alpha, row.gamma, c, v)
             line[name] = {"c": round(c, 4), "v": round(v, 3), "improvement": round(gain, 2)}
         found.append(line)
     steps = {f"target_call_{width}_ms": round(1e3 * call_seconds(target, width), 3) for width in (1, 2, 4, 6, 8)}
@@ -210,7 +215,7 @@ def report() -> dict:
     target = place(abstract_network(_TARGET.value))
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None
     config = SamplingConfig(temperature=_TEMPERATURE.value)
-    program = speculative.Program(gamma, config.mode, target.vocab_size)
+    program = speculative_state.StaticConfig(gamma, config.mode, target.vocab_size)
     room = slots(_NEW.value + 1, gamma)
     row = jnp.zeros(batch, jnp.int32)
     arguments = place(

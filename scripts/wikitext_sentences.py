@@ -16,8 +16,8 @@ import re
 
 from absl import app, flags
 
-from specdec_jax import data
-from specdec_jax.writing import write_file
+from specdec_jax.files.writing import write_file
+from specdec_jax.training import text_files
 
 _INPUT = flags.DEFINE_string("input_file", None, "WikiText, a paragraph a line, gzip or not.", required=True)
 _OUTPUT = flags.DEFINE_string("output_file", None, "File to write, gzip where it ends in .gz.", required=True)
@@ -69,8 +69,8 @@ def sentences(lines, excluded: set[str]) -> list[str]:
 
 
 def main(_) -> None:
-    excluded = {words_of(line.partition("\t")[0]) for path in _EXCLUDE.value for line in data.read_lines(path)}
-    found = sentences(data.read_lines(_INPUT.value), excluded)
+    excluded = {words_of(line.partition("\t")[0]) for path in _EXCLUDE.value for line in text_files.read_lines(path)}
+    found = sentences(text_files.read_lines(_INPUT.value), excluded)
     text = "".join(f"{sentence}\n" for sentence in found).encode()
     path = pathlib.Path(_OUTPUT.value)
     path.parent.mkdir(parents=True, exist_ok=True)

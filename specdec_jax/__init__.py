@@ -1,33 +1,33 @@
 """Exact, fast decoding for T5-family and GPT-like models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
 
-from specdec_jax.checkpoints import bundled, convert, load, save
-from specdec_jax.compatibility import UnsupportedCombination
+from specdec_jax.checkpoints.converter import convert, save
+from specdec_jax.checkpoints.loader import bundled, load
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.generate import generate, warm_up
+from specdec_jax.decoding.jobs import Output, decode_stream
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import GenerationResult, NotNumbers, Stats, finish
+from specdec_jax.decoding.stream import Piece, stream
+from specdec_jax.decoding.trace import trace
+from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
-from specdec_jax.drafters.exit import EarlyExitDrafter
+from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
-from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
-from specdec_jax.drafters.model import ModelDrafter, shortlist_from_counts
-from specdec_jax.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
-from specdec_jax.generate import (
-    GenerationResult,
-    NotNumbers,
-    Piece,
-    Stats,
-    advance,
-    finish,
-    generate,
-    stream,
-    trace,
-    warm_up,
-)
-from specdec_jax.jobs import Output, decode_stream
-from specdec_jax.models.base import PRESETS, LanguageModel
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import PRESETS
+from specdec_jax.models.sharding import make_mesh
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
-from specdec_jax.sharding import make_mesh
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
+from specdec_jax.speculative.sampling import SamplingConfig
 
 __version__ = "0.1.0"
 
@@ -35,6 +35,7 @@ __all__ = [
     "PRESETS",
     "AssistedNGramDrafter",
     "Confidence",
+    "Drafter",
     "EarlyExitDrafter",
     "Entropy",
     "EntropyBound",

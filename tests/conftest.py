@@ -38,7 +38,7 @@ def kernel():
 @pytest.fixture(scope="session", autouse=True)
 def nothing_measured():
     """`gamma="auto"` is 4, as on a mesh: to measure every toy model would take most of the time. `test_auto.py` does."""
-    from specdec_jax import costs
+    from specdec_jax.decoding import costs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "measurable", lambda network: False)

@@ -23,8 +23,8 @@ TOKENIZER = GOLDEN / "hf_tokenizer"
 
 def write_bases(folder: pathlib.Path) -> None:
     """One small sound folder of each kind."""
-    from specdec_jax.drafters.ngrams import NGramTable
-    from specdec_jax.formats import own
+    from specdec_jax.checkpoints import own
+    from specdec_jax.drafters.ngram_table import NGramTable
     from specdec_jax.models.heads import HeadsConfig
 
     for name in ("safetensors", "shards", "flax", "orbax", "own"):
@@ -53,7 +53,7 @@ def target():
 def read(how: str, folder: pathlib.Path) -> None:
     """Reads what lies in the folder; the command line writes its one line to standard error and gives a code."""
     import specdec_jax as sd
-    from specdec_jax import cli
+    from specdec_jax.commands import main as main_command
 
     if how == "load":
         sd.load(folder, "float32")
@@ -69,7 +69,7 @@ def read(how: str, folder: pathlib.Path) -> None:
         }[how]
         error = io.StringIO()
         with contextlib.chdir(folder), contextlib.redirect_stderr(error):
-            code = cli.main([how, *argv, "--compilation_cache_dir="])
+            code = main_command.main([how, *argv, "--compilation_cache_dir="])
         if code == 2:
             raise ValueError(error.getvalue().removesuffix("\n"))
 

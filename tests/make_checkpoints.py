@@ -13,10 +13,10 @@ import sentencepiece
 import tensorstore
 from flax import serialization
 
-from specdec_jax import checkpoints
-from specdec_jax.formats.huggingface import tensor_name
-from specdec_jax.formats.leaves import parameter_shapes, unflatten
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.checkpoints import converter
+from specdec_jax.checkpoints.huggingface import tensor_name
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.parameters import parameter_shapes, unflatten
 from specdec_jax.models.t5 import T5Config
 
 TINY = T5Config(40, 16, 2, 4, 2, 3, 24)
@@ -153,7 +153,7 @@ def model_of(params=PARAMS, config=TINY, vocabulary=None, **ids) -> LanguageMode
 
 
 def write_own(folder):
-    checkpoints.save(model_of(), folder)
+    converter.save(model_of(), folder)
     return folder
 
 

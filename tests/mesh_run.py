@@ -24,11 +24,11 @@ import numpy as np
 from toy_models import compilations
 
 import specdec_jax as sd
-from specdec_jax import cli
-from specdec_jax.formats.leaves import flatten
-from specdec_jax.generate import advance
-from specdec_jax.inference import GenerateOptions
-from specdec_jax.sharding import ShardingRules
+from specdec_jax.commands import main
+from specdec_jax.commands.generate import GenerateOptions
+from specdec_jax.decoding.loop import advance
+from specdec_jax.models.parameters import flatten
+from specdec_jax.models.sharding import ShardingRules
 
 INPUTS = np.random.default_rng(0).integers(2, 64, (4, 6)).tolist()
 MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)
@@ -86,7 +86,7 @@ def printed(command: str, *arguments: str) -> str:
         ["--target=ende/target", "--drafter=ende/drafter", "--dtype=float32", "--max_new_tokens=16"],
     )
     with contextlib.redirect_stdout(out):
-        assert cli.main([command, *flags, "--compilation_cache_dir=", *arguments]) == 0
+        assert main.main([command, *flags, "--compilation_cache_dir=", *arguments]) == 0
     return out.getvalue()
 
 

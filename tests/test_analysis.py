@@ -5,65 +5,65 @@ import doctest
 import numpy as np
 import pytest
 
-from specdec_jax import analysis
+from specdec_jax.analysis import formulas
 
 
 def test_doctests():
-    assert doctest.testmod(analysis).attempted >= 3
-    assert doctest.testmod(analysis).failed == 0
+    assert doctest.testmod(formulas).attempted >= 3
+    assert doctest.testmod(formulas).failed == 0
 
 
 def test_best_gamma_improves_at_least_as_corollary_3_9_says():
     for alpha in (0.05, 0.3, 0.62, 0.8, 0.95):
         for c in (0.0, 0.02, 0.11, 0.4):
-            best = analysis.optimal_gamma(alpha, c, most=60)
-            gains = [analysis.improvement(alpha, gamma, c) for gamma in range(61)]
-            assert gains[best] == max(gains) >= analysis.least_improvement(alpha, c)
-            assert (best > 0) == (alpha > c) == (analysis.least_improvement(alpha, c) > 1)
+            best = formulas.optimal_gamma(alpha, c, most=60)
+            gains = [formulas.improvement(alpha, gamma, c) for gamma in range(61)]
+            assert gains[best] == max(gains) >= formulas.least_improvement(alpha, c)
+            assert (best > 0) == (alpha > c) == (formulas.least_improvement(alpha, c) > 1)
 
 
 def test_best_gamma_where_wide_calls_cost_more():
     cost = {1: 1.0, 2: 1.1, 3: 1.2, 4: 3.0, 5: 3.1}
-    assert analysis.optimal_gamma(0.8, 0.05, cost.__getitem__, most=4) == 2
-    assert analysis.optimal_gamma(0.8, 0.05, most=4) == 4
-    assert analysis.optimal_gamma(0.5, 0.2, lambda width: 1.0 if width == 1 else 2.0) == 0
+    assert formulas.optimal_gamma(0.8, 0.05, cost.__getitem__, most=4) == 2
+    assert formulas.optimal_gamma(0.8, 0.05, most=4) == 4
+    assert formulas.optimal_gamma(0.5, 0.2, lambda width: 1.0 if width == 1 else 2.0) == 0
 
 
 def test_operations_by_simulation():
     """Operations of γ draft tokens and γ + 1 target tokens, over the tokens that come out."""
     rng, (alpha, gamma, c) = np.random.default_rng(0), (0.7, 4, 0.1)
     stands = np.cumprod(rng.random((200_000, gamma)) < alpha, axis=1).sum(axis=1)
-    assert analysis.operations(alpha, gamma, c) == pytest.approx(
+    assert formulas.operations(alpha, gamma, c) == pytest.approx(
         (gamma * c + gamma + 1) / np.mean(stands + 1), rel=5e-3
     )
     with pytest.raises(ValueError, match="got cost_ratio -1"):
-        analysis.operations(0.5, 1, -1)
+        formulas.operations(0.5, 1, -1)
 
 
 def test_acceptance_rate_is_what_coins_say():
     """Theorem 3.5, corollary 3.6 and section A.5, on random laws."""
     rng = np.random.default_rng(1)
     p, q = rng.dirichlet([0.5] * 5, 3), rng.dirichlet([0.5] * 5, 3)
-    assert analysis.acceptance_rate(p, q) == pytest.approx(1 - analysis.divergence(p, q))
-    assert analysis.divergence(p, q) == pytest.approx(analysis.divergence(q, p))
-    assert analysis.divergence(p, p) == pytest.approx([0, 0, 0])
+    assert formulas.acceptance_rate(p, q) == pytest.approx(1 - formulas.divergence(p, q))
+    assert formulas.divergence(p, q) == pytest.approx(formulas.divergence(q, p))
+    assert formulas.divergence(p, p) == pytest.approx([0, 0, 0])
     for lenience in (1.0, 0.5, 0.1):
         coin = np.where(lenience * q <= p, 1.0, p / (lenience * q))
-        assert analysis.acceptance_rate(p, q, lenience) == pytest.approx((q * coin).sum(axis=-1))
+        assert formulas.acceptance_rate(p, q, lenience) == pytest.approx((q * coin).sum(axis=-1))
     for lenience in (0.0, 1.5, -1.0):
         with pytest.raises(ValueError, match="lenience: got"):
-            analysis.acceptance_rate(p, q, lenience)
+            formulas.acceptance_rate(p, q, lenience)
 
 
 def test_verify_cost_divides():
-    plain = analysis.improvement(0.7, 4, cost_ratio=0.1)
-    assert analysis.improvement(0.7, 4, cost_ratio=0.1, verify_cost=1.4) == pytest.approx(plain * 1.4 / 1.8)
+    plain = formulas.improvement(0.7, 4, cost_ratio=0.1)
+    assert formulas.improvement(0.7, 4, cost_ratio=0.1, verify_cost=1.4) == pytest.approx(plain * 1.4 / 1.8)
 
 
 def test_plain_decoding_is_gamma_0():
-    assert analysis.expected_tokens(0.3, 0) == 1
-    assert analysis.improvement(0.3, 0, 0.5) == 1
-    assert analysis.expected_calls(0.3, 0, 7) == 7
+    assert formulas.expected_tokens(0.3, 0) == 1
+    assert formulas.improvement(0.3, 0, 0.5) == 1
+    assert formulas.expected_calls(0.3, 0, 7) == 7
 
 
 def test_the_oracle_by_its_series():
@@ -72,12 +72,12 @@ def test_the_oracle_by_its_series():
         law = [alpha**k * (1 - alpha) for k in range(2000)]
         tokens = sum(p * (k + 1) for k, p in enumerate(law))
         time = sum(p * (1 + c * k) for k, p in enumerate(law))
-        assert analysis.oracle_tokens(alpha) == pytest.approx(tokens)
-        assert analysis.oracle_improvement(alpha, c) == pytest.approx(tokens / time)
-        assert analysis.oracle_improvement(alpha, c) > max(analysis.improvement(alpha, g, c) for g in range(20))
-    assert analysis.oracle_tokens(1.0) == analysis.oracle_improvement(1.0, 0.0) == float("inf")
+        assert formulas.oracle_tokens(alpha) == pytest.approx(tokens)
+        assert formulas.oracle_improvement(alpha, c) == pytest.approx(tokens / time)
+        assert formulas.oracle_improvement(alpha, c) > max(formulas.improvement(alpha, g, c) for g in range(20))
+    assert formulas.oracle_tokens(1.0) == formulas.oracle_improvement(1.0, 0.0) == float("inf")
     with pytest.raises(ValueError, match="got cost_ratio -1"):
-        analysis.oracle_improvement(0.5, -1)
+        formulas.oracle_improvement(0.5, -1)
 
 
 def test_expected_calls_by_simulation():
@@ -90,26 +90,26 @@ def test_expected_calls_by_simulation():
             position += int(np.argmin(accepted)) + 1
             total += 1
     # The standard error is about 0.008 calls.
-    assert analysis.expected_calls(alpha, gamma, length) == pytest.approx(total / trials, abs=0.05)
+    assert formulas.expected_calls(alpha, gamma, length) == pytest.approx(total / trials, abs=0.05)
 
 
 def test_expected_calls_of_long_outputs_reach_equation_1():
-    assert 5000 / analysis.expected_calls(0.8, 4, 5000) == pytest.approx(analysis.expected_tokens(0.8, 4), rel=1e-3)
+    assert 5000 / formulas.expected_calls(0.8, 4, 5000) == pytest.approx(formulas.expected_tokens(0.8, 4), rel=1e-3)
 
 
 @pytest.mark.parametrize("arguments", [(-0.1, 3), (1.1, 3), (float("nan"), 3), (0.5, -1)])
 def test_refuses(arguments):
     with pytest.raises(ValueError, match="got .*expected"):
-        analysis.expected_tokens(*arguments)
+        formulas.expected_tokens(*arguments)
     with pytest.raises(ValueError, match="got .*expected"):
-        analysis.expected_calls(*arguments, 5)
+        formulas.expected_calls(*arguments, 5)
 
 
 def test_refuses_costs():
     with pytest.raises(ValueError, match="got cost_ratio -1"):
-        analysis.improvement(0.5, 3, -1)
+        formulas.improvement(0.5, 3, -1)
     with pytest.raises(ValueError, match="verify_cost 0"):
-        analysis.improvement(0.5, 3, 0.1, 0)
+        formulas.improvement(0.5, 3, 0.1, 0)
 
 
 def test_the_standard_error_is_that_of_whole_sentences():
@@ -121,16 +121,16 @@ def test_the_standard_error_is_that_of_whole_sentences():
         level = rng.beta(2, 2, 50)  # of each sentence
         return rng.binomial(counts, level), counts
 
-    means, errors = np.transpose([analysis.clustered_mean(*sample()) for _ in range(600)])
+    means, errors = np.transpose([formulas.clustered_mean(*sample()) for _ in range(600)])
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.1)
     sums, counts = sample()
-    mean, error = analysis.clustered_mean(sums, counts)
+    mean, error = formulas.clustered_mean(sums, counts)
     naive = np.sqrt(mean * (1 - mean) / counts.sum())
     assert error > 1.3 * naive
-    assert analysis.clustered_mean([*sums, 0], [*counts, 0]) == (mean, error), "what has no item does not count"
-    assert analysis.clustered_mean([3], [4]) == (0.75, None)
+    assert formulas.clustered_mean([*sums, 0], [*counts, 0]) == (mean, error), "what has no item does not count"
+    assert formulas.clustered_mean([3], [4]) == (0.75, None)
     with pytest.raises(ValueError, match="got no items, expected"):
-        analysis.clustered_mean([0], [0])
+        formulas.clustered_mean([0], [0])
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3, 5])
@@ -139,19 +139,19 @@ def test_calls_along_an_output_are_those_of_independent_acceptances(alpha, gamma
     length = 11
     survival = np.tile(alpha ** np.arange(1, 6), (length, 1))
     for ended in (True, False):
-        calls, steps = analysis.calls_along(survival, gamma, ended)
-        assert calls == pytest.approx(analysis.expected_calls(alpha, gamma, length))
+        calls, steps = formulas.calls_along(survival, gamma, ended)
+        assert calls == pytest.approx(formulas.expected_calls(alpha, gamma, length))
         assert (steps == 0) == (gamma == 0)
 
 
 def test_draft_steps_count_the_end():
     certain, never = np.ones((7, 3)), np.zeros((7, 3))
     # All stand: 3 and one more token, then 3 that end with the EOS; the last of the first draft is fed with that one more.
-    assert analysis.calls_along(certain, 3) == (2, 3 + 3)
+    assert formulas.calls_along(certain, 3) == (2, 3 + 3)
     # At a limit the last token is never drafted.
-    assert analysis.calls_along(certain, 3, ended=False) == (2, 3 + 2)
-    assert analysis.calls_along(never, 3) == (7, 7 * 3)
-    assert analysis.calls_along(never, 3, ended=False) == (7, 4 * 3 + 2 + 1 + 0)
+    assert formulas.calls_along(certain, 3, ended=False) == (2, 3 + 2)
+    assert formulas.calls_along(never, 3) == (7, 7 * 3)
+    assert formulas.calls_along(never, 3, ended=False) == (7, 4 * 3 + 2 + 1 + 0)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_draft_steps_count_the_end():
 )  # fmt: skip
 def test_best_gamma(rates, c, v, expected):
     survival = np.cumprod(rates)
-    assert analysis.best_gamma(survival, c, v) == expected
+    assert formulas.best_gamma(survival, c, v) == expected
     gains = [(1 + survival[:gamma].sum()) / (gamma * c + v[gamma]) for gamma in range(len(v))]
     assert gains[expected] == max(gains)
 
 
 def test_best_gamma_needs_a_cost_for_every_width():
     with pytest.raises(ValueError, match="got 2 numbers, expected 3"):
-        analysis.best_gamma([0.5, 0.25], 0.1, [1, 1])
+        formulas.best_gamma([0.5, 0.25], 0.1, [1, 1])

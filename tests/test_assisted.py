@@ -11,10 +11,11 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import EchoModel, HashModel, Words, compilations
 
 import specdec_jax as sd
-from specdec_jax.drafters.lookup import Inputs, Knowledge
-from specdec_jax.options import named_drafter
-from specdec_jax.request import prepare
-from specdec_jax.speculative import Scored
+from specdec_jax.decoding.request import prepare
+from specdec_jax.drafters.assisted import NGramMemory
+from specdec_jax.drafters.named import named_drafter
+from specdec_jax.drafters.prompt_lookup import Inputs
+from specdec_jax.speculative.state import Scored
 
 V, B, GAMMA, LIMIT, EOS = 16, 12, 4, 12, 1
 TARGET = HashModel(V, 0)
@@ -131,7 +132,7 @@ def test_drafts_equal_a_slow_count(order):
     def run(state, own, tokens, lengths, wanted):
         return drafter.draft(own, state.replace(tokens=tokens, lengths=lengths), wanted)[1]
 
-    own = Knowledge(
+    own = NGramMemory(
         Inputs(np.repeat(inputs, 2, axis=0), np.repeat(input_lengths, 2)), contexts.astype(np.int32),
         following.astype(np.int32), weights.astype(np.float32), written,
     )  # fmt: skip

@@ -11,8 +11,8 @@ from test_gamma import DRAFT, INPUTS, LIMITS, OPTIONS, TARGET, B, enumerated, pl
 from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, hash_pair, joint_law, sample
 
 import specdec_jax as sd
-from specdec_jax.auto import MAXIMUM, PROBE, Auto
-from specdec_jax.gamma import Outcome
+from specdec_jax.speculative.auto import MAXIMUM, PROBE, Auto
+from specdec_jax.speculative.gamma import Outcome
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -12,15 +12,25 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax import against, benchmark, measure, passes, progress, records, results, speculative, traces
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import comparison, near_ties, predictions, products, timing, traces
+from specdec_jax.analysis.report import rows, summaries
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.decoding import generate as decoding_generate
+from specdec_jax.decoding import progress
+from specdec_jax.decoding.results import GenerationResult
+from specdec_jax.decoding.trace import TraceStep
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import GenerationResult, TraceStep
-from specdec_jax.measure import Spread
-from specdec_jax.models import native, packing, panels
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models import layouts, native, panels
+from specdec_jax.models import network as models_network
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.sampling import Law, SamplingConfig
-from specdec_jax.speculative import Draft
+from specdec_jax.speculative import iteration
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.state import Draft
 
 CONFIG = T5Config(48, 16, 2, 8, 1, 1, 24)
 pytestmark = pytest.mark.usefixtures("quick")
@@ -39,22 +49,22 @@ def target() -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def options() -> benchmark.BenchmarkOptions:
-    return benchmark.BenchmarkOptions(
+def options() -> benchmark_command.BenchmarkOptions:
+    return benchmark_command.BenchmarkOptions(
         target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=2, batch_size=2
     )
 
 
 @pytest.fixture(scope="module")
-def batches(options) -> list[passes.Batch]:
+def batches(options) -> list[analysis_arms.Batch]:
     ids = [[5, 9, 1], [7, 8, 9, 1], [3, 1]]
-    return passes.cut(ids, ids, options.batch_size, options.seed)
+    return analysis_arms.cut(ids, ids, options.batch_size, options.seed)
 
 
 @pytest.fixture(scope="module")
 def measured(target, options, batches):
     """Drafter = target: everything is accepted."""
-    return benchmark.benchmark(target, ModelDrafter(target), batches, options)
+    return analysis_benchmark.benchmark(target, ModelDrafter(target), batches, options)
 
 
 def test_batches_are_sorted_and_filled_up(batches, options):
@@ -70,7 +80,7 @@ def test_record(measured):
     record, problems = measured
     assert problems == []
     assert json.loads(json.dumps(record))["speculative"] == record["speculative"]
-    (row,) = results.rows(record)
+    (row,) = rows.rows(record)
     assert (row.target, row.gamma, row.improvement.median) == (
         "target",
         3,
@@ -95,7 +105,7 @@ def test_record(measured):
 
 def test_summary_says_what_the_record_says(measured):
     record, _ = measured
-    text = records.summary(record)
+    text = summaries.benchmark_summary(record)
     assert f"{record['plain']['tokens']} tokens" in text
     bare = record["bare"]
     assert bare["cost_ratio"] > 0 and set(bare["verify_cost"]) == {"3"} == set(record["verify_cost"])
@@ -106,13 +116,13 @@ def test_summary_says_what_the_record_says(measured):
 
 def corrupt(monkeypatch, change):
     """Makes speculative results differ: `change(result)` gives the new one."""
-    real = benchmark.generate
+    real = decoding_generate.generate
 
     def generate(*args, drafter=None, **kwargs):
         result = real(*args, drafter=drafter, **kwargs)
         return result if drafter is None else change(result)
 
-    monkeypatch.setattr(benchmark, "generate", generate)
+    monkeypatch.setattr(analysis_benchmark, "generate", generate)
 
 
 def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
@@ -122,29 +132,31 @@ def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
         return result._replace(tokens=tokens)
 
     corrupt(monkeypatch, change)
-    record, problems = benchmark.benchmark(
+    record, problems = analysis_benchmark.benchmark(
         target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
     )
     listed = record["speculative"][0]["differences"]
     # The first row of each batch: by their places in the input, not among the sorted.
     assert [(item["input"], item["position"], item["near_tie"]) for item in listed] == [(1, 1, False), (2, 1, False)]
     assert "got other tokens than plain decoding for inputs [1, 2]" in problems[0]
-    assert "not a near-tie" in records.summary(record)
+    assert "not a near-tie" in summaries.benchmark_summary(record)
 
 
 def test_missing_outputs_are_reported(monkeypatch, target, batches, options):
     corrupt(monkeypatch, lambda result: result._replace(lengths=result.lengths * 0))
-    _, problems = benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
+    _, problems = analysis_benchmark.benchmark(
+        target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
+    )
     assert problems == ["gamma 3: got no output for 3 inputs that plain decoding has one for"]
 
 
 def test_difference_knows_ties(target):
-    how = measure.difference(target, [5, 9, 1], [0, 4, 4, 7, 2], width=4, batch=2)
+    how = near_ties.measure_difference(target, [5, 9, 1], [0, 4, 4, 7, 2], width=4, batch=2)
     logits = np.asarray(target.logits([[5, 9, 1]], [[0, 4, 4, 7, 2]]))[0, -1]
     second, first = np.sort(logits)[-2:]
     assert how.margin == pytest.approx(first - second, abs=1e-5)
     assert 0 <= how.noise < 1e-4 < how.margin and not how.near_tie
-    assert measure.Difference(margin=1e-6, noise=1e-6).near_tie
+    assert near_ties.Difference(margin=1e-6, noise=1e-6).near_tie
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -153,49 +165,49 @@ def test_products_are_those_of_one_step(tied, packed):
     """Count the weights of one step by hand."""
     config = dataclasses.replace(CONFIG, logits_via_embedding=tied)
     network = LanguageModel.random(config).network
-    kernels, axes = measure.Products.of(network, packed)
+    kernels, axes = products.Products.of(network, packed)
     inner = config.num_heads * config.head_dim
     layer = (
         6 * config.emb_dim * inner + 3 * config.emb_dim * config.mlp_dim
     )  # q, k, v, out; cross q, out; wi_0, wi_1, wo
     head = config.vocab_size * config.emb_dim
-    assert sum(np.prod(packing.shape_of(kernel)) for kernel in kernels) == config.num_decoder_layers * layer + head
+    assert sum(np.prod(layouts.shape_of(kernel)) for kernel in kernels) == config.num_decoder_layers * layer + head
     assert sum(axes) == (tied and not network.module.native)  # whose tied heads are copies
 
 
 @pytest.mark.skipif(not native.available(), reason=native.state())
 def test_both_layouts_of_the_products_are_timed(monkeypatch):
     config = CONFIG
-    arms = measure.products_arms(LanguageModel.random(config).network, batch=1)
+    arms = products.products_arms(LanguageModel.random(config).network, batch=1)
     assert list(arms) == ["products", "products, checkpoint's layout"]
     assert float(arms["products"]()) == pytest.approx(float(arms["products, checkpoint's layout"]()), rel=1e-3)
     monkeypatch.setattr(panels, "usable", lambda dtype: False)
-    assert list(measure.products_arms(LanguageModel.random(config).network, batch=1)) == ["products"]
+    assert list(products.products_arms(LanguageModel.random(config).network, batch=1)) == ["products"]
 
 
 def test_bare_products_of_calls_and_drafts(target):
     """Those of γ + 1 rows for every row; and the drafter's own weights, where its model's are what it multiplies with."""
-    arms = measure.bare_arms(target, ModelDrafter(target), 2, (1, 3))
+    arms = products.bare_arms(target, ModelDrafter(target), 2, (1, 3))
     assert {name: arm.args[1].shape[0] for name, arm in arms.items()} == {
         "bare verify 1": 4, "bare verify 3": 8, "bare draft step": 2
     }  # fmt: skip
     assert all(float(arm()) > 0 for arm in arms.values())
-    assert list(measure.bare_arms(target, ModelDrafter(target, int8=True), 1, (2,))) == ["bare verify 2"]
-    assert list(measure.bare_arms(target, None, 1, (2,))) == ["bare verify 2"]
+    assert list(products.bare_arms(target, ModelDrafter(target, int8=True), 1, (2,))) == ["bare verify 2"]
+    assert list(products.bare_arms(target, None, 1, (2,))) == ["bare verify 2"]
 
 
 def test_bare_products_multiply():
     kernels = [jax.numpy.ones((4, 3)), jax.numpy.ones((5, 2))]
     x = jax.numpy.arange(4.0)[None]
-    assert float(measure.bare_products(kernels, x, axes=(0, 1), steps=2)) == pytest.approx(1e-9)
+    assert float(products.bare_products(kernels, x, axes=(0, 1), steps=2)) == pytest.approx(1e-9)
 
 
 def test_cost_counts_encoders_calls_and_drafts():
-    work = [records.Work(8, calls=3, draft_calls=7), records.Work(8, calls=1, draft_calls=3)]
-    assert records.cost(work, 3, TIMES) == pytest.approx(
+    work = [predictions.Work(8, calls=3, draft_calls=7), predictions.Work(8, calls=1, draft_calls=3)]
+    assert predictions.cost(work, 3, TIMES) == pytest.approx(
         {"target encoder": 4.0, "drafter encoder": 1.0, "draft steps": 1.0, "target calls": 4.8}
     )
-    assert sum(records.cost([records.Work(8, calls=5)], 0, TIMES).values()) == pytest.approx(2 + 5)
+    assert sum(predictions.cost([predictions.Work(8, calls=5)], 0, TIMES).values()) == pytest.approx(2 + 5)
 
 
 @pytest.mark.parametrize("catches_up", [False, True])
@@ -217,16 +229,16 @@ def test_spans_are_the_calls_of_the_iterations(catches_up):
 
 
 def test_a_draft_step_costs_what_it_costs_between_target_calls():
-    assert records.draft_seconds(3, TIMES) == pytest.approx(0.1)
+    assert predictions.draft_seconds(3, TIMES) == pytest.approx(0.1)
     cold, noise = (TIMES | {"draft 3 and verify": Spread(pair, pair, pair)} for pair in (1.8, 1.1))
-    assert records.draft_seconds(3, cold) == pytest.approx(0.2)
-    assert records.draft_seconds(3, noise) == 0.1, "no less than alone"
+    assert predictions.draft_seconds(3, cold) == pytest.approx(0.2)
+    assert predictions.draft_seconds(3, noise) == 0.1, "no less than alone"
 
 
 def test_predictions():
     lengths = [np.array([8]), np.array([4])]
-    counted = [records.Work(8, 2, 6), records.Work(8, 1, 3)]
-    predicted = records.predictions(3, 1.0, TIMES, [8, 8], lengths, counted)
+    counted = [predictions.Work(8, 2, 6), predictions.Work(8, 1, 3)]
+    predicted = predictions.predictions(3, 1.0, TIMES, [8, 8], lengths, counted)
     assert predicted["cost_ratio"] == pytest.approx(0.1) and predicted["verify_cost"] == pytest.approx(1.2)
     assert predicted["theorem_3_8"] == pytest.approx(4 / 1.3)
     assert predicted["with_verify_cost"] == pytest.approx(4 / 1.5)
@@ -235,17 +247,17 @@ def test_predictions():
 
 
 def test_rotation_gives_every_arm_every_place():
-    turns = [measure.rotated({"a": 0, "b": 0, "c": 0}, turn) for turn in range(3)]
+    turns = [timing.rotate({"a": 0, "b": 0, "c": 0}, turn) for turn in range(3)]
     assert [sorted(place) for place in zip(*turns, strict=True)] == [["a", "b", "c"]] * 3
 
 
 def test_preset_times_shapes_with_random_weights(monkeypatch):
-    monkeypatch.setitem(benchmark.PRESETS, "tiny", CONFIG)
-    options = benchmark.BenchmarkOptions(
+    monkeypatch.setitem(models_network.PRESETS, "tiny", CONFIG)
+    options = benchmark_command.BenchmarkOptions(
         preset="tiny", drafter_preset="tiny", gamma=(3,), max_new_tokens=12, repeats=1, input_length=5, batch_size=2
     )
     options.check()
-    record, problems = benchmark.benchmark(*benchmark.load(options), options)
+    record, problems = analysis_benchmark.benchmark(*benchmark_command.load(options), options)
     assert problems == [] and record["speculative"] == []  # α of random weights would mean nothing
     assert record["plain"]["tokens"] == 24  # no EOS: full length
     assert (
@@ -254,18 +266,18 @@ def test_preset_times_shapes_with_random_weights(monkeypatch):
 
 
 def test_preset_without_a_drafter_measures_calls_and_the_cost_of_sampling(monkeypatch):
-    monkeypatch.setitem(benchmark.PRESETS, "tiny", CONFIG)
-    options = benchmark.BenchmarkOptions(
+    monkeypatch.setitem(models_network.PRESETS, "tiny", CONFIG)
+    options = benchmark_command.BenchmarkOptions(
         preset="tiny", gamma=(3,), max_new_tokens=6, repeats=2, input_length=5, temperature=0.7
     )
     options.check()
-    record, problems = benchmark.benchmark(*benchmark.load(options), options)
+    record, problems = analysis_benchmark.benchmark(*benchmark_command.load(options), options)
     assert problems == [] and record["drafter"] is None and set(record["verify_cost"]) == {"3"}
     assert set(record["sampling_cost"]) == {"3"}
     for added in record["sampling_cost"].values():
         assert set(added) == {"argmax", "token", "block", "gumbel"}
         assert all(-1 < share["least"] <= share["median"] <= share["most"] for share in added.values())
-    text = records.summary(json.loads(json.dumps(record)))
+    text = summaries.benchmark_summary(json.loads(json.dumps(record)))
     assert "added to a target call over 4 positions by: argmax " in text and "gumbel " in text
 
 
@@ -276,16 +288,16 @@ def test_sampling_cost_is_the_share_added_pass_by_pass():
         "call 33, token": [9.0, 9.0],
         "verify 3": [5.0, 5.0],
     }
-    cost = records.sampling_cost(3, seconds)
+    cost = predictions.sampling_cost(3, seconds)
     assert set(cost) == {"token"} and cost["token"] == pytest.approx({"median": 0.15, "least": 0.1, "most": 0.2})
 
 
-SAMPLED = [*measure.SAMPLED, "argmax"]
+SAMPLED = [*timing.SAMPLED, "argmax"]
 
 
 def verified_state(network, verifier, gamma=2):
     config = SamplingConfig(temperature=0.0 if verifier == "argmax" else 0.7)
-    return measure.verified_state(network, 2, 5, 12, gamma, config, "token" if verifier == "argmax" else verifier)
+    return timing.verified_state(network, 2, 5, 12, gamma, config, "token" if verifier == "argmax" else verifier)
 
 
 @pytest.mark.parametrize("verifier", SAMPLED)
@@ -293,14 +305,14 @@ def test_the_timed_verification_is_the_engines(target, verifier):
     """Step by step, by hand: what follows the accepted tokens is fed next, draws are keyed by how many there were."""
     network, state = target.network, verified_state(target.network, verifier)
     tokens, accepted, cache = np.ones((2, 3), np.int32), np.zeros(2, np.int32), state.target_cache
-    law, verify = Law.of(jax.numpy.zeros((2, 3, network.vocab_size))), jax.jit(speculative.verify)
+    law, verify = Law.of(jax.numpy.zeros((2, 3, network.vocab_size))), jax.jit(iteration.verify)
     for _ in range(3):
-        logits, cache = measure._decode(network, tokens, state.lengths - 1, cache)
+        logits, cache = near_ties._decode(network, tokens, state.lengths - 1, cache)
         before = law and Law(law.logits[:, :-1], law.log_normalizer[:, :-1])
         draft = Draft(tokens[:, 1:], np.full(2, 2, np.int32), before, None)
         (accepted, following), law = verify(state.replace(lengths=state.lengths + accepted), draft, logits)
         tokens = np.where(np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens)
-    ours = measure.verified_steps(network, state, steps=3)
+    ours = timing.verified_steps(network, state, steps=3)
     np.testing.assert_array_equal(ours[0], tokens)
     np.testing.assert_array_equal(ours[1], accepted)
 
@@ -312,7 +324,7 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     Whole numbers may be: the random generator's counters are the same in every step, here and in the engine's loop.
     """
     network = LanguageModel.random(dataclasses.replace(CONFIG, vocab_size=97)).network
-    text = measure.verified_steps.lower(network, verified_state(network, verifier), steps=3).compile().as_text()
+    text = timing.verified_steps.lower(network, verified_state(network, verifier), steps=3).compile().as_text()
     wide = re.compile(r"^ +%\S+ = f32\[[\d,]*\b97\].*/while/body", re.MULTILINE)
     inside, outside = text.split("\nENTRY")
     assert wide.search(inside) and not wide.search(outside)
@@ -321,12 +333,12 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
 def test_a_call_alone_computes_all_logits(target):
     network = target.network
     state = verified_state(network, "argmax")
-    tokens, logits = measure.call_steps(
+    tokens, logits = timing.call_steps(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=1
     )
-    expected, _ = measure._decode(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache)
+    expected, _ = near_ties._decode(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
-    again, _ = measure.call_steps(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=2)
+    again, _ = timing.call_steps(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=2)
     assert np.any(np.asarray(tokens) != 1) and np.any(
         np.asarray(tokens) != np.asarray(again)
     )  # each step feeds the next
@@ -334,9 +346,9 @@ def test_a_call_alone_computes_all_logits(target):
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
-    monkeypatch.setitem(benchmark.PRESETS, "tiny", CONFIG)
-    monkeypatch.setattr(benchmark.checkpoints.jax, "default_backend", lambda: platform)
-    target, _, _ = benchmark.load(benchmark.BenchmarkOptions(preset="tiny"))
+    monkeypatch.setitem(models_network.PRESETS, "tiny", CONFIG)
+    monkeypatch.setattr(benchmark_command.checkpoints.jax, "default_backend", lambda: platform)
+    target, _, _ = benchmark_command.load(benchmark_command.BenchmarkOptions(preset="tiny"))
     assert target.config.dtype == dtype and dtype in capsys.readouterr().err
 
 
@@ -346,7 +358,7 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     console = lambda **_: Console(file=screen, force_terminal=True, width=100)
     monkeypatch.setattr(progress.rich.console, "Console", console)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
+    analysis_benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
     bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
     for what in ("compiling", "compiling steps", "steps, pass 1 of 1", "pass 1 of 1"):
         assert any(re.match(rf"{what} \W* 0%", bar) for bar in bars), what
@@ -358,10 +370,12 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
 def test_lossy_verifier_in_the_speculative_arm(batches, target):
     """With lenience near 0 whatever is drafted stands; plain decoding knows nothing of it."""
     drafter = ModelDrafter(LanguageModel.random(CONFIG, seed=1))
-    options = benchmark.BenchmarkOptions(target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=1)
+    options = benchmark_command.BenchmarkOptions(
+        target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=1
+    )
     rates = []
     for how in ({}, {"verifier": "lenient", "lenience": 1e-30}):
-        record, problems = benchmark.benchmark(target, drafter, batches, dataclasses.replace(options, **how))
+        record, problems = analysis_benchmark.benchmark(target, drafter, batches, dataclasses.replace(options, **how))
         rates.append(record["speculative"][0]["stats"]["acceptance_rate"])
         assert problems == [] and record["speculative"][0]["differences"] == []
     assert rates[0] < rates[1] == 1
@@ -370,29 +384,29 @@ def test_lossy_verifier_in_the_speculative_arm(batches, target):
 def test_block_verification_has_no_rate_to_predict_from(target, batches, options, measured):
     """It judges a draft as a whole; the engine then gives no rate, and neither does the sum over the batches."""
     block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()
-    result = benchmark.generate(
+    result = decoding_generate.generate(
         target, batches[0].inputs, drafter=ModelDrafter(target), gamma=3, key=batches[0].keys, **block
     )
-    stats = benchmark._total_stats(passes.Arm(3, None, results=[result]))
+    stats = analysis_benchmark._total_stats(analysis_arms.Arm(3, None, results=[result]))
     assert stats["acceptance_rate"] is None and stats["drafted"] > 0 and stats["tokens_per_target_call"] > 1
     record = copy.deepcopy(measured[0])
     record["speculative"][0] |= {"stats": stats, "predicted": None}
     assert stats["accepted_per_target_call"] == stats["accepted"] / stats["target_calls"]
     standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
     said = f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {standing}"
-    assert f"tokens per target call; {said}" in records.summary(record)
+    assert f"tokens per target call; {said}" in summaries.benchmark_summary(record)
 
 
 @pytest.mark.parametrize("fails", ["print", "write"])
 def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     output = tmp_path / "record.json"
-    monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(benchmark, "load", lambda _: (None, None, []))
-    options = benchmark.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
+    monkeypatch.setattr(analysis_benchmark, "benchmark", lambda *_: ({"a": 1}, []))
+    monkeypatch.setattr(benchmark_command, "load", lambda _: (None, None, []))
+    options = benchmark_command.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
     if fails == "write":
-        monkeypatch.setattr(benchmark, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError))
+        monkeypatch.setattr(benchmark_command, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError))
     with pytest.raises(OSError if fails == "write" else KeyError):  # a summary of {"a": 1} cannot be made
-        benchmark.run(options)
+        benchmark_command.run(options)
     assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {"a": 1}
 
 
@@ -419,7 +433,7 @@ def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
 )
 def test_refuses(settings, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(benchmark.BenchmarkOptions(target="target"), **settings).check()
+        dataclasses.replace(benchmark_command.BenchmarkOptions(target="target"), **settings).check()
 
 
 # Against other implementations; what they compute is in test_t5x.py.
@@ -429,19 +443,19 @@ def fake_arm(steps):
     """Decodes to rows that are given."""
     tokens = np.array(steps, np.int32)
     result = GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
-    return passes.Arm(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
+    return analysis_arms.Arm(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
 
 
 def test_record_against_another(target):
-    batch = passes.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    batch = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     plain = fake_arm([[best, 4]])
     plain.seconds = [1.0, 1.0]
-    record = against.record("t5x", {"plain": plain, "t5x": fake_arm([[best, 4]])}, target, batch)
+    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[best, 4]])}, target, batch)
     assert record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}} and not record["differences"]
-    assert against.problems(record, "float32") == []
+    assert comparison.problems(record, "float32") == []
     other = (best + 1) % CONFIG.vocab_size
-    record = against.record("t5x", {"plain": plain, "t5x": fake_arm([[other, 4]])}, target, batch)
+    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[other, 4]])}, target, batch)
     (difference,) = record["differences"]
     assert (difference["input"], difference["position"], difference["plain"], difference["theirs"]) == (
         0,
@@ -451,8 +465,8 @@ def test_record_against_another(target):
     )
     logits = np.sort(np.asarray(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     assert difference["margin"] == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
-    assert "got other tokens than plain decoding for inputs [0]" in against.problems(record, "float32")[0]
-    assert against.problems(record, "bfloat16") == []
+    assert "got other tokens than plain decoding for inputs [0]" in comparison.problems(record, "float32")[0]
+    assert comparison.problems(record, "bfloat16") == []
 
 
 @pytest.mark.parametrize(
@@ -465,6 +479,6 @@ def test_record_against_another(target):
     ],
 )
 def test_what_cannot_be_compared_is_refused(change, message, options, monkeypatch):
-    monkeypatch.setattr(against.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(benchmark_command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(options, **change).check()

@@ -3,9 +3,9 @@
 import numpy as np
 from toy_models import noisy_copy, tiny_t5
 
-from specdec_jax import measure
+from specdec_jax.analysis import near_ties
+from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import generate
 
 # Logits of the model below have a spread of about 1; bfloat16 keeps 8 bits of each product's operands.
 TOLERANCE = 0.1
@@ -26,7 +26,7 @@ def test_only_near_ties_differ():
         for row in np.flatnonzero(np.any(found.tokens != plain.tokens, axis=1)):
             position = int(np.argmax(found.tokens[row] != plain.tokens[row]))
             prefix = [target.start_token, *plain.tokens[row, :position].tolist()]
-            how = measure.difference(target, INPUTS[row], prefix, gamma + 1, len(INPUTS))
+            how = near_ties.measure_difference(target, INPUTS[row], prefix, gamma + 1, len(INPUTS))
             assert how.margin < TOLERANCE, (gamma, row, position, how)
             differing += 1
     assert differing < 0.2 * 3 * len(INPUTS), "most rows stay the same"

@@ -13,11 +13,16 @@ from test_law_statistics import INPUTS as ONE_INPUT
 from toy_models import HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, draws, passes, records
-from specdec_jax.compatibility import check_pair
-from specdec_jax.drafters import cascade
-from specdec_jax.request import prepare
-from specdec_jax.sampling import PointMass, SamplingConfig
+from specdec_jax.analysis import arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.decoding.checks import check_pair
+from specdec_jax.decoding.request import prepare
+from specdec_jax.drafters import cascade, drafting
+from specdec_jax.speculative import draws as speculative_draws
+from specdec_jax.speculative.laws import PointMass
+from specdec_jax.speculative.sampling import SamplingConfig
 
 V, B, LIMIT, EOS = 16, 12, 12, 1
 TARGET, MODEL, OTHER = HashModel(V, 0), HashModel(V, 1, likeness=0.7), HashModel(V, 2, likeness=0.7)
@@ -310,12 +315,12 @@ def test_later_parts_draw_with_keys_of_their_own():
     state, _ = prepare(TARGET, INPUTS, drafter=model, gamma=3, sampling=SPREAD, max_new_tokens=LIMIT, key=KEY)
     offsets = np.tile(np.arange(200, dtype=np.int32), (B, 1))
     drawn = [
-        np.asarray(draws.uniforms(keys, lengths, offsets, draws.DRAFT)).ravel()
+        np.asarray(speculative_draws.uniforms(keys, lengths, offsets, speculative_draws.DRAFT)).ravel()
         for lengths in (state.lengths, state.lengths + 1)
         for keys in (
             state.keys,
-            cascade.keys_apart(state),
-            cascade.keys_apart(state.replace(lengths=state.lengths + 1)),
+            drafting.keys_apart(state),
+            drafting.keys_apart(state.replace(lengths=state.lengths + 1)),
         )
     ]
     for i, ours in enumerate(drawn):
@@ -398,13 +403,15 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
     small.name = "small"
     drafter = sd.VerticalCascade(sd.ModelDrafter(small), sd.PromptLookupDrafter(2), 2)
     steps = dict.fromkeys(["target step", "products", "verify 3", "bare verify 3", "target encoder 8"], lambda: None)
-    monkeypatch.setattr(benchmark, "_step_arms", lambda *_: steps)
-    options = benchmark.BenchmarkOptions(target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1)
-    record, problems = benchmark.benchmark(target, drafter, passes.cut(INPUTS[:1], INPUTS[:1], 1, 0), options)
+    monkeypatch.setattr(analysis_benchmark, "_step_arms", lambda *_: steps)
+    options = benchmark_command.BenchmarkOptions(
+        target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1
+    )
+    record, problems = analysis_benchmark.benchmark(target, drafter, arms.cut(INPUTS[:1], INPUTS[:1], 1, 0), options)
     assert problems == [] and record["drafter"] == {"name": "small over prompt lookup (2)"}
     (arm,) = record["speculative"]
     assert record["cost_ratio"] is None and arm["predicted"] is None and arm["stats"]["draft_calls"] > 0
-    text = records.summary(record)
+    text = summaries.benchmark_summary(record)
     assert "draft step     not timed" in text and "drafted for each; no prediction" in text
     combined = sd.HorizontalCascade(drafter, table(False), 2)
     assert combined.name == "small over prompt lookup (2), then 2-gram table (from 2)"

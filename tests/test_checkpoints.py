@@ -14,9 +14,8 @@ import pytest
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY, TINY_1_0, model_of
 
-from specdec_jax import checkpoints, data
-from specdec_jax.formats import huggingface, leaves
-from specdec_jax.models import base
+from specdec_jax.checkpoints import converter, huggingface, leaves, loader
+from specdec_jax.models import network, parameters, vocabularies
 from specdec_jax.models.t5 import PRESETS, T5
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -24,7 +23,7 @@ SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
 
 
 def assert_params(model, expected=PARAMS, dtype="float32"):
-    got = leaves.flatten(model.params)
+    got = parameters.flatten(model.params)
     assert got.keys() == expected.keys()
     for name, x in expected.items():
         assert got[name].dtype == dtype, name
@@ -43,11 +42,11 @@ def same_shape(config):
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_gives_the_parameters(form, tmp_path):
     FORMATS[form](tmp_path / "model")
-    model = checkpoints.load(tmp_path / "model", "float32")
+    model = loader.load(tmp_path / "model", "float32")
     assert_params(model)
     assert same_shape(model.config) == same_shape(TINY)
     assert (model.start_token, model.eos_ids, model.vocabulary) == (0, (1,), None)
-    model = checkpoints.load(str(tmp_path / "model"), jnp.bfloat16)
+    model = loader.load(str(tmp_path / "model"), jnp.bfloat16)
     assert_params(model, dtype="bfloat16")
     assert model.config.dtype == "bfloat16"
 
@@ -56,20 +55,20 @@ def test_every_format_gives_the_parameters(form, tmp_path):
 def test_a_folder_whose_name_a_url_would_have_to_quote(form, tmp_path):
     folder = tmp_path / "run #2? 100% a%20b"
     FORMATS[form](folder)
-    assert_params(checkpoints.load(folder, "float32"))
+    assert_params(loader.load(folder, "float32"))
 
 
 @pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_other_stored_dtypes(stored, tmp_path):
     tensors = {name: x.astype(stored) for name, x in TENSORS.items()}
-    model = checkpoints.load(make.write_hf(tmp_path, tensors), "float32")
+    model = loader.load(make.write_hf(tmp_path, tensors), "float32")
     assert_params(model, {name: x.astype(stored).astype(np.float32) for name, x in PARAMS.items()})
 
 
 def test_t5x_in_bfloat16(tmp_path):
     params = {name: x.astype(ml_dtypes.bfloat16) for name, x in PARAMS.items()}
     make.write_t5x_legacy(tmp_path / "checkpoint_7", params)
-    assert_params(checkpoints.load(tmp_path, "float32"), {name: x.astype(np.float32) for name, x in params.items()})
+    assert_params(loader.load(tmp_path, "float32"), {name: x.astype(np.float32) for name, x in params.items()})
 
 
 def test_large_leaves_are_read_in_blocks(tmp_path, monkeypatch):
@@ -77,23 +76,23 @@ def test_large_leaves_are_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 100)  # Flax cuts arrays above it
     for form in ("safetensors", "flax", "legacy", "own"):
         FORMATS[form](tmp_path / form)
-        assert_params(checkpoints.load(tmp_path / form, "float32"))
+        assert_params(loader.load(tmp_path / form, "float32"))
 
 
 @pytest.mark.parametrize("config", [TINY, TINY_1_0, dataclasses.replace(TINY, mlp_activations=("silu", "linear"))])
 def test_expected_shapes_are_those_of_the_network(config):
     tokens = jnp.ones((1, 1), jnp.int32)
     tree = jax.eval_shape(T5(config).init, jax.random.key(0), tokens, tokens > 0, tokens)["params"]
-    assert leaves.parameter_shapes(config) == {name: leaf.shape for name, leaf in leaves.flatten(tree).items()}
+    assert parameters.parameter_shapes(config) == {name: leaf.shape for name, leaf in parameters.flatten(tree).items()}
 
 
 def test_parameter_counts():
-    assert leaves.parameter_count(PRESETS["t5_1_1/small"]) == 76_961_152  # T5X's own count
-    assert leaves.parameter_count(PRESETS["t5_1_0/small"]) == 60_506_624  # Hugging Face's t5-small
+    assert parameters.parameter_count(PRESETS["t5_1_1/small"]) == 76_961_152  # T5X's own count
+    assert parameters.parameter_count(PRESETS["t5_1_0/small"]) == 60_506_624  # Hugging Face's t5-small
 
 
 def test_tensor_names():
-    names = [huggingface.tensor_name(name) for name in leaves.parameter_shapes(TINY)]
+    names = [huggingface.tensor_name(name) for name in parameters.parameter_shapes(TINY)]
     assert len(set(names)) == len(names)
     assert "decoder.block.2.layer.2.DenseReluDense.wi_1.weight" in names
 
@@ -120,8 +119,10 @@ def test_ids_that_a_model_lacks_have_no_logits():
 
 
 def test_lengths_of_padded_rows():
-    np.testing.assert_array_equal(base.padded_lengths(np.array([[3, 0, 4, 0], [0, 0, 0, 0], [1, 2, 3, 4]])), [3, 0, 4])
-    got = base.padded_lengths(np.zeros((2, 0), np.int32))
+    np.testing.assert_array_equal(
+        network.padded_lengths(np.array([[3, 0, 4, 0], [0, 0, 0, 0], [1, 2, 3, 4]])), [3, 0, 4]
+    )
+    got = network.padded_lengths(np.zeros((2, 0), np.int32))
     assert got.tolist() == [0, 0] and got.dtype == np.int32
 
 
@@ -144,7 +145,7 @@ def test_the_head_and_its_scale(case, tmp_path):
     make.write_hf(tmp_path, tensors)
     config = {key: value for key, value in make.HF_CONFIG.items() if key != "tie_word_embeddings"}
     (tmp_path / "config.json").write_text(json.dumps(config | options))
-    model = checkpoints.load(tmp_path, "float32")
+    model = loader.load(tmp_path, "float32")
     assert (model.config.logits_via_embedding, model.config.scale_decoder_outputs) == expected
 
 
@@ -153,7 +154,7 @@ def test_the_head_and_its_scale(case, tmp_path):
     [("gated-silu", ("silu", "linear")), ("gated-gelu", ("gelu", "linear")), ("gated-relu", ("relu", "linear"))],
 )
 def test_feed_forward(feed_forward, activations, tmp_path):
-    model = checkpoints.load(make.write_hf(tmp_path, TENSORS, feed_forward_proj=feed_forward), "float32")
+    model = loader.load(make.write_hf(tmp_path, TENSORS, feed_forward_proj=feed_forward), "float32")
     assert model.config.mlp_activations == activations
 
 
@@ -162,10 +163,10 @@ def test_duplicates_and_what_nothing_uses_are_ignored(tmp_path):
         name: TENSORS["shared.weight"].copy() for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     }
     extra["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = np.zeros((32, 2), np.float32)
-    assert_params(checkpoints.load(make.write_hf(tmp_path / "all", TENSORS | extra), "float32"))
+    assert_params(loader.load(make.write_hf(tmp_path / "all", TENSORS | extra), "float32"))
     moved = {name: x for name, x in TENSORS.items() if name != "shared.weight"}
     moved["encoder.embed_tokens.weight"] = TENSORS["shared.weight"]
-    assert_params(checkpoints.load(make.write_hf(tmp_path / "moved", moved), "float32"))
+    assert_params(loader.load(make.write_hf(tmp_path / "moved", moved), "float32"))
 
 
 SPECIAL_IDS = [
@@ -180,7 +181,7 @@ SPECIAL_IDS = [
 def test_start_and_eos_ids(config, generation, expected, tmp_path):
     make.write_hf(tmp_path, TENSORS, **config)
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    model = checkpoints.load(tmp_path, "float32")
+    model = loader.load(tmp_path, "float32")
     assert (model.start_token, model.eos_ids) == expected
 
 
@@ -189,57 +190,55 @@ def test_the_newest_step_is_taken(tmp_path):
         make.write_t5x_legacy(tmp_path / f"checkpoint_{step}", make.random_params(TINY, seed=step))
     (tmp_path / "checkpoint_11").mkdir()  # empty: a writer was killed
     shutil.copytree(tmp_path / "checkpoint_2", tmp_path / "checkpoint_12.orbax-checkpoint-tmp-3")
-    assert_params(checkpoints.load(tmp_path, "float32"), make.random_params(TINY, seed=10))
-    assert_params(checkpoints.load(tmp_path / "checkpoint_9", "float32"), make.random_params(TINY, seed=9))
+    assert_params(loader.load(tmp_path, "float32"), make.random_params(TINY, seed=10))
+    assert_params(loader.load(tmp_path / "checkpoint_9", "float32"), make.random_params(TINY, seed=9))
 
 
 def test_t5x_takes_a_configuration(tmp_path):
     make.write_t5x_legacy(tmp_path / "checkpoint_7", PARAMS)
     silu = dataclasses.replace(TINY, mlp_activations=("silu", "linear"))
-    assert checkpoints.load(tmp_path, "float32", config=silu).config == silu
+    assert loader.load(tmp_path, "float32", config=silu).config == silu
     with pytest.raises(ValueError, match="got none, expected one of shape|got shape"):
-        checkpoints.load(tmp_path, "float32", config=dataclasses.replace(TINY, num_decoder_layers=4))
+        loader.load(tmp_path, "float32", config=dataclasses.replace(TINY, num_decoder_layers=4))
     make.write_hf(tmp_path / "hf", TENSORS)
     with pytest.raises(ValueError, match="got config=, expected it for a T5X checkpoint only"):
-        checkpoints.load(tmp_path / "hf", "float32", config=TINY)
+        loader.load(tmp_path / "hf", "float32", config=TINY)
 
 
 def test_t5x_vocabularies(tmp_path):
     wide = dataclasses.replace(TINY, vocab_size=328)
     make.write_t5x_legacy(tmp_path / "checkpoint_7", make.random_params(wide))
-    assert checkpoints.load(tmp_path, "float32").vocabulary is None
-    given = checkpoints.load(tmp_path, "float32", vocabulary=SPIECE).vocabulary
+    assert loader.load(tmp_path, "float32").vocabulary is None
+    given = loader.load(tmp_path, "float32", vocabulary=SPIECE).vocabulary
     assert (given.size, given.extra_ids) == (300, 100)  # T5's sentinels fit below 328 logits
     shutil.copy(SPIECE, tmp_path / "sentencepiece.model")
-    beside = checkpoints.load(tmp_path / "checkpoint_7", "float32").vocabulary
+    beside = loader.load(tmp_path / "checkpoint_7", "float32").vocabulary
     assert beside.fingerprint() == given.fingerprint()
-    own = data.SentencePieceVocabulary.load(SPIECE)
-    assert checkpoints.load(tmp_path, "float32", vocabulary=own).vocabulary is own
-    tokenizer = checkpoints.load(
-        tmp_path, "float32", vocabulary=str(GOLDEN / "hf_tokenizer" / "tokenizer.json")
-    ).vocabulary
+    own = vocabularies.SentencePieceVocabulary.load(SPIECE)
+    assert loader.load(tmp_path, "float32", vocabulary=own).vocabulary is own
+    tokenizer = loader.load(tmp_path, "float32", vocabulary=str(GOLDEN / "hf_tokenizer" / "tokenizer.json")).vocabulary
     assert tokenizer.size == 220
     with pytest.raises(ValueError, match="got no such file"):
-        checkpoints.load(tmp_path, "float32", vocabulary=tmp_path / "absent.model")
+        loader.load(tmp_path, "float32", vocabulary=tmp_path / "absent.model")
 
 
 def test_a_hugging_face_folder_brings_its_vocabulary(tmp_path):
     wide = dataclasses.replace(TINY, vocab_size=328)
     make.write_hf(tmp_path, make.to_tensors(make.random_params(wide)), vocab_size=328)
     shutil.copy(SPIECE, tmp_path)
-    assert checkpoints.load(tmp_path, "float32").vocabulary.size == 300
+    assert loader.load(tmp_path, "float32").vocabulary.size == 300
     shutil.copy(GOLDEN / "hf_tokenizer" / "tokenizer.json", tmp_path)
-    model = checkpoints.load(tmp_path, "float32")
-    assert (type(model.vocabulary), model.eos_ids) == (data.TokenizerJsonVocabulary, (1,))
+    model = loader.load(tmp_path, "float32")
+    assert (type(model.vocabulary), model.eos_ids) == (vocabularies.TokenizerJsonVocabulary, (1,))
 
 
 def test_the_default_dtype_is_said(tmp_path, capsys):
     make.write_hf(tmp_path, TENSORS)
-    assert checkpoints.load(tmp_path).config.dtype == "float32"  # on a CPU
+    assert loader.load(tmp_path).config.dtype == "float32"  # on a CPU
     captured = capsys.readouterr()
     said = f"loading {tmp_path} in float32, the default on a CPU (dtype=, or --dtype on the command line, chooses another)\n"
     assert (captured.out, captured.err) == ("", said)
-    checkpoints.load(tmp_path, "float32")
+    loader.load(tmp_path, "float32")
     assert capsys.readouterr().err == ""
 
 
@@ -248,10 +247,10 @@ def test_a_path_that_goes_up(form, tmp_path, monkeypatch):
     FORMATS[form](tmp_path / "model")
     (tmp_path / "beside").mkdir()
     monkeypatch.chdir(tmp_path / "beside")
-    model = checkpoints.load("../model", "float32")
+    model = loader.load("../model", "float32")
     assert_params(model)
-    checkpoints.save(model, "../saved")
-    assert_params(checkpoints.load("../saved", "float32"))
+    converter.save(model, "../saved")
+    assert_params(loader.load("../saved", "float32"))
 
 
 def test_links_as_in_hugging_faces_cache(tmp_path):
@@ -261,16 +260,16 @@ def test_links_as_in_hugging_faces_cache(tmp_path):
     snapshot.mkdir(parents=True)
     for path in (tmp_path / "blobs").iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    assert_params(checkpoints.load(snapshot, "float32"))
+    assert_params(loader.load(snapshot, "float32"))
 
 
 # Saving.
 
 VOCABULARIES = {
     "none": lambda: None,
-    "sentencepiece": lambda: data.SentencePieceVocabulary.load(SPIECE, 20),
-    "tokenizer_json": lambda: data.TokenizerJsonVocabulary.load(GOLDEN / "hf_tokenizer" / "tokenizer.json"),
-    "bytes": lambda: data.ByteVocabulary(3),
+    "sentencepiece": lambda: vocabularies.SentencePieceVocabulary.load(SPIECE, 20),
+    "tokenizer_json": lambda: vocabularies.TokenizerJsonVocabulary.load(GOLDEN / "hf_tokenizer" / "tokenizer.json"),
+    "bytes": lambda: vocabularies.ByteVocabulary(3),
 }
 
 
@@ -278,8 +277,8 @@ VOCABULARIES = {
 def test_save_and_load(kind, tmp_path):
     config = dataclasses.replace(TINY, vocab_size=264, dropout_rate=0.1, scale_decoder_outputs=True)
     params, vocabulary = make.random_params(config), VOCABULARIES[kind]()
-    checkpoints.save(model_of(params, config, vocabulary, start_token=2, eos_ids=(1, 7)), tmp_path / "deep" / "model")
-    model = checkpoints.load(tmp_path / "deep" / "model", "float32")
+    converter.save(model_of(params, config, vocabulary, start_token=2, eos_ids=(1, 7)), tmp_path / "deep" / "model")
+    model = loader.load(tmp_path / "deep" / "model", "float32")
     assert_params(model, params)
     assert (model.config, model.start_token, model.eos_ids) == (config, 2, (1, 7))
     assert type(model.vocabulary) is type(vocabulary)
@@ -288,73 +287,73 @@ def test_save_and_load(kind, tmp_path):
 
 @pytest.mark.parametrize("eos_ids", [(), (5, 1)])
 def test_saved_eos_ids_are_those_of_the_model_even_if_none(eos_ids, tmp_path):
-    checkpoints.save(
-        model_of(vocabulary=data.ByteVocabulary(3), config=WIDE, params=WIDE_PARAMS, eos_ids=eos_ids),
+    converter.save(
+        model_of(vocabulary=vocabularies.ByteVocabulary(3), config=WIDE, params=WIDE_PARAMS, eos_ids=eos_ids),
         tmp_path / "model",
     )
-    assert checkpoints.load(tmp_path / "model", "float32").eos_ids == eos_ids
+    assert loader.load(tmp_path / "model", "float32").eos_ids == eos_ids
 
 
 def test_save_in_another_dtype(tmp_path):
-    checkpoints.save(model_of(), tmp_path / "model", "bfloat16")
+    converter.save(model_of(), tmp_path / "model", "bfloat16")
     rounded = {name: x.astype(ml_dtypes.bfloat16).astype(np.float32) for name, x in PARAMS.items()}
-    model = checkpoints.load(tmp_path / "model", "float32")
+    model = loader.load(tmp_path / "model", "float32")
     assert_params(model, rounded)
     assert model.config.dtype == "float32"
     with pytest.raises(ValueError, match="dtype: got int16, expected float32 or bfloat16 or int8"):
-        checkpoints.save(model, tmp_path / "other", "int16")
+        converter.save(model, tmp_path / "other", "int16")
 
 
 def test_a_pair_shares_the_vocabulary_above(tmp_path):
-    vocabulary = data.SentencePieceVocabulary.load(SPIECE)
+    vocabulary = vocabularies.SentencePieceVocabulary.load(SPIECE)
     config = dataclasses.replace(TINY, vocab_size=200)
     model = model_of(make.random_params(config), config, vocabulary)
     shutil.copy(SPIECE, tmp_path / "spiece.model")
     for role in ("target", "drafter"):
-        checkpoints.save(model, tmp_path / role)
+        converter.save(model, tmp_path / role)
         assert not (tmp_path / role / "spiece.model").exists()
-        assert checkpoints.load(tmp_path / role, "float32").vocabulary.fingerprint() == vocabulary.fingerprint()
+        assert loader.load(tmp_path / role, "float32").vocabulary.fingerprint() == vocabulary.fingerprint()
     (tmp_path / "spiece.model").write_bytes(b"another")
-    checkpoints.save(model, tmp_path / "target")
-    assert checkpoints.load(tmp_path / "target", "float32").vocabulary.size == 200
+    converter.save(model, tmp_path / "target")
+    assert loader.load(tmp_path / "target", "float32").vocabulary.size == 200
 
 
 def test_saving_replaces_a_model_and_nothing_else(tmp_path):
     path = tmp_path / "model"
-    checkpoints.save(model_of(), path)
+    converter.save(model_of(), path)
     other = make.random_params(TINY, seed=1)
-    checkpoints.save(model_of(other), path)
-    assert_params(checkpoints.load(path, "float32"), other)
+    converter.save(model_of(other), path)
+    assert_params(loader.load(path, "float32"), other)
     (tmp_path / "notes").mkdir()
     with pytest.raises(ValueError, match="expected nothing there"):
-        checkpoints.save(model_of(), tmp_path / "notes")
+        converter.save(model_of(), tmp_path / "notes")
     assert sorted(child.name for child in tmp_path.iterdir()) == ["model", "notes"]
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
-    checkpoints.save(model_of(), tmp_path / "model")
+    converter.save(model_of(), tmp_path / "model")
     fail = lambda params, path: (_ for _ in ()).throw(OSError("disk full"))
-    monkeypatch.setattr(checkpoints.own, "_write_params", fail)
+    monkeypatch.setattr(loader.own, "_write_params", fail)
     with pytest.raises(OSError):
-        checkpoints.save(model_of(make.random_params(TINY, seed=1)), tmp_path / "model")
+        converter.save(model_of(make.random_params(TINY, seed=1)), tmp_path / "model")
     assert [child.name for child in tmp_path.iterdir()] == ["model"]
-    assert_params(checkpoints.load(tmp_path / "model", "float32"))
+    assert_params(loader.load(tmp_path / "model", "float32"))
 
 
 def test_a_saved_folder_is_about_the_size_of_its_weights(tmp_path):
     config = dataclasses.replace(TINY, vocab_size=4000, emb_dim=64)
-    checkpoints.save(model_of(make.random_params(config), config), tmp_path / "model", "bfloat16")
+    converter.save(model_of(make.random_params(config), config), tmp_path / "model", "bfloat16")
     size = sum(path.stat().st_size for path in (tmp_path / "model").rglob("*") if path.is_file())
-    assert size < 1.1 * 2 * leaves.parameter_count(config) + 50_000
+    assert size < 1.1 * 2 * parameters.parameter_count(config) + 50_000
 
 
 def test_bundled_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "BUNDLED", tmp_path / "nothing")
-    assert checkpoints.bundled() == ()
-    monkeypatch.setattr(checkpoints, "BUNDLED", tmp_path)
-    checkpoints.save(model_of(), tmp_path / "ende" / "target")
-    checkpoints.save(model_of(), tmp_path / "ende" / "drafter")
-    assert checkpoints.bundled() == ("ende/drafter", "ende/target")
-    model = checkpoints.load("ende/target", "float32")
+    monkeypatch.setattr(loader, "BUNDLED", tmp_path / "nothing")
+    assert loader.bundled() == ()
+    monkeypatch.setattr(loader, "BUNDLED", tmp_path)
+    converter.save(model_of(), tmp_path / "ende" / "target")
+    converter.save(model_of(), tmp_path / "ende" / "drafter")
+    assert loader.bundled() == ("ende/drafter", "ende/target")
+    model = loader.load("ende/target", "float32")
     assert_params(model)
     assert model.name == "ende/target"

@@ -12,9 +12,11 @@ import pytest
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS
 
-from specdec_jax import checkpoints, reading
-from specdec_jax.formats import allocator, leaves
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.checkpoints import allocator, loader, memory
+from specdec_jax.checkpoints import weights as checkpoints_weights
+from specdec_jax.files import reading
+from specdec_jax.models import parameters
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import PRESETS
 
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
@@ -153,7 +155,7 @@ def test_bad_input_is_refused_in_one_line(case, tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(LanguageModel, "__init__", lambda self, *args, **kwargs: compiled.append(args))
     with pytest.raises(ValueError, match=message) as error:
-        checkpoints.load(path, "float32")
+        loader.load(path, "float32")
     assert "\n" not in str(error.value) and "got" in str(error.value) and "expected" in str(error.value)
     assert not compiled
 
@@ -168,14 +170,14 @@ def test_bad_input_is_refused_in_one_line(case, tmp_path, monkeypatch):
 def test_a_name_of_the_hub_says_how_to_download_it(name, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="got no such path, expected a checkpoint folder or a bundled name") as error:
-        checkpoints.load(name, "float32")
+        loader.load(name, "float32")
     assert said in str(error.value) and ("hf download" in str(error.value)) == (name == "google/flan-t5-small")
 
 
 def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
     make.write_hf(tmp_path, TENSORS, model_type="llama", architectures=["LlamaForCausalLM"])
     with pytest.raises(ValueError, match="config.json: unknown architecture: got model_type 'llama'") as error:
-        checkpoints.load(tmp_path, "float32")
+        loader.load(tmp_path, "float32")
     for known in ("t5", "mt5", "gpt2", "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "GPT2LMHeadModel"):
         assert f" {known}" in str(error.value)
 
@@ -183,40 +185,40 @@ def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
 def test_layers_with_position_tables_of_their_own_are_refused(tmp_path):
     make.write_t5x_orbax(tmp_path / "checkpoint_7", make.stack_layers(PARAMS, tables="different"))
     with pytest.raises(ValueError, match=r"relpos_bias.*: got a relative position table of its own .*, expected one"):
-        checkpoints.load(tmp_path, "float32")
+        loader.load(tmp_path, "float32")
 
 
 def test_a_vocabulary_wider_than_the_logits_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "read_params", lambda *args: pytest.fail("read"))
+    monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     make.write_t5x_legacy(tmp_path / "checkpoint_7", PARAMS)
     with pytest.raises(ValueError, match="got 200 pieces, expected at most the 40 logits"):
-        checkpoints.load(tmp_path, "float32", vocabulary=SPIECE)
+        loader.load(tmp_path, "float32", vocabulary=SPIECE)
 
 
 @pytest.mark.parametrize("ids", [dict(eos_token_id=[1, 40]), dict(decoder_start_token_id=-1)])
 def test_special_ids_that_the_model_lacks_are_refused(ids, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "read_params", lambda *args: pytest.fail("read"))
+    monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     make.write_hf(tmp_path, TENSORS, **ids)
     with pytest.raises(ValueError, match=r"special id: got (40|-1), expected an id of the vocabulary of 40"):
-        checkpoints.load(tmp_path, "float32")
+        loader.load(tmp_path, "float32")
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     make.write_hf(tmp_path, TENSORS)
-    monkeypatch.setattr(checkpoints, "read_params", lambda *args: pytest.fail("read"))
-    monkeypatch.setattr(checkpoints, "available_bytes", lambda: 20_000)
+    monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 20_000)
     with pytest.raises(
         ValueError, match=r"got 0.00 GB of free memory, expected at least .* for [\d,]+ parameters in float32"
     ):
-        checkpoints.load(tmp_path, "float32")
+        loader.load(tmp_path, "float32")
 
 
 def test_memory_estimates():
     xxl = PRESETS["t5_1_1/xxl"]
-    assert leaves.parameter_count(xxl) == 11_135_332_352
-    weights = 2 * leaves.parameter_count(xxl)
-    assert weights < checkpoints.required_bytes(xxl, "bfloat16") < 1.2 * weights
-    assert checkpoints.available_bytes() > 10**8
+    assert parameters.parameter_count(xxl) == 11_135_332_352
+    weights = 2 * parameters.parameter_count(xxl)
+    assert weights < checkpoints_weights.required_bytes(xxl, "bfloat16") < 1.2 * weights
+    assert memory.available_bytes() > 10**8
 
 
 GB = 10**9
@@ -247,7 +249,7 @@ GROUPS = {
 def test_memory_within_a_container(case, tmp_path, monkeypatch):
     groups, files, expected = GROUPS[case]
     for name, path in (("CGROUPS", "cgroup"), ("CGROUPS_OF_PROCESS", "groups"), ("MEMORY", "meminfo")):
-        monkeypatch.setattr(checkpoints, name, tmp_path / path)
+        monkeypatch.setattr(loader, name, tmp_path / path)
     (tmp_path / "meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable:   31250000 kB\n")
     if groups is not None:
         (tmp_path / "groups").write_text(groups + "\n")
@@ -255,9 +257,9 @@ def test_memory_within_a_container(case, tmp_path, monkeypatch):
         path = tmp_path / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n" if isinstance(content, int) else content)
-    assert checkpoints.available_bytes() == expected
+    assert memory.available_bytes() == expected
     (tmp_path / "meminfo").unlink()
-    assert (checkpoints.available_bytes() is None) == (case in ("v2 no limit", "none"))
+    assert (memory.available_bytes() is None) == (case in ("v2 no limit", "none"))
 
 
 def test_loading_where_the_c_library_cannot_be_opened_by_no_name(tmp_path, monkeypatch):
@@ -272,7 +274,7 @@ def test_loading_where_the_c_library_cannot_be_opened_by_no_name(tmp_path, monke
 def test_other_dtypes_are_refused(dtype, tmp_path):
     make.write_hf(tmp_path, TENSORS)
     with pytest.raises(ValueError, match=f"dtype: got {dtype}, expected float32 or bfloat16"):
-        checkpoints.load(tmp_path, dtype)
+        loader.load(tmp_path, dtype)
 
 
 def test_a_state_of_many_processes_is_a_checkpoints(tmp_path):

@@ -13,8 +13,12 @@ import pytest
 from devices import SPECDEC
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, inference, jobs, traces
-from specdec_jax.data import SentencePieceVocabulary
+from specdec_jax.analysis import benchmark, traces
+from specdec_jax.commands import generate as generate_command
+from specdec_jax.commands import main
+from specdec_jax.decoding import inputs as decoding_inputs
+from specdec_jax.decoding import jobs
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 CONFIG = sd.T5Config(64, 16, 2, 8, 1, 1, 24)
@@ -77,7 +81,7 @@ def specdec(capsys, pair):
         argv = [str(argument) for argument in argv]
         for name in ("target", "drafter", "stranger"):
             argv = [argument.replace(f"={name.upper()}", f"={pair / name}") for argument in argv]
-        code = cli.main(argv)
+        code = main.main(argv)
         return code, *capsys.readouterr()
 
     return run
@@ -101,15 +105,15 @@ def expected(pair, sentences=SENTENCES, **options):
 def test_help(specdec):
     code, out, err = specdec("--help")
     assert code == 0 and not err
-    assert all(name in out for name in cli.COMMANDS)
+    assert all(name in out for name in main.COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("name", sorted(main.COMMANDS))
 def test_help_of_a_command_names_every_setting(specdec, name):
     code, out, err = specdec(name, "--help")
     assert code == 0 and not err
-    cls, _ = cli.COMMANDS[name].load()
-    prefix = "--" if cli.COMMANDS[name].by_flags else ""
+    cls, _ = main.COMMANDS[name].load()
+    prefix = "--" if main.COMMANDS[name].by_flags else ""
     out = out.replace("--[no]", "--")
     assert all(f"{prefix}{field}" in out for field in [*cls.__dataclass_fields__, "gin_file", "gin_search_paths"])
 
@@ -170,14 +174,14 @@ def test_a_sample_does_not_depend_on_its_batch(generate):
 
 
 def test_sampling_settings_arrive():
-    options = inference.GenerateOptions(target="target", temperature=0.5, top_k=3, top_p=0.9)
+    options = generate_command.GenerateOptions(target="target", temperature=0.5, top_k=3, top_p=0.9)
     assert options.sampling() == sd.SamplingConfig(temperature=0.5, top_k=3, top_p=0.9)
 
 
 def test_outputs_appear_window_by_window(pair, monkeypatch):
     """Sorting within a window must not change the order of outputs or of the random keys."""
     target = sd.load(pair / "target", dtype="float32")
-    inputs = inference.encode(target, SENTENCES, 512)
+    inputs = decoding_inputs.encode(target, SENTENCES, 512)
     drafter = sd.ModelDrafter(sd.load(pair / "drafter", dtype="float32"))
     options = dict(batch_size=2, seed=3, drafter=drafter, gamma=2, max_new_tokens=6)
     options["sampling"] = sd.SamplingConfig(temperature=1.0)
@@ -229,11 +233,11 @@ def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
     folder.mkdir()
     (folder / "base.gin").write_text(
         "from __gin__ import dynamic_registration\n"
-        "from specdec_jax import inference\n"
-        f"inference.GenerateOptions.target = '{pair / 'target'}'\n"
-        "inference.GenerateOptions.dtype = 'float32'\n"
-        "inference.GenerateOptions.json = True\n"
-        "inference.GenerateOptions.max_new_tokens = %TOKENS\n"
+        "from specdec_jax.commands import generate\n"
+        f"generate.GenerateOptions.target = '{pair / 'target'}'\n"
+        "generate.GenerateOptions.dtype = 'float32'\n"
+        "generate.GenerateOptions.json = True\n"
+        "generate.GenerateOptions.max_new_tokens = %TOKENS\n"
         "TOKENS = 2\n"
     )
     (folder / "more.gin").write_text("include 'base.gin'\nTOKENS = 3\n")
@@ -252,7 +256,7 @@ def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
 
 
 def test_gin_without_a_file(specdec):
-    settings = ["--gin.GenerateOptions.json=True", "--gin.inference.GenerateOptions.max_new_tokens=6"]
+    settings = ["--gin.GenerateOptions.json=True", "--gin.generate.GenerateOptions.max_new_tokens=6"]
     code, out, _ = specdec("generate", "--target=TARGET", "--dtype=float32", *settings, "")
     assert code == 0 and json.loads(out)["text"] == ""
 
@@ -260,14 +264,14 @@ def test_gin_without_a_file(specdec):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("inference.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
+        ("generate.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
         ("inference.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
-        ("from specdec_jax import inferense", "No module named 'specdec_jax.inferense'"),
+        ("from specdec_jax.commands import generat", "No module named 'specdec_jax.commands.generat'"),
     ],
 )
 def test_a_misspelt_name_is_told_with_file_and_line(specdec, tmp_path, line, said):
     file = tmp_path / "bad.gin"
-    file.write_text(f"from __gin__ import dynamic_registration\nfrom specdec_jax import inference\n{line}\n")
+    file.write_text(f"from __gin__ import dynamic_registration\nfrom specdec_jax.commands import generate\n{line}\n")
     code, out, err = specdec("generate", f"--gin_file={file}", "--gin_search_paths=/", "hello")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err and f'In file "{file}", line 3' in err
@@ -275,11 +279,12 @@ def test_a_misspelt_name_is_told_with_file_and_line(specdec, tmp_path, line, sai
 
 @pytest.mark.parametrize("command", ["generate", "benchmark"])
 def test_configurations_of_the_bundled_pair(specdec, monkeypatch, command):
-    from specdec_jax import inference, suite
+    from specdec_jax.commands import generate as generate_command
+    from specdec_jax.commands import suite
 
     seen = []
     monkeypatch.setattr(
-        {"generate": inference, "benchmark": suite}[command], "run", lambda options, *_: seen.append(options)
+        {"generate": generate_command, "benchmark": suite}[command], "run", lambda options, *_: seen.append(options)
     )
     config = pathlib.Path(__file__).parent.parent / f"configs/{command}/ende.gin"
     assert specdec(command, f"--gin_file={config}", "--gin_search_paths=/") == (0, "", "")
@@ -288,7 +293,8 @@ def test_configurations_of_the_bundled_pair(specdec, monkeypatch, command):
 
 
 def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
-    from specdec_jax import train
+    from specdec_jax.training import config as training_config
+    from specdec_jax.training import train
 
     seen = []
     monkeypatch.setattr(train, "fit", lambda options, begun: (seen.append(options), begun()))
@@ -296,7 +302,7 @@ def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
     settings = [f"--gin.DATA_DIR='{tmp_path}'", f"--gin.OUTPUT_DIR='{tmp_path / 'run'}'", "--gin.TrainConfig.seed=5"]
     assert specdec("train", f"--gin_file={config}", f"--gin_search_paths={config.parent},/", *settings) == (0, "", "")
     (options,) = seen
-    assert isinstance(options, train.TrainConfig) and isinstance(options.model, sd.T5Config)
+    assert isinstance(options, training_config.TrainConfig) and isinstance(options.model, sd.T5Config)
     assert options.seed == 5 and options.output_dir == str(tmp_path / "run")
     written = tmp_path / "run/operative.gin"
     assert specdec("train", f"--gin_file={written}", "--gin_search_paths=/") == (0, "", "")
@@ -331,9 +337,9 @@ def test_settings_are_written_beside_the_output(specdec, pair, tmp_path, way):
 
 
 def test_settings_of_a_folder_lie_beside_it(specdec, monkeypatch, tmp_path):
-    from specdec_jax import converting
+    from specdec_jax.commands import convert
 
-    monkeypatch.setattr(converting, "run", lambda options: None)
+    monkeypatch.setattr(convert, "run", lambda options: None)
     for output in (f"{tmp_path}/made/", "/dev/stdout"):
         assert specdec("convert", "--source=ende/target", f"--output={output}", "--format=t5x") == (0, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["made.gin"]
@@ -433,7 +439,7 @@ def test_debug_shows_the_traceback(generate):
 
 
 def test_interrupt(generate, monkeypatch):
-    monkeypatch.setattr(inference, "decode_all", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(generate_command, "decode_all", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert generate("hello") == (130, "", "specdec: interrupted\n")
 
 

@@ -9,8 +9,10 @@ import test_cli
 from absl.flags import FLAGS
 
 import specdec_jax as sd
-from specdec_jax import benchmark, inference, jobs
-from specdec_jax.generate import Piece
+from specdec_jax.analysis import benchmark
+from specdec_jax.commands import generate
+from specdec_jax.decoding import jobs
+from specdec_jax.decoding.stream import Piece
 
 pair, cache, specdec, compilations = test_cli.pair, test_cli.cache, test_cli.specdec, test_cli.compilations
 TEXTS = ["We asked", "Tom"]
@@ -161,14 +163,14 @@ def test_streamed_pieces_make_up_the_output(specdec):
 def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys, pieces):
     """Also where a piece ends amid the white space around one."""
     stream = lambda *_, **__: (Piece(0, text, [], None) for text in pieces)
-    monkeypatch.setattr(inference, "stream", stream)
-    inference._print_pieces(None, [[3]], inference.GenerateOptions(stream=True), {})
-    assert capsys.readouterr().out == inference._one_line("".join(pieces)) + "\n"
+    monkeypatch.setattr(generate, "stream", stream)
+    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {})
+    assert capsys.readouterr().out == generate._one_line("".join(pieces)) + "\n"
 
 
 def test_stream_decodes_one_at_a_time_unless_told_otherwise():
-    assert [inference.GenerateOptions(stream=stream).rows for stream in (False, True)] == [8, 1]
-    assert inference.GenerateOptions(batch_size=3).rows == 3
+    assert [generate.GenerateOptions(stream=stream).rows for stream in (False, True)] == [8, 1]
+    assert generate.GenerateOptions(batch_size=3).rows == 3
 
 
 # gin.
@@ -199,8 +201,8 @@ def test_a_flag_wins_over_gin(decode, tmp_path):
     two = decode("--max_new_tokens=2")
     assert decode("--max_new_tokens=2", "--gin.GenerateOptions.max_new_tokens=5") == two
     (tmp_path / "settings.gin").write_text(
-        "from __gin__ import dynamic_registration\nfrom specdec_jax import inference\n"
-        "inference.GenerateOptions.max_new_tokens = %TOKENS\nTOKENS = 4\n"
+        "from __gin__ import dynamic_registration\nfrom specdec_jax.commands import generate\n"
+        "generate.GenerateOptions.max_new_tokens = %TOKENS\nTOKENS = 4\n"
     )
     # The macro is used, but for the flag.
     files = [f"--gin_file={tmp_path / 'settings.gin'}", "--gin_search_paths=/", "--gin.TOKENS=5"]

@@ -18,18 +18,19 @@ from golden_models import GOLDEN
 from make_checkpoints import PARAMS, TINY, TINY_1_0
 
 import specdec_jax as sd
-from specdec_jax import checkpoints, cli
-from specdec_jax.checkpoints import FORMATS, convert
-from specdec_jax.data import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
-from specdec_jax.formats import safetensors_files, t5x
-from specdec_jax.formats.leaves import flatten
+from specdec_jax.checkpoints import leaves as checkpoints_leaves
+from specdec_jax.checkpoints import loader, safetensors_files, t5x
+from specdec_jax.checkpoints.converter import FORMATS, convert
+from specdec_jax.commands import main
+from specdec_jax.models.parameters import flatten
+from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
 
 
-def opened(path) -> checkpoints.Checkpoint:
-    return checkpoints._completed(checkpoints._open(pathlib.Path(path), None), None, path)
+def opened(path) -> checkpoints_leaves.Checkpoint:
+    return loader.complete(loader.open_checkpoint(pathlib.Path(path), None), None, path)
 
 
 def contents(path, dtype="float32") -> dict[str, bytes]:
@@ -146,8 +147,8 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path, monkeypatch):
 def test_orbax_reads_what_is_written(form, folder, tmp_path, monkeypatch):
     import orbax.checkpoint as ocp
 
-    monkeypatch.setattr(checkpoints.own.tensorstore_arrays, "_COMMIT_BYTES", 3000)  # several commits
-    monkeypatch.setattr(checkpoints.own.tensorstore_arrays, "_CHUNK_BYTES", 500)
+    monkeypatch.setattr(loader.own.tensorstore_arrays, "_COMMIT_BYTES", 3000)  # several commits
+    monkeypatch.setattr(loader.own.tensorstore_arrays, "_CHUNK_BYTES", 500)
     make.FORMATS["legacy"](tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "out", form)
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -254,7 +255,7 @@ def test_killed_in_the_middle(tmp_path):
 
 
 def specdec(capsys, *argv) -> tuple[int, str, str]:
-    code = cli.main(["convert", *map(str, argv), "--compilation_cache_dir="])
+    code = main.main(["convert", *map(str, argv), "--compilation_cache_dir="])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -324,7 +325,7 @@ def test_a_decoder_of_another_depth_is_exported_with_it(tmp_path):
     sd.save(sd.LanguageModel.random(config), tmp_path / "hf", format="huggingface")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert [written[name] for name in ("num_layers", "num_decoder_layers", "decoder_layers")] == [1, 3, 3]
-    assert checkpoints.load_shape(tmp_path / "hf").num_decoder_layers == 3
+    assert loader.load_shape(tmp_path / "hf").num_decoder_layers == 3
 
 
 SENTENCES = [

@@ -11,10 +11,12 @@ import test_cli
 from toy_models import compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import costs, inference, jobs, tuning
-from specdec_jax.auto import MAXIMUM, Auto
-from specdec_jax.costs import Costs
-from specdec_jax.request import plan, prepare
+from specdec_jax.analysis import tuning
+from specdec_jax.commands import generate
+from specdec_jax.decoding import costs, jobs
+from specdec_jax.decoding.costs import Costs
+from specdec_jax.decoding.request import plan, prepare
+from specdec_jax.speculative.auto import MAXIMUM, Auto
 
 pair, specdec = test_cli.pair, test_cli.specdec
 pytestmark = pytest.mark.usefixtures("quick")
@@ -354,7 +356,7 @@ def arguments(*more):
 def test_auto_is_the_default(specdec, pair, measured):
     texts = [specdec(*arguments(*more, "We asked")) for more in ([], ["--gamma=auto"], ["--gamma=2"])]
     assert len({out for _, out, _ in texts}) == 1 and {code for code, *_ in texts} == {0} and measured.calls == 1
-    assert inference.GenerateOptions().gamma == "auto"
+    assert generate.GenerateOptions().gamma == "auto"
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "1.5", "automatic"])
@@ -379,7 +381,7 @@ def file_job(specdec, tmp_path, monkeypatch, after=None):
                 raise Stop
             yield output
 
-    monkeypatch.setattr(inference, "decode_stream", seen)
+    monkeypatch.setattr(generate, "decode_stream", seen)
     flags = [f"--input_file={source}", f"--output_file={tmp_path / 'out'}", "--temperature=1"]
     try:
         code = specdec(*arguments(*flags))[0]

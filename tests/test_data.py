@@ -5,7 +5,8 @@ import gzip
 import numpy as np
 import pytest
 
-from specdec_jax import data
+from specdec_jax.training import batches as training_batches
+from specdec_jax.training import text_files
 
 
 def pairs_of(lengths):
@@ -20,7 +21,7 @@ BUCKETS = (4, 7, 10)
 
 
 def batches(seed=0):
-    return data.BucketedBatches(pairs_of(LENGTHS), BUCKETS, 30, seed)
+    return training_batches.BucketedBatches(pairs_of(LENGTHS), BUCKETS, 30, seed)
 
 
 def numbers(batch):
@@ -54,7 +55,7 @@ def test_a_batch_holds_whole_pairs_in_the_shortest_bucket_that_fits():
 
 def test_each_side_is_padded_to_buckets_of_its_own():
     pairs = pairs_of([(2 + 5 * i % 19, 2 + i % 6) for i in range(60)] + [(21, 3), (3, 9), (21, 9)])
-    every = data.BucketedBatches(pairs, (8, 20), 40, target_buckets=(3, 5, 8))
+    every = training_batches.BucketedBatches(pairs, (8, 20), 40, target_buckets=(3, 5, 8))
     assert (every.pairs, every.dropped, every.longest) == (63, 3, "20 and 8")
     seen, shapes = [], set()
     for step in range(every.per_epoch):
@@ -72,7 +73,7 @@ def test_each_side_is_padded_to_buckets_of_its_own():
 
 
 def test_targets_may_be_longer_than_inputs():
-    every = data.BucketedBatches(pairs_of([(3, 9), (4, 12)]), (4,), 24, target_buckets=(12,))
+    every = training_batches.BucketedBatches(pairs_of([(3, 9), (4, 12)]), (4,), 24, target_buckets=(12,))
     assert [array.shape for array in (every[0].inputs, every[0].targets)] == [(2, 4), (2, 12)]
 
 
@@ -107,7 +108,7 @@ def test_seed_and_epoch_change_the_order():
 )
 def test_bad_batches(buckets, batch_tokens, lengths, message):
     with pytest.raises(ValueError, match=message):
-        data.BucketedBatches(pairs_of(lengths), buckets, batch_tokens)
+        training_batches.BucketedBatches(pairs_of(lengths), buckets, batch_tokens)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +122,14 @@ def test_bad_batches(buckets, batch_tokens, lengths, message):
 )
 def test_bad_buckets_of_targets(target_buckets, batch_tokens, message):
     with pytest.raises(ValueError, match=message):
-        data.BucketedBatches(pairs_of([(3, 3)]), (8,), batch_tokens, target_buckets=target_buckets)
+        training_batches.BucketedBatches(pairs_of([(3, 3)]), (8,), batch_tokens, target_buckets=target_buckets)
 
 
 def test_read_pairs_takes_plain_and_compressed_files(tmp_path):
     (tmp_path / "a.tsv").write_bytes(b"Hello.\tHallo.\r\nYes.\tJa.")
     (tmp_path / "b.tsv.gz").write_bytes(gzip.compress("Über\tover\n".encode()))
     expected = [("Hello.", "Hallo."), ("Yes.", "Ja."), ("Über", "over")]
-    assert data.read_pairs([tmp_path / "a.tsv", tmp_path / "b.tsv.gz"]) == expected
+    assert text_files.read_pairs([tmp_path / "a.tsv", tmp_path / "b.tsv.gz"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,4 +150,4 @@ def test_read_pairs_takes_plain_and_compressed_files(tmp_path):
 def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        data.read_pairs([tmp_path / name])
+        text_files.read_pairs([tmp_path / name])

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from toy_training import TINY, TINY_GPT, config_of
 
-from specdec_jax import checkpoints, data, deepening, runs, train
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.checkpoints import converter, loader
+from specdec_jax.models import parameters, vocabularies
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.training import deepening, run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -25,8 +27,8 @@ def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
         monkeypatch.setattr(deepening, "_SHARE", share)
         params = shallow.params
         for stack in stacks:
-            params = deepening.deepened(params, stack, 5)
-        assert checkpoints.parameter_count(deep) == train.parameter_count(params)
+            params = deepening.deepen(params, stack, 5)
+        assert parameters.parameter_count(deep) == train.parameter_count(params)
         buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
         assert len(set(buffers)) == len(buffers), "training writes over them"
         return LanguageModel(deep, params).logits(None if len(stacks) == 1 else ids, ids)
@@ -39,7 +41,7 @@ def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
 
 def test_copies_follow_their_layers():
     params = LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=2)).params
-    found = deepening.deepened(params, "decoder", 5)["decoder"]
+    found = deepening.deepen(params, "decoder", 5)["decoder"]
     for layer, source in enumerate([0, 0, 0, 1, 1]):
         own, given = found[f"layers_{layer}"], params["decoder"][f"layers_{source}"]
         share = 1.0 if layer in (0, 3) else 0.1
@@ -49,23 +51,23 @@ def test_copies_follow_their_layers():
     assert found["decoder_norm"] is params["decoder"]["decoder_norm"]
     for layers in (1, 0):
         with pytest.raises(ValueError, match=f"decoder: got 2 layers, expected from 1 to {layers}"):
-            deepening.deepened(params, "decoder", layers)
+            deepening.deepen(params, "decoder", layers)
 
 
 def test_a_run_goes_on_from_a_shallower_model(language, tmp_path):
-    vocabulary = data.SentencePieceVocabulary.train((language / "train.tsv").read_text().split("\n"), 40)
-    checkpoints.save(LanguageModel.random(TINY, 0, vocabulary), tmp_path / "start")
-    start = checkpoints.load(tmp_path / "start", "float32").params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+    vocabulary = vocabularies.SentencePieceVocabulary.train((language / "train.tsv").read_text().split("\n"), 40)
+    converter.save(LanguageModel.random(TINY, 0, vocabulary), tmp_path / "start")
+    start = loader.load(tmp_path / "start", "float32").params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
     shape = dataclasses.replace(TINY, num_decoder_layers=TINY.num_decoder_layers + 1)
     config = config_of(
         language, tmp_path / "run", model=shape, initialise_from=str(tmp_path / "start"), steps=2, warmup_steps=0,
         decay_steps=0, evaluate_every=2,
     )  # fmt: skip
-    begun = train.Run(config, runs.Checkpoints(tmp_path / "run")).initial_state().params["decoder"]
+    begun = train.Run(config, run_folder.Checkpoints(tmp_path / "run")).initial_state().params["decoder"]
     np.testing.assert_array_equal(begun["layers_0"]["mlp"]["wo"]["kernel"], start)
     copy = np.asarray(begun["layers_1"]["mlp"]["wo"]["kernel"])
     np.testing.assert_allclose(copy, 0.1 * start, rtol=1e-6)
     params = train.fit(config)
     moved = np.abs(params["decoder"]["layers_1"]["mlp"]["wo"]["kernel"] - copy).max()
     assert moved > 1e-3 * np.abs(copy).max()
-    assert checkpoints.load(tmp_path / "run" / "model").config.num_decoder_layers == shape.num_decoder_layers
+    assert loader.load(tmp_path / "run" / "model").config.num_decoder_layers == shape.num_decoder_layers

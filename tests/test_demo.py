@@ -11,9 +11,10 @@ import rich.console
 import test_cli
 
 import specdec_jax as sd
-from specdec_jax import demo, sentences, traces
-from specdec_jax.generate import TraceStep
-from specdec_jax.request import bucket
+from specdec_jax.analysis import traces
+from specdec_jax.commands import demo, sentences
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.trace import TraceStep
 
 pytestmark = pytest.mark.usefixtures("quick")
 cache, pair, specdec = test_cli.cache, test_cli.pair, test_cli.specdec

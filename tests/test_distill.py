@@ -15,10 +15,17 @@ import numpy as np
 import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
 
-from specdec_jax import checkpoints, cli, data, distill, jobs, losses, runs, train
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.checkpoints import converter, loader
+from specdec_jax.commands import distill, main
+from specdec_jax.decoding import jobs
+from specdec_jax.models import vocabularies
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.training import batches as training_batches
+from specdec_jax.training import config as training_config
+from specdec_jax.training import losses, optimizer, run_folder, train
+from specdec_jax.training import outputs as training_outputs
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -117,7 +124,7 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
     student, teacher = random_params(SMALL), random_params(seed=1)
     rng = np.random.default_rng(3)
     pairs = [(rng.integers(2, 64, 5).tolist(), rng.integers(2, 64, n).tolist()) for n in (2, 7, 4, 6, 3)]
-    batches = data.BucketedBatches(pairs, (8,), 16)
+    batches = training_batches.BucketedBatches(pairs, (8,), 16)
     objective = losses.Objective(T5(SMALL), 0.1, T5(TINY), 0.5, distill_temperature=0.3)
     metrics, likeness = losses.evaluate(student, batches, objective, teacher)
     batch = np.zeros((2, 5, 8), np.int32)  # all at once, padded
@@ -146,11 +153,11 @@ def models(language, tmp_path_factory):
     """Folder with a random `target` and smaller `drafter`, and a drafter of a `stranger`'s vocabulary."""
     folder = tmp_path_factory.mktemp("models")
     texts = (language / "train.tsv").read_text().split("\n")
-    vocabulary, other = (data.SentencePieceVocabulary.train(texts, size) for size in (40, 39))
+    vocabulary, other = (vocabularies.SentencePieceVocabulary.train(texts, size) for size in (40, 39))
     for seed, (name, shape, pieces) in enumerate(
         [("target", TINY, vocabulary), ("drafter", SMALL, vocabulary), ("stranger", SMALL, other)]
     ):
-        checkpoints.save(LanguageModel.random(shape, seed, pieces), folder / name)
+        converter.save(LanguageModel.random(shape, seed, pieces), folder / name)
     return folder
 
 
@@ -160,7 +167,7 @@ def one_optimizer(monkeypatch):
     monkeypatch.setattr(train, "make_optimizer", _optimizer)
 
 
-_make_optimizer = train.make_optimizer
+_make_optimizer = optimizer.make_optimizer
 
 
 @functools.cache
@@ -205,10 +212,10 @@ def same(a, b):
 def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path):
     start = str(models / "drafter")
     config = config_of(language, tmp_path, model=SMALL, initialise_from=start)
-    state, expected = train.Run(config, runs.Checkpoints(tmp_path)).initial_state(), checkpoints.load(start, "float32")
+    state, expected = train.Run(config, run_folder.Checkpoints(tmp_path)).initial_state(), loader.load(start, "float32")
     assert same(state.params, expected.params) and int(state.step) == 0
     assert same(state.opt_state, _optimizer(config).init(state.params))
-    written = data.SentencePieceVocabulary.load(tmp_path / "vocabulary.model")
+    written = vocabularies.SentencePieceVocabulary.load(tmp_path / "vocabulary.model")
     assert written.fingerprint() == expected.vocabulary.fingerprint()
 
 
@@ -231,36 +238,40 @@ def test_a_start_that_does_not_fit(models, language, tmp_path, monkeypatch, sett
 
 @pytest.mark.parametrize("select, step", [("loss", 2), ("acceptance", 3), ("agreement", 1)])
 def test_the_best_is_what_is_selected(tmp_path, select, step):
-    saved = runs.Checkpoints(tmp_path, select=select)
+    saved = run_folder.Checkpoints(tmp_path, select=select)
     params = {"a": np.zeros(2, np.float32)}
     saved.keep_best(1, params, 2.0, acceptance=0.5, agreement=0.7)
     saved.keep_best(2, params, 1.0, acceptance=0.4, agreement=0.6)
     saved.keep_best(3, params, 3.0, acceptance=0.6, agreement=0.5)
     assert not saved.keep_best(4, params, float("nan"), acceptance=0.9, agreement=0.9)
-    assert runs.Checkpoints(tmp_path, select=select).best.best_step() == step
+    assert run_folder.Checkpoints(tmp_path, select=select).best.best_step() == step
 
 
 def test_the_best_by_another_measure_gives_way(tmp_path):
     params = {"a": np.zeros(2, np.float32)}
-    assert runs.Checkpoints(tmp_path).keep_best(5, params, 1.0)  # without a teacher: no acceptance
-    assert runs.Checkpoints(tmp_path, select="acceptance").keep_best(6, params, 2.0, acceptance=0.1, agreement=0.1)
+    assert run_folder.Checkpoints(tmp_path).keep_best(5, params, 1.0)  # without a teacher: no acceptance
+    assert run_folder.Checkpoints(tmp_path, select="acceptance").keep_best(
+        6, params, 2.0, acceptance=0.1, agreement=0.1
+    )
 
 
 def test_the_best_of_a_run_that_never_saved_a_state_goes(tmp_path):
     params = {"a": np.zeros(2, np.float32)}
-    runs.Checkpoints(tmp_path).keep_best(0, params, 1.0)
-    assert runs.Checkpoints(tmp_path).best.best_step() == 0
-    assert runs.Checkpoints(tmp_path, resume=True).best.best_step() is None
+    run_folder.Checkpoints(tmp_path).keep_best(0, params, 1.0)
+    assert run_folder.Checkpoints(tmp_path).best.best_step() == 0
+    assert run_folder.Checkpoints(tmp_path, resume=True).best.best_step() is None
 
 
 # Files with ids.
 
 
 def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypatch):
-    vocabulary = checkpoints.load_vocabulary(models / "target")[0]
+    vocabulary = loader.load_vocabulary(models / "target")[0]
     (tmp_path / "a.tsv").write_text("bara\tceni\nbara\tceni\t63 5 7\n")
-    seen, make = [], data.BucketedBatches
-    monkeypatch.setattr(data, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1])
+    seen, make = [], training_batches.BucketedBatches
+    monkeypatch.setattr(
+        training_batches, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1]
+    )
     config = config_of(tmp_path, tmp_path / "run", train_files="a.tsv")
     train._batches(config, vocabulary, config.paths("train_files"))
     source = vocabulary.encode("bara") + [1]
@@ -315,7 +326,7 @@ def undisturbed(models, language, tmp_path_factory):
     output = tmp_path_factory.mktemp("distill") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "make_optimizer", _optimizer)
-        assert cli.main(arguments(distill_config(models, language, output))) == 0
+        assert main.main(arguments(distill_config(models, language, output))) == 0
     return output
 
 
@@ -325,10 +336,10 @@ def test_settings_are_there_before_the_outputs(models, language, tmp_path, monke
     def stops(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(distill, "_write_all", stops)
-    assert cli.main(arguments(distill_config(models, language, tmp_path))) == 130
+    monkeypatch.setattr(training_outputs, "write_outputs", stops)
+    assert main.main(arguments(distill_config(models, language, tmp_path))) == 130
     before = (tmp_path / "operative.gin").read_text()
-    assert cli.main(arguments(distill_config(models, language, tmp_path, max_new_tokens=9))) == 2
+    assert main.main(arguments(distill_config(models, language, tmp_path, max_new_tokens=9))) == 2
     assert (tmp_path / "operative.gin").read_text() == before
 
 
@@ -339,7 +350,7 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     rows = lambda name: [line.split("\t") for line in files[f"outputs-{name}.tsv"].decode().splitlines()]
     sources = lambda name: [line.split("\t")[0] for line in (language / name).read_text().splitlines()]
     target, chosen = (
-        checkpoints.load(models / "target", "float32"),
+        loader.load(models / "target", "float32"),
         [sources("more.tsv")[i * 20 // 12] for i in range(12)],
     )
     ids = [target.vocabulary.encode(text) + [1] for text in chosen]
@@ -354,7 +365,7 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
 
 
 def test_a_sample_depends_on_the_number_of_its_input_alone(models):
-    target = checkpoints.load(models / "target", "float32")
+    target = loader.load(models / "target", "float32")
     ids = [target.vocabulary.encode(text) + [1] for text in ("bara", "ceni mu", "gute", "hal bara ni", "kinso")]
     draw = lambda inputs, first: [
         output.tokens
@@ -379,8 +390,8 @@ def test_the_log_has_the_pairs_acceptance_on_the_targets_outputs(undisturbed):
             assert 0 <= min(each) <= record[name] <= max(each) <= 1
     assert validations[-1]["acceptance"] > validations[0]["acceptance"]
     best = max(validations, key=lambda record: record["agreement"])
-    assert runs.Checkpoints(undisturbed, select="agreement").best.best_step() == best["step"]
-    assert checkpoints.load(undisturbed / "model").config.emb_dim == SMALL.emb_dim
+    assert run_folder.Checkpoints(undisturbed, select="agreement").best.best_step() == best["step"]
+    assert loader.load(undisturbed / "model").config.emb_dim == SMALL.emb_dim
 
 
 class Killed(Exception):
@@ -388,9 +399,9 @@ class Killed(Exception):
 
 
 def final_params(output):
-    saved = runs.Checkpoints(pathlib.Path(output))
+    saved = run_folder.Checkpoints(pathlib.Path(output))
     stored = json.loads((pathlib.Path(output) / "config.json").read_text())
-    config = train.TrainConfig(**{**stored, "model": T5Config(**stored["model"])})
+    config = training_config.TrainConfig(**{**stored, "model": T5Config(**stored["model"])})
     assert saved.newest.latest_step() == 12
     return saved.restore(train._abstract_state(config))
 
@@ -399,7 +410,7 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     undisturbed, models, language, tmp_path, monkeypatch, capsys
 ):
     config = distill_config(models, language, tmp_path / "run")
-    calls, decode_all, train_step = [], distill.decode_all, train.train_step
+    calls, decode_all, train_step = [], jobs.decode_all, losses.train_step
 
     def interfere(at, action):
         def decoding(*arguments, **options):
@@ -410,7 +421,7 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
                 yield output
 
         calls.clear()
-        monkeypatch.setattr(distill, "decode_all", decoding)
+        monkeypatch.setattr(training_outputs, "decode_all", decoding)
 
     def kill():
         raise Killed
@@ -469,7 +480,7 @@ def test_settings_that_contradict_what_is_there(undisturbed, models, language, s
 def test_other_files_under_the_same_paths_are_refused(undisturbed, models, language, tmp_path, monkeypatch):
     """A target of which one array of the encoder differs, before outputs are written and before training; a vocabulary."""
     shutil.copytree(undisturbed, tmp_path / "run")
-    config, load = distill_config(models, language, tmp_path / "run"), checkpoints.load
+    config, load = distill_config(models, language, tmp_path / "run"), loader.load
 
     def changed(path, *arguments, **options):
         model = load(path, *arguments, **options)
@@ -478,7 +489,7 @@ def test_other_files_under_the_same_paths_are_refused(undisturbed, models, langu
         return LanguageModel(model.config, params, model.vocabulary)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "load", changed)
+        patched.setattr(loader, "load", changed)
         # Of a run that has finished, of one that was killed before it saved a state, and of one without all outputs.
         for gone in ("", "checkpoints", "outputs-train-greedy.tsv"):
             if gone:
@@ -521,7 +532,7 @@ def test_other_files_under_the_same_paths_are_refused(undisturbed, models, langu
     ],
 )
 def test_bad_settings_are_told_before_anything_is_decoded(models, language, tmp_path, monkeypatch, settings, message):
-    monkeypatch.setattr(distill, "decode_all", None)
+    monkeypatch.setattr(training_outputs, "decode_all", None)
     if settings.get("drafter"):
         settings = dict(drafter=str(models / "stranger"))
     with pytest.raises(ValueError, match=message):
@@ -548,12 +559,10 @@ def test_configuration():
         "data/wiki_pe/train.tsv.gz",
     ]
     assert all("test" not in str(path) for name in ("source_files", "validation_files") for path in config.paths(name))
-    model = config.shape(checkpoints.load_shape(config.target))
+    model = config.shape(loader.load_shape(config.target))
     training = config.training(model, 6144, ["a"], ["b"])
     assert (training.teacher, training.initialise_from) == ("ende/target", "ende/drafter")
-    assert model == dataclasses.replace(
-        checkpoints.load_shape("ende/drafter"), dtype="float32", matmul_dtype="bfloat16"
-    )
+    assert model == dataclasses.replace(loader.load_shape("ende/drafter"), dtype="float32", matmul_dtype="bfloat16")
 
 
 def test_configuration_of_the_bundled_drafter(tmp_path):
@@ -568,7 +577,7 @@ def test_configuration_of_the_bundled_drafter(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.touch()
     config.check()
-    target, bundled = (checkpoints.load_shape(f"ende/{name}") for name in ("target", "drafter"))
+    target, bundled = (loader.load_shape(f"ende/{name}") for name in ("target", "drafter"))
     assert dataclasses.replace(config.shape(target), dtype=bundled.dtype) == bundled
     count = lambda shape: train.parameter_count(jax.eval_shape(lambda: random_params(shape)))
     assert count(bundled) == 2_491_392 and 8 * count(bundled) <= count(target)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from toy_models import HashModel
 
-from specdec_jax import draws
-from specdec_jax.generate import generate
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.decoding.generate import generate
+from specdec_jax.speculative import draws
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -9,10 +9,11 @@ import pytest
 from make_checkpoints import TINY, TINY_1_0
 
 import specdec_jax as sd
-from specdec_jax import cli
-from specdec_jax.checkpoints import convert
-from specdec_jax.formats import eight_bits, own, tensorstore_arrays
-from specdec_jax.formats.leaves import Leaf, flatten
+from specdec_jax.checkpoints import int8, own, tensorstore_arrays
+from specdec_jax.checkpoints.converter import convert
+from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.commands import main
+from specdec_jax.models.parameters import flatten
 
 SHAPES = {"1.1": TINY, "1.0": TINY_1_0}
 WO = "decoder/layers_0/mlp/wo/kernel"
@@ -81,24 +82,24 @@ def test_a_part_is_that_part(name, tmp_path):
 
 def test_tiny_and_infinite_numbers():
     tiny = np.full((3, 2), 1.9e-43, np.float32)
-    found = eight_bits.joined({name: Leaf.of(x) for name, x in eight_bits.divided(WO, tiny).items()}, "here")[WO]
+    found = int8.join({name: Leaf.of(x) for name, x in int8.divided(WO, tiny).items()}, "here")[WO]
     assert np.all(found.load("float32") >= 0)
     for bad in (np.nan, np.inf):
         with pytest.raises(ValueError, match=f"parameter {WO}: got numbers that are not finite"):
-            eight_bits.divided(WO, np.array([[1, bad]], np.float32))
+            int8.divided(WO, np.array([[1, bad]], np.float32))
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    stored = {name: Leaf.of(array) for name, array in eight_bits.divided(WO, np.ones((4, 6), np.float32)).items()}
+    stored = {name: Leaf.of(array) for name, array in int8.divided(WO, np.ones((4, 6), np.float32)).items()}
     assert set(stored) == {f"{WO}/values", f"{WO}/scales"}
     for part in ("values", "scales"):
         alone = {f"{WO}/{part}": stored[f"{WO}/{part}"]}
         with pytest.raises(ValueError, match=f"here: parameter {WO}: got 8-bit {part} alone"):
-            eight_bits.joined(alone, "here")
+            int8.join(alone, "here")
     for shape in ((1, 5), (4,), (4, 6)):
         wrong = stored | {f"{WO}/scales": Leaf.of(np.ones(shape, np.float32))}
         with pytest.raises(ValueError, match="got scales of shape .* for values of shape"):
-            eight_bits.joined(wrong, "here")
+            int8.join(wrong, "here")
     sd.save(make.model_of(make.random_params(TINY), TINY), tmp_path / "model")
     arrays = {name: leaf.load("float32") for name, leaf in own.open_folder(tmp_path / "model").leaves.items()}
     arrays[WO] = np.ones_like(arrays[WO], np.int8)  # integers without scales
@@ -119,6 +120,6 @@ def test_command(tmp_path, capsys):
         "--format=specdec",
         "--dtype=int8",
     ]
-    assert cli.main([*argv, "--compilation_cache_dir="]) == 0
+    assert main.main([*argv, "--compilation_cache_dir="]) == 0
     assert "parameters in int8 (from float32, rounded)" in capsys.readouterr().err
     assert np.all(np.isfinite(sd.load(tmp_path / "out").logits([[3, 4, 1]], [[0, 5]])))

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from toy_models import noisy_copy, teacher_forced_greedy, tiny_t5
 
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import finish
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, finish, generate
-from specdec_jax.models.base import LanguageModel, Network
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
+from specdec_jax.speculative.sampling import SamplingConfig
 
 V, LIMIT, GAMMA = 24, 12, 3
 INPUTS = [

@@ -11,12 +11,16 @@ import pytest
 import toy
 from toy_models import HashModel, Words, compilations, tiny_t5
 
-from specdec_jax import draws, sampling
+from specdec_jax.decoding.generate import generate, warm_up
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prefill, prepare
+from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, generate, trace, warm_up
-from specdec_jax.request import MAX_GAMMA, bucket, prefill, prepare
-from specdec_jax.sampling import SamplingConfig
-from specdec_jax.verification import Draws, verify_tokens
+from specdec_jax.speculative import draws, laws
+from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.verifiers import Randomness, verify_tokens
 
 MODES = {
     "greedy": dict(temperature=0.0),
@@ -33,11 +37,11 @@ V = 16
 @functools.partial(jax.jit, static_argnames="mode")
 def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept, final, *, mode):
     """standardize → draw → verify, as the engine composes them."""
-    target, draft = (sampling.standardize(logits, None, rows, mode) for logits in (target_logits, draft_logits))
+    target, draft = (laws.standardize(logits, None, rows, mode) for logits in (target_logits, draft_logits))
     gamma = draft_logits.shape[1]
     drafted = [draws.draw(draft.probs()[:, i], drafted_at[:, i]) for i in range(gamma)]
     drafted = jax.numpy.stack(drafted, axis=1) if gamma else jax.numpy.zeros((len(wanted), 0), jax.numpy.int32)
-    return drafted, *verify_tokens(target, draft, drafted, wanted, Draws(accept, final))
+    return drafted, *verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3])

@@ -13,10 +13,16 @@ from test_engine_modes import loop_bodies
 from toy_models import HashModel, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, checkpoints, inference, passes, records
-from specdec_jax.generate import advance, finish
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.analysis import arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.checkpoints import loader
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import generate
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import finish
+from specdec_jax.speculative.sampling import SamplingConfig
 
 LAYERS, LIMIT, GAMMA = 4, 12, 3
 KEY = jax.random.key(0)
@@ -180,8 +186,8 @@ def test_what_else_is_refused():
 
 
 def test_command_line(monkeypatch):
-    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: target())
-    options = inference.GenerateOptions(target="target", drafter="exit:2")
+    monkeypatch.setattr(loader, "load", lambda *_, **__: target())
+    options = generate.GenerateOptions(target="target", drafter="exit:2")
     loaded, drafter = options.load()
     assert loaded is target() and isinstance(drafter, sd.EarlyExitDrafter) and drafter.layers == 2
     for name, message in (
@@ -193,15 +199,17 @@ def test_command_line(monkeypatch):
 
 
 def test_benchmark_times_the_draft_steps(monkeypatch):
-    options = benchmark.BenchmarkOptions(target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1)
-    batches = passes.cut(INPUTS[:1], INPUTS[:1], 1, 0)
-    steps = benchmark._step_arms(target(), early(), batches, options)
+    options = benchmark_command.BenchmarkOptions(
+        target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
+    )
+    batches = arms.cut(INPUTS[:1], INPUTS[:1], 1, 0)
+    steps = analysis_benchmark._step_arms(target(), early(), batches, options)
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any("drafter encoder" in name for name in steps)
     assert steps["draft step"]().shape == (1, 1)
-    monkeypatch.setattr(benchmark, "_step_arms", lambda *_: {name: lambda: None for name in steps})
-    record, problems = benchmark.benchmark(target(), early(), batches, options)
+    monkeypatch.setattr(analysis_benchmark, "_step_arms", lambda *_: {name: lambda: None for name in steps})
+    record, problems = analysis_benchmark.benchmark(target(), early(), batches, options)
     assert problems == [] and record["drafter"] == {"name": "the first 3 of 4 decoder layers"}
     (arm,) = record["speculative"]
     assert arm["stats"]["draft_calls"] == arm["stats"]["drafted"] > 0 and arm["predicted"]["cost_ratio"] > 0
     assert arm["shares"]["draft steps"] > 0 and arm["shares"]["drafter encoder"] == 0
-    assert "with the first 3 of 4 decoder layers" in records.summary(record)
+    assert "with the first 3 of 4 decoder layers" in summaries.benchmark_summary(record)

@@ -9,8 +9,11 @@ import re
 import gin
 import pytest
 
-from specdec_jax import analysis, benchmark, cli, figures, paper, plots, results
-from specdec_jax.measure import Spread
+from specdec_jax.analysis import formulas
+from specdec_jax.analysis.report import page as report_page
+from specdec_jax.analysis.report import paper, plots, rows
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.commands import benchmark, main
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 MACHINE = {"python": "3.11", "jax": "0.10", "processor": "A <fast> one", "cores": 2, "device": "cpu: cpu, 1"}
@@ -51,20 +54,20 @@ COMPARED = {
 
 @pytest.mark.parametrize("row", paper.TABLE_1, ids=str)
 def test_table_1_to_the_digit(row):
-    assert round(analysis.operations(row.alpha, row.gamma), 2) == row.operations
-    assert round(analysis.improvement(row.alpha, row.gamma, 0.0), 2) == row.speed
+    assert round(formulas.operations(row.alpha, row.gamma), 2) == row.operations
+    assert round(formulas.improvement(row.alpha, row.gamma, 0.0), 2) == row.speed
 
 
 @pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
 def test_table_4_to_the_digit(row):
     """Three rows need more digits of α and c than were printed; numbers that are printed so give their factor."""
-    computed = analysis.improvement(row.alpha, row.gamma, row.cost_ratio)
+    computed = formulas.improvement(row.alpha, row.gamma, row.cost_ratio)
     blurred = {("EnDe", "T5-base", 1): 2.35, ("EnDe", "T5-large", 1): 1.93, ("CNN/DM", "T5-large", 1): 1.54}
     name = row.task, row.drafter, row.temperature
-    assert (row in figures.BLURRED) == (name in blurred)
+    assert (row in report_page.BLURRED) == (name in blurred)
     if name in blurred:
         assert round(computed, 2) == blurred[name]
-        assert round(analysis.improvement(row.alpha + 0.005, row.gamma, row.cost_ratio - 0.005), 1) == row.expected
+        assert round(formulas.improvement(row.alpha + 0.005, row.gamma, row.cost_ratio - 0.005), 1) == row.expected
     else:
         assert round(computed, 1) == row.expected
 
@@ -94,8 +97,8 @@ def test_there_is_a_configuration_for_every_row_of_table_2(row):
 
 def test_rows_of_every_kind_of_record():
     spread = Spread(1.5, 1.25, 1.75)
-    assert results.rows(BENCHMARK) == [
-        results.Row(
+    assert rows.rows(BENCHMARK) == [
+        rows.Row(
             "big",
             "small",
             "7 of ende/test.tsv.gz",
@@ -113,15 +116,13 @@ def test_rows_of_every_kind_of_record():
             1.25,
         )
     ]
-    assert results.rows(MEASURE) == [
-        results.Row(
+    assert rows.rows(MEASURE) == [
+        rows.Row(
             "big", "small", "7 of built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
         )
     ]
-    assert results.rows(COMPARED) == [
-        results.Row(
-            "big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0
-        )
+    assert rows.rows(COMPARED) == [
+        rows.Row("big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0)
     ]
 
 
@@ -138,7 +139,7 @@ ESTIMATE = {
 
 
 def test_the_compilers_estimates_are_called_that():
-    text = figures.report([(pathlib.Path("tpu.json"), ESTIMATE)])
+    text = report_page.report([(pathlib.Path("tpu.json"), ESTIMATE)])
     measured, _, estimated = text.partition("<h2>Estimated, not measured</h2>")
     assert (
         "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop bodies copy: 1."
@@ -160,17 +161,17 @@ def test_the_compilers_estimates_are_called_that():
         "3.4",
     ]
     assert re.findall("<td>(.*?)</td>", estimated)[: len(cells)] == cells and "tpu.json" not in measured
-    memory = figures.report(
+    memory = report_page.report(
         [(pathlib.Path("tpu.json"), {name: ESTIMATE[name] for name in ESTIMATE if name != "times"})]
     )
     assert "does not fit" not in memory and "by the compiler" not in memory
-    assert "does not fit" in figures.report([(pathlib.Path("tpu.json"), ESTIMATE | {"fits": False})])
+    assert "does not fit" in report_page.report([(pathlib.Path("tpu.json"), ESTIMATE | {"fits": False})])
 
 
 def test_what_was_not_measured_is_said():
     """Each with its command, which the command line understands."""
     what = ["T5-XXL with T5-small on an accelerator", "T5X's own decoding", "The TPU compiler's estimates"]
-    listed = lambda *found: figures.report([(pathlib.Path("a"), record) for record in found]).partition(
+    listed = lambda *found: report_page.report([(pathlib.Path("a"), record) for record in found]).partition(
         "no such record was given"
     )[2]
     assert [name in html.unescape(listed(BENCHMARK)) for name in what] == [True] * 3
@@ -179,7 +180,7 @@ def test_what_was_not_measured_is_said():
     assert what[0] in listed(other), "another pair on a GPU"
     assert [name in html.unescape(listed(BENCHMARK, gpu, ESTIMATE)) for name in what] == [False, True, False]
     assert not listed(gpu, ESTIMATE, BENCHMARK | {"against": AGAINST})
-    for _, _, command in figures._EXPECTED[:2]:
+    for _, _, command in report_page._EXPECTED[:2]:
         flags = [flag.split("=")[0].removeprefix("--") for flag in command.split()[2:]]
         assert set(flags) <= {field.name for field in dataclasses.fields(benchmark.BenchmarkOptions)}
 
@@ -192,7 +193,7 @@ AGAINST = {
 
 
 def test_another_implementation_is_laid_beside():
-    text = figures.report([(pathlib.Path("t5x.json"), BENCHMARK | {"against": AGAINST})])
+    text = report_page.report([(pathlib.Path("t5x.json"), BENCHMARK | {"against": AGAINST})])
     assert (
         "Time of t5x&#x27;s own decoding over ours" in text
         and "Inputs with other tokens than plain decoding: 1." in text
@@ -208,7 +209,7 @@ def page(tmp_path):
 
     def write(name: str) -> str:
         files = [f"--records={tmp_path / kind}.json" for kind in ("benchmark", "measure", "compared")]
-        assert cli.main(["figures", *files, f"--output={tmp_path / name}"]) == 0
+        assert main.main(["figures", *files, f"--output={tmp_path / name}"]) == 0
         return (tmp_path / name).read_text(encoding="utf-8")
 
     return write
@@ -250,7 +251,7 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
         "prediction": "with_counts",
         "predicted": {"with_lengths": 1.625, "with_counts": 1.375},
     }
-    assert [row.predicted for row in results.rows(record)] == [1.375]
+    assert [row.predicted for row in rows.rows(record)] == [1.375]
 
 
 def test_the_page_stands_alone_and_is_the_same_again(page):
@@ -263,9 +264,9 @@ def test_the_page_stands_alone_and_is_the_same_again(page):
 def test_forced_acceptance_is_marked_and_no_measured_alpha():
     record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
     record["speculative"][0]["forced_alpha"] = 0.8
-    (row,) = results.rows(record)
+    (row,) = rows.rows(record)
     assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 of random ids")
-    text = figures.report([(pathlib.Path("forced.json"), record)])
+    text = report_page.report([(pathlib.Path("forced.json"), record)])
     assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
     assert "<td>big</td><td>small</td>" not in text
 
@@ -278,7 +279,7 @@ def test_lenience_makes_a_table_of_its_own():
         return changed
 
     named = [(pathlib.Path(f"{value}.json"), record(value, 1 - value / 2)) for value in (0.25, 1.0)]
-    text = figures.report([*named, (pathlib.Path("exact.json"), BENCHMARK)])
+    text = report_page.report([*named, (pathlib.Path("exact.json"), BENCHMARK)])
     table = text.partition("Table 5. α and improvement over lenience")[2].partition("</table>")[0]
     assert re.findall("<th>(.*?)</th>", table)[-2:] == ["l = 1", "l = 0.25"]
     cells = ["big", "small", "7 of ende/test.tsv.gz", "1", "3"]
@@ -288,7 +289,7 @@ def test_lenience_makes_a_table_of_its_own():
     assert "<td>lenient, l = 0.25</td>" in text
     # It is no rate of table 3, which is that of algorithm 1.
     assert "0.500" not in text.partition("Table 3.")[2].partition("</table>")[0]
-    assert "over lenience</caption>" not in figures.report([(pathlib.Path("exact.json"), BENCHMARK)])
+    assert "over lenience</caption>" not in report_page.report([(pathlib.Path("exact.json"), BENCHMARK)])
 
 
 def test_the_timeline_lays_calls_end_to_end():
@@ -303,7 +304,7 @@ def test_the_timeline_lays_calls_end_to_end():
 
 
 def test_without_records_theory_remains(tmp_path):
-    assert cli.main(["figures", f"--output={tmp_path / 'theory.html'}"]) == 0
+    assert main.main(["figures", f"--output={tmp_path / 'theory.html'}"]) == 0
     text = (tmp_path / "theory.html").read_text(encoding="utf-8")
     assert "no records were given" in text and text.count("<svg") == 3
 
@@ -312,7 +313,7 @@ def test_without_records_theory_remains(tmp_path):
 def test_half_a_record_is_none(tmp_path, capsys, missing):
     path = tmp_path / "half.json"
     path.write_text(json.dumps({name: value for name, value in BENCHMARK.items() if name != missing}))
-    assert cli.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
     assert str(path) in error and ": got nothing, expected it" in error
     assert not (tmp_path / "report.html").exists()
@@ -322,7 +323,7 @@ def test_half_a_record_is_none(tmp_path, capsys, missing):
 def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
     (tmp_path / "half.json").write_text(text, encoding="utf-8")
-    assert cli.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert main.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
     assert f"{missing}: got nothing, expected it" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
@@ -330,7 +331,7 @@ def test_half_an_estimate_is_none(tmp_path, capsys, missing):
 def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
     path = tmp_path / "half.json"
     path.write_text(json.dumps(BENCHMARK | change))
-    assert cli.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
     assert str(path) in error and "got nothing, expected it" in error and not (tmp_path / "report.html").exists()
 
@@ -338,12 +339,12 @@ def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])
 def test_no_record(tmp_path, capsys, text):
     (tmp_path / "bad.json").write_text(text)
-    assert cli.main(["figures", f"--records={tmp_path / 'bad.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert main.main(["figures", f"--records={tmp_path / 'bad.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
     assert f"error: {tmp_path / 'bad.json'}: got" in error and "in a record of `specdec benchmark`" in error
 
 
 def test_bad_output(tmp_path, capsys):
     for output in (tmp_path / "report.pdf", tmp_path / "nowhere" / "report.html"):
-        assert cli.main(["figures", f"--output={output}"]) == 2
+        assert main.main(["figures", f"--output={output}"]) == 2
         assert f"output: got '{output}', expected" in capsys.readouterr().err

@@ -11,7 +11,10 @@ from unittest import mock
 import pytest
 from test_figures import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE
 
-from specdec_jax import cli, figures, markup, plots, record_types, verification
+from specdec_jax.analysis.report import markup, plots, record_types
+from specdec_jax.analysis.report import page as report_page
+from specdec_jax.commands import main
+from specdec_jax.speculative import verifiers
 
 SAME = {"positions": 9, "counted": 0.5, "overlap": 0.5, "difference": 0.0, "standard_error": None}
 LENIENT = BENCHMARK["options"] | {"verifier": "lenient", "lenience": 0.5}
@@ -111,13 +114,13 @@ def renamed(record, path, key):
 @pytest.fixture
 def shown(tmp_path, capsys, monkeypatch):
     """The page that the command makes of a record, or None where it is refused in one line that names the file."""
-    monkeypatch.setattr(figures, "_theory", list)
+    monkeypatch.setattr(report_page, "_theory", list)
     source, output = tmp_path / "record.json", tmp_path / "report.html"
 
     def show(*found) -> Page | None:
         source.write_text("\n".join(json.dumps(record) for record in found), encoding="utf-8")
         output.unlink(missing_ok=True)
-        code = cli.main(["figures", f"--records={source}", f"--output={output}"])
+        code = main.main(["figures", f"--records={source}", f"--output={output}"])
         error = capsys.readouterr().err
         if code:
             assert code == 2 and error.count("\n") == 1 and str(source) in error and "expected" in error, error
@@ -176,8 +179,11 @@ def test_every_wrong_type_is_refused_or_shown(tmp_path, value):
                 refused += 1
                 assert "\n" not in str(error) and ": got " in str(error) and len(str(error)) < 300
             else:
-                with mock.patch.object(figures, "_theory", list), mock.patch.object(plots, "svg", lambda figure: ""):
-                    figures.report([(tmp_path, changed)])
+                with (
+                    mock.patch.object(report_page, "_theory", list),
+                    mock.patch.object(plots, "svg", lambda figure: ""),
+                ):
+                    report_page.report([(tmp_path, changed)])
     assert refused > 100
 
 
@@ -225,7 +231,7 @@ def test_names_are_drawn_as_they_are(shown):
 
 
 def test_fixed_sets_are_whole():
-    assert typing.get_args(record_types.Verifier) == tuple(verification.VERIFIERS)
+    assert typing.get_args(record_types.Verifier) == tuple(verifiers.VERIFIERS)
     assert typing.get_args(record_types.Call) == tuple(plots._COLOURS)
 
 

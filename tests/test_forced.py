@@ -9,14 +9,18 @@ import pytest
 import toy
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, passes, records
-from specdec_jax.compatibility import UnsupportedCombination
-from specdec_jax.drafters.lookup import RandomDrafter
+from specdec_jax.analysis import arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import main
+from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.sampling import Law
-from specdec_jax.verification import Draws, Settings, verify_forced
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.verifiers import Randomness, Settings, verify_forced
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -64,7 +68,7 @@ def test_decisions_by_hand():
     q = np.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]] * 3, np.float32)
     accept = np.array([[0.59, 0.59], [0.59, 0.6], [0.6, 0.0]], np.float32)
     settings = Settings(*np.ones((3, 3), np.float32), np.full(3, 0.6, np.float32))
-    draws = Draws(accept, toy.words(np.full((3, 3), 0.5)))
+    draws = Randomness(accept, toy.words(np.full((3, 3), 0.5)))
     verify = jax.jit(lambda p, q, *rest: verify_forced(Law.of(jnp.log(p)), Law.of(jnp.log(q)), *rest))
     verified = verify(p, q, np.array([[0, 1]] * 3, np.int32), np.full(3, 2, np.int32), draws, settings)
     assert verified.num_accepted.tolist() == [2, 1, 0]
@@ -90,17 +94,17 @@ def test_what_makes_no_sense(pair):
 
 def test_benchmark_has_an_arm_for_every_alpha(pair):
     target, drafter = pair
-    options = benchmark.BenchmarkOptions(
+    options = benchmark_command.BenchmarkOptions(
         preset="t5_1_1/small", drafter_preset="t5_1_1/small", gamma=(2,), forced_alpha=(0.3, 0.9), max_new_tokens=40,
         repeats=1,
     )  # fmt: skip
     ids = [[5, 9, 1]] * 12
-    record, problems = benchmark.benchmark(target, drafter, passes.cut(ids, ids, 4, 0), options)
+    record, problems = analysis_benchmark.benchmark(target, drafter, arms.cut(ids, ids, 4, 0), options)
     low, high = record["speculative"]
     assert not problems and (low["forced_alpha"], high["forced_alpha"]) == (0.3, 0.9)
     assert 0.1 < low["stats"]["acceptance_rate"] < 0.5 and 0.8 < high["stats"]["acceptance_rate"] < 1
     assert low["predicted"] and high["predicted"] and low["differences"] == high["differences"] == []
-    text = records.summary(json.loads(json.dumps(record)))
+    text = summaries.benchmark_summary(json.loads(json.dumps(record)))
     assert "gamma 2, acceptance forced to 0.3: outputs mean nothing" in text and "forced to 0.9" in text
 
 
@@ -119,5 +123,5 @@ def test_benchmark_has_an_arm_for_every_alpha(pair):
     ],
 )
 def test_command_refuses(capsys, flags, message):
-    assert cli.main(["benchmark", "--preset=t5_1_1/small", *flags]) == 2
+    assert main.main(["benchmark", "--preset=t5_1_1/small", *flags]) == 2
     assert message in capsys.readouterr().err

@@ -18,14 +18,15 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, V, g_test, hash_pair,
 from toy_models import HashModel, HashNetwork, Headless, Words, compilations, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, records
-from specdec_jax.analysis import improvement
-from specdec_jax.gamma import POLICIES, Outcome, Seen, call_widths
-from specdec_jax.generate import advance
-from specdec_jax.inference import GenerateOptions
+from specdec_jax.analysis.formulas import improvement
+from specdec_jax.analysis.report import summaries
+from specdec_jax.commands import benchmark
+from specdec_jax.commands.generate import GenerateOptions
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
 from specdec_jax.models import panels
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.gamma import POLICIES, DraftSignals, Outcome, call_widths
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pair, cache, specdec = test_cli.pair, test_cli.cache, test_cli.specdec
 pytestmark = pytest.mark.usefixtures("quick")
@@ -143,7 +144,7 @@ def test_policies_equal_slow_versions(name):
     for _ in range(40):
         probs = rng.random((rows, maximum), np.float32)
         entropies = rng.random((rows, maximum), np.float32) * np.float32(math.log(vocab))
-        seen = Seen(probs, entropies, entropies / np.float32(math.log(vocab)))
+        seen = DraftSignals(probs, entropies, entropies / np.float32(math.log(vocab)))
         wanted, drafted = jax.device_get(lengths(policy, state, seen))
         for row, one in enumerate(slow):
             assert wanted[row] == one.wanted()
@@ -508,7 +509,7 @@ def test_benchmark_with_a_policy(specdec):
     alpha = arm["stats"]["acceptance_rate"]
     assert 0 < arm["mean_gamma"] < arm["gamma"] == 2 and arm["predicted"] is arm["shares"] is None
     assert arm["oracle"]["tokens_per_target_call"] == pytest.approx(1 / (1 - alpha))
-    assert "drafted for each; no prediction" in records.summary(record) and "an oracle of gamma" in records.summary(
+    assert "drafted for each; no prediction" in summaries.benchmark_summary(
         record
-    )
+    ) and "an oracle of gamma" in summaries.benchmark_summary(record)
     assert benchmark.BenchmarkOptions(**record["options"]).gamma_policy == "heuristic"

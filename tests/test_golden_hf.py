@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from golden_models import DRAFTERS, engine_tokens, golden_hf_models, greedy_tokens
 
-from specdec_jax.checkpoints import load
+from specdec_jax.checkpoints.loader import load
 
 pytestmark = pytest.mark.usefixtures("quick")
 MODELS = {name: (folder, io) for name, folder, io in golden_hf_models()}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from golden_models import DRAFTERS, engine_tokens, greedy_tokens, unpack_t5x
 
-from specdec_jax.checkpoints import load
+from specdec_jax.checkpoints.loader import load
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,17 @@ from golden_models import GOLDEN
 from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import acceptance, benchmark, checkpoints, cli, distill, inference, measure, measuring, passes
-from specdec_jax.cache import KVCache
-from specdec_jax.formats import huggingface, huggingface_tokenizers, leaves
-from specdec_jax.models import base, heads
+from specdec_jax.analysis import acceptance, arms, near_ties, timing
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.checkpoints import huggingface, huggingface_tokenizers, loader
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import distill, generate, main, measure
+from specdec_jax.decoding.inputs import slots
+from specdec_jax.decoding.request import Plan, prepare
+from specdec_jax.models import heads, language_model, parameters
+from specdec_jax.models.cache import KVCache
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
-from specdec_jax.request import Plan, prepare, slots
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig
 
 FOLDER = GOLDEN / "hf_gpt2"
 IO = dict(np.load(FOLDER / "io.npz"))
@@ -35,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @functools.cache
 def golden():
-    return checkpoints.load(FOLDER, "float32")
+    return loader.load(FOLDER, "float32")
 
 
 @functools.cache
@@ -300,7 +304,7 @@ def test_only_t5s_are_distilled_by_command(tmp_path):
         output_dir=str(tmp_path / "run"), drafter=str(FOLDER),
     )  # fmt: skip
     refused(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
-    refused(lambda: base.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
+    refused(lambda: language_model.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
 
 
 @pytest.mark.parametrize(
@@ -341,9 +345,9 @@ def test_names_without_prefix_masks_and_a_copy_of_the_head(tmp_path):
     assert all(name.startswith("transformer.") for name in tensors())
     plain = {name.removeprefix("transformer."): x for name, x in tensors().items()}
     masks = {"h.0.attn.bias": np.ones((1, 1, 4, 4), "f"), "h.1.attn.masked_bias": np.float32([-1e4])}
-    assert_golden(checkpoints.load(write_hf(tmp_path / "old", plain | masks), "float32"))
+    assert_golden(loader.load(write_hf(tmp_path / "old", plain | masks), "float32"))
     copied = tensors() | {"lm_head.weight": plain["wte.weight"].copy()}
-    assert_golden(checkpoints.load(write_hf(tmp_path / "copy", copied), "float32"))
+    assert_golden(loader.load(write_hf(tmp_path / "copy", copied), "float32"))
 
 
 def test_flax_file(tmp_path):
@@ -354,14 +358,14 @@ def test_flax_file(tmp_path):
             last = "embedding" if parents[-1] in ("wte", "wpe") else "scale" if "ln_" in parents[-1] else "kernel"
         tree["/".join([*parents, last])] = np.ascontiguousarray(x.T) if last == "kernel" else x
     folder = write_hf(tmp_path / "flax")
-    (folder / "flax_model.msgpack").write_bytes(serialization.to_bytes(leaves.unflatten(tree)))
-    assert_golden(checkpoints.load(folder, "float32"))
+    (folder / "flax_model.msgpack").write_bytes(serialization.to_bytes(parameters.unflatten(tree)))
+    assert_golden(loader.load(folder, "float32"))
 
 
 def test_a_head_of_its_own(tmp_path):
     head = np.random.default_rng(0).normal(size=(288, 24)).astype("f")
     folder = write_hf(tmp_path / "hf", tensors() | {"lm_head.weight": head}, tie_word_embeddings=False)
-    model = checkpoints.load(folder, "float32")
+    model = loader.load(folder, "float32")
     np.testing.assert_array_equal(model.params["decoder"]["logits_dense"]["kernel"], head.T)
     tokens = IO["decoder_tokens"]
     apply = functools.partial(model.network.module.apply, method=lambda m, t: m.decoder(m.token_embedder(t)))
@@ -375,19 +379,19 @@ def test_a_head_of_its_own(tmp_path):
 ])  # fmt: skip
 def test_options_that_are_not_here(option, value, tmp_path):
     folder = write_hf(tmp_path / "hf", tensors(), **{option: value})
-    refused(lambda: checkpoints.load(folder), f"{folder / 'config.json'}: {option}: got {value!r}, expected")
+    refused(lambda: loader.load(folder), f"{folder / 'config.json'}: {option}: got {value!r}, expected")
 
 
 def test_damaged_folders(tmp_path):
     some = {name: x for name, x in tensors().items() if "c_attn" not in name}
     folder = write_hf(tmp_path / "some", some)
-    refused(lambda: checkpoints.load(folder), "causal_attention/qkv/kernel: got none, expected one of shape (24, 72)")
+    refused(lambda: loader.load(folder), "causal_attention/qkv/kernel: got none, expected one of shape (24, 72)")
     more = write_hf(
         tmp_path / "more", tensors() | {"transformer.h.0.crossattention.c_attn.weight": np.ones((2, 2), "f")}
     )
-    refused(lambda: checkpoints.load(more), "expected only those of a GPT of this configuration")
+    refused(lambda: loader.load(more), "expected only those of a GPT of this configuration")
     folder = write_hf(tmp_path / "kind", tensors(), architectures=["GPT2DoubleHeadsModel"])
-    refused(lambda: checkpoints.load(folder), "unknown architecture: got model_type 'gpt2'")
+    refused(lambda: loader.load(folder), "unknown architecture: got model_type 'gpt2'")
 
 
 def test_special_ids(tmp_path):
@@ -411,11 +415,13 @@ def test_own_folder(tmp_path):
 def test_shapes_are_those_of_the_network(tied):
     config, tokens = dataclasses.replace(TINY, logits_via_embedding=tied), jnp.ones((1, 2), int)
     params = jax.eval_shape(GPT(config).init, jax.random.key(0), tokens)["params"]
-    assert {name: leaf.shape for name, leaf in leaves.flatten(params).items()} == leaves.parameter_shapes(config)
+    assert {name: leaf.shape for name, leaf in parameters.flatten(params).items()} == parameters.parameter_shapes(
+        config
+    )
 
 
 def test_sizes_of_the_presets():
-    counts = {name: leaves.parameter_count(config) for name, config in GPT_PRESETS.items()}
+    counts = {name: parameters.parameter_count(config) for name, config in GPT_PRESETS.items()}
     assert counts["gpt2/small"] == 124_439_808 and counts["gpt2/xl"] == 1_557_611_200  # Hugging Face's counts
     assert counts["gpt/97m"] // 10**6 == 97 and round(counts["gpt/6m"] / 1e6) == 6  # the paper's, section 4.2
 
@@ -428,13 +434,13 @@ def test_specdec_generate(capsys):
     texts = ["The ferry froze", "", " stop"]
     ids = [golden().vocabulary.encode(text) for text in texts]
     assert 8 < max(map(len, ids)) <= 12, "the shapes of the golden batch"
-    expected = [inference._one_line(text) for text in decode_golden(ids, eos_ids=None).texts[:3]]
+    expected = [generate._one_line(text) for text in decode_golden(ids, eos_ids=None).texts[:3]]
     argv = ["generate", f"--target={FOLDER}", "--drafter=exit:1", "--dtype=float32", "--batch_size=4", "--gamma=3"]
     argv += ["--compilation_cache_dir="]
-    assert cli.main([*argv, "--max_new_tokens=16", *texts, texts[1]]) == 0
+    assert main.main([*argv, "--max_new_tokens=16", *texts, texts[1]]) == 0
     out, err = capsys.readouterr()
     assert out.split("\n") == [*expected, expected[1], ""] and not err
-    assert cli.main([*argv, "--max_new_tokens=38", *texts]) == 2
+    assert main.main([*argv, "--max_new_tokens=38", *texts]) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1 and "num_positions = 40" in err
 
@@ -444,9 +450,9 @@ PAIR_PROMPTS = [[3, 4, 5, 3], [7, 8, 9]]
 
 @pytest.mark.slow
 def test_benchmark():
-    options = benchmark.BenchmarkOptions(gamma=(2,), repeats=1, max_new_tokens=8)
-    drafter, batches = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), passes.cut(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0)
-    record, problems = benchmark.benchmark(tiny(), drafter, batches, options)
+    options = benchmark_command.BenchmarkOptions(gamma=(2,), repeats=1, max_new_tokens=8)
+    drafter, batches = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), arms.cut(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0)
+    record, problems = analysis_benchmark.benchmark(tiny(), drafter, batches, options)
     assert not problems and record["speculative"][0]["differences"] == []
     assert {"target encoder 8", "drafter encoder 8", "draft step", "verify 2"} <= set(record["steps"])
 
@@ -456,13 +462,13 @@ def test_what_is_measured_of_a_prompt():
     target, draft = tiny(), noisy_copy(tiny(), 0.3)
     plain = decode(target, PAIR_PROMPTS)
     prefix = [*PAIR_PROMPTS[0], *plain.tokens[0, :3]]
-    found = measure.difference(target, PAIR_PROMPTS[0], prefix, width=3)
+    found = near_ties.measure_difference(target, PAIR_PROMPTS[0], prefix, width=3)
     logits = np.sort(target.logits(None, np.array([prefix]))[0, -1])
     assert found.noise < 1e-4 and abs(found.margin - (logits[-1] - logits[-2])) < 1e-4
-    cache = measure.prefill_arm(target.network, 1, 4, 12)()
+    cache = timing.prefill_arm(target.network, 1, 4, 12)()
     assert np.all(np.any(np.asarray(cache.layers[1].key) != 0, axis=(0, 2))[:3])
     assert (
-        measure.total_slots(target, 8, 12, 3)
+        timing.total_slots(target, 8, 12, 3)
         == prepare(target, [[3]], max_new_tokens=12, gamma=3, drafter=sd.PromptLookupDrafter())[0].tokens.shape[1]
     )
 
@@ -484,13 +490,13 @@ def test_what_is_measured_of_a_prompt():
 def test_counting_and_overlap_are_one_after_prompts_of_different_lengths():
     """With argmax exactly, on the positions after each prompt; the last batch is filled up."""
     drafter, prompts = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), [*PAIR_PROMPTS, [5, 4]]
-    options = measuring.MeasureOptions(target="target", drafter="drafter", max_new_tokens=12)
-    found = acceptance.compared(tiny(), drafter, passes.cut(prompts, prompts, 2, 0), 3, options)
+    options = measure.MeasureOptions(target="target", drafter="drafter", max_new_tokens=12)
+    found = acceptance.compare(tiny(), drafter, arms.cut(prompts, prompts, 2, 0), 3, options)
     assert found.positions > 20 and 0 < found.counted < 1 and found.counted == found.overlap
 
 
 def test_presets_of_one_kind():
-    check = lambda **options: benchmark.BenchmarkOptions(preset="gpt/97m", **options).check
+    check = lambda **options: benchmark_command.BenchmarkOptions(preset="gpt/97m", **options).check
     check(drafter_preset="gpt/6m")()
     expected = "drafter_preset: got 't5_1_1/small', expected a shape of the same family as 'gpt/97m'"
     refused(check(drafter_preset="t5_1_1/small"), expected)

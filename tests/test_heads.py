@@ -14,14 +14,18 @@ from toy_models import HashModel, compilations, tiny_t5
 from toy_training import CONFIGS, TINY, random_params
 
 import specdec_jax as sd
-from specdec_jax import cli, data, draws, sampling, train_heads
+from specdec_jax.commands import main
+from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters.heads import HeadsState
-from specdec_jax.formats.leaves import flatten
 from specdec_jax.models import heads as heads_module
+from specdec_jax.models import vocabularies
 from specdec_jax.models.heads import Heads, HeadsConfig
+from specdec_jax.models.parameters import flatten
 from specdec_jax.models.t5 import T5
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative import draws
+from specdec_jax.speculative import laws as speculative_laws
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.training import heads as training_heads
 
 pytestmark = pytest.mark.usefixtures("quick")
 B, GAMMA, LIMIT = 8, 4, 12
@@ -172,7 +176,7 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(verifier):
     def drawn(keys, lengths):
         offsets = np.broadcast_to(np.arange(3), (rows, 3))
         if verifier == "gumbel":
-            return sampling.argmax(np.log(expected) + draws.gumbel_noise(keys, lengths[:, None] + offsets, V))
+            return speculative_laws.argmax(np.log(expected) + draws.gumbel_noise(keys, lengths[:, None] + offsets, V))
         words = draws.words(keys, lengths, offsets, draws.DRAFT)
         return draws.draw(expected.reshape(-1, V).astype(np.float32), words.reshape(-1, 2)).reshape(rows, 3)
 
@@ -307,9 +311,11 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
     params = jax.tree.map(
         lambda x: x + rng.normal(size=x.shape, scale=0.3), heads_module.init_params(config, jax.random.key(0))
     )
-    objective = train_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
+    objective = training_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
     given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
-    loss, metrics = jax.jit(train_heads.heads_loss, static_argnums=2)(given[0], (inputs, targets), objective, given[1])
+    loss, metrics = jax.jit(training_heads.heads_loss, static_argnums=2)(
+        given[0], (inputs, targets), objective, given[1]
+    )
 
     shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=2)
 
@@ -340,7 +346,7 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
 def settings(language, tmp_path_factory):
     """Makes the settings of a run on a saved random target; `settings.folder` has the target."""
     folder = tmp_path_factory.mktemp("heads")
-    vocabulary = data.SentencePieceVocabulary.train(
+    vocabulary = vocabularies.SentencePieceVocabulary.train(
         (language / "train.tsv").read_text().replace("\t", "\n").splitlines(), 40
     )
     save = lambda seed: sd.save(sd.LanguageModel(TINY, random_params(seed=seed), vocabulary), folder / f"target{seed}")
@@ -352,7 +358,7 @@ def settings(language, tmp_path_factory):
             data_dir=str(language), num_heads=2, share_head=False, steps=12, warmup_steps=0, decay_steps=0, learning_rate=1e-2,
             batch_tokens=256, buckets=(16,), log_every=4, save_every=4, evaluate_every=6, dtype="float32",
         )  # fmt: skip
-        return train_heads.HeadsTrainConfig(**{**defaults, **changes})
+        return training_heads.HeadsTrainConfig(**{**defaults, **changes})
 
     of.folder = folder
     return of
@@ -361,7 +367,7 @@ def settings(language, tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(settings):
     output = settings.folder / "run"
-    return output, train_heads.fit(settings(output))
+    return output, training_heads.fit(settings(output))
 
 
 def files(folder):
@@ -378,7 +384,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished
     for ours, theirs in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params["heads"]), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0.01)  # stored in bfloat16
     before = files(settings.folder / "target0")
-    run = train_heads.HeadsRun(settings(output), target, None)
+    run = training_heads.HeadsRun(settings(output), target, None)
     kept = jax.tree.map(np.array, run.teacher_params)
     state = run.init(jax.random.key(0))
     first = jax.tree.map(np.array, state.params)
@@ -390,9 +396,9 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
     output, params = finished
-    train_heads.fit(settings(tmp_path, steps=5))
+    training_heads.fit(settings(tmp_path, steps=5))
     assert "begins at step 0 of 5" in capsys.readouterr().err
-    resumed = train_heads.fit(settings(tmp_path))
+    resumed = training_heads.fit(settings(tmp_path))
     assert "resumed at step 5 of 12" in capsys.readouterr().err
     assert jax.tree.all(jax.tree.map(np.array_equal, resumed, params))
     for change, message in (
@@ -405,9 +411,9 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
         (dict(steps=5), "steps: got 5, expected at least the 12 steps"),
     ):
         with pytest.raises(ValueError, match=message):
-            train_heads.fit(settings(tmp_path, **change), begun=pytest.fail)
+            training_heads.fit(settings(tmp_path, **change), begun=pytest.fail)
     begun = []
-    train_heads.fit(settings(tmp_path), begun=lambda: begun.append(1))
+    training_heads.fit(settings(tmp_path), begun=lambda: begun.append(1))
     assert begun == [1]
 
 
@@ -415,7 +421,7 @@ def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_
     config = settings(
         tmp_path, backbone_learning_rate=1e-2, backbone_weight=1.0, share_head=True, soft_weight=0.5, steps=6
     )
-    params = train_heads.fit(config)
+    params = training_heads.fit(config)
     tuned, original = (sd.load(path, "float32") for path in (tmp_path / "target", settings.folder / "target0"))
     for name in ("encoder", "decoder", "token_embedder"):
         assert not jax.tree.all(jax.tree.map(np.array_equal, params["target"][name], original.params[name]))
@@ -459,20 +465,20 @@ def test_bad_settings(settings, tmp_path, change, message):
 )
 def test_bad_files(settings, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
-        train_heads.fit(settings(tmp_path, **change))
+        training_heads.fit(settings(tmp_path, **change))
 
 
 def test_a_target_without_a_vocabulary_is_refused(settings, tmp_path):
     sd.save(t5(), tmp_path / "model")
     with pytest.raises(ValueError, match="model without a vocabulary, expected one"):
-        train_heads.fit(settings(tmp_path / "run", target=str(tmp_path / "model")))
+        training_heads.fit(settings(tmp_path / "run", target=str(tmp_path / "model")))
 
 
 def test_the_configuration_of_the_bundled_target(tmp_path):
     gin.clear_config()
     bindings = [f"DATA_DIR = '{tmp_path}'", f"OUTPUT_DIR = '{tmp_path}'"]
     gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
-    config = gin.get_configurable(train_heads.HeadsTrainConfig)()
+    config = gin.get_configurable(training_heads.HeadsTrainConfig)()
     gin.clear_config()
     shapes = config.heads(sd.checkpoints.load_shape(config.target)).parameter_shapes
     assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
@@ -483,16 +489,16 @@ def test_the_command_line(settings, finished, tmp_path, capsys):
     options = ["--compilation_cache_dir=", "--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--json", "bara ceni"]
     records = []
     for arguments in ([], [f"--drafter={drafter}"]):
-        assert cli.main(["generate", f"--target={target}", *arguments, *options]) == 0
+        assert main.main(["generate", f"--target={target}", *arguments, *options]) == 0
         records.append(json.loads(capsys.readouterr().out))
     assert records[0]["tokens"] == records[1]["tokens"] and records[1]["stats"]["drafted"] > 0
     other = settings.folder / "target1"
-    assert cli.main(["generate", f"--target={other}", f"--drafter={drafter}", *options]) == 2
+    assert main.main(["generate", f"--target={other}", f"--drafter={drafter}", *options]) == 2
     assert "heads: heads: got those of a target with other weights" in capsys.readouterr().err
     (tmp_path / "heads.gin").write_text(
-        "from __gin__ import dynamic_registration\nfrom specdec_jax import train_heads\n"
-        f"train_heads.HeadsTrainConfig:\n  target = '{target}'\n  train_files = ['none.tsv']\n"
+        "from __gin__ import dynamic_registration\nfrom specdec_jax.training import heads\n"
+        f"heads.HeadsTrainConfig:\n  target = '{target}'\n  train_files = ['none.tsv']\n"
         f"  validation_files = ['none.tsv']\n  output_dir = '{tmp_path}'\n"
     )
-    assert cli.main(["train_heads", f"--gin_file={tmp_path / 'heads.gin'}", "--gin_search_paths=/"]) == 2
+    assert main.main(["train_heads", f"--gin_file={tmp_path / 'heads.gin'}", "--gin_search_paths=/"]) == 2
     assert "train_files: got 'none.tsv', expected a TSV file" in capsys.readouterr().err

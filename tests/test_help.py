@@ -11,7 +11,7 @@ import subprocess
 import pytest
 from devices import SPECDEC
 
-from specdec_jax import cli, help_page, sentences
+from specdec_jax.commands import help_page, main, sentences
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,11 +52,11 @@ EXAMPLES = [shlex.split(line) for lines in help_page.EXAMPLES.values() for line 
 
 def parsed(argv: list[str]):
     """The flags of a command line that parses, and what is neither flag nor gin."""
-    command = cli.COMMANDS[argv[1]]
+    command = main.COMMANDS[argv[1]]
     cls, _ = command.load()
     fields = dataclasses.fields(cls) if command.by_flags else ()
-    rest, bindings = cli._split_gin([word for word in argv[2:] if word != "<" and word != ">"])
-    values = cli._define_flags(cls, fields)
+    rest, bindings = main._split_gin([word for word in argv[2:] if word != "<" and word != ">"])
+    values = main._define_flags(cls, fields)
     arguments = values(["specdec", *rest])[1:]
     return values, arguments, bindings
 
@@ -65,9 +65,9 @@ def test_every_flag_is_in_one_group():
     grouped = [flag for flags in help_page.GROUPS.values() for flag in flags]
     assert len(grouped) == len(set(grouped))
     there = set()
-    for command in cli.COMMANDS.values():
+    for command in main.COMMANDS.values():
         cls, _ = command.load()
-        there |= set(cli._define_flags(cls, dataclasses.fields(cls) if command.by_flags else ()))
+        there |= set(main._define_flags(cls, dataclasses.fields(cls) if command.by_flags else ()))
     assert set(grouped) == there - {"h"}
 
 
@@ -75,7 +75,7 @@ def test_help_comes_in_groups_that_fit_the_terminal(capsys, monkeypatch):
     pages = {}
     for columns in (50, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert cli.main(["generate", "--help"]) == 0
+        assert main.main(["generate", "--help"]) == 0
         pages[columns] = capsys.readouterr().out
         flags = pages[columns].partition("\nmodels:\n")[2]
         assert max(map(len, flags.splitlines())) < min(max(columns, 57), 100)
@@ -86,9 +86,9 @@ def test_help_comes_in_groups_that_fit_the_terminal(capsys, monkeypatch):
 
 @pytest.mark.parametrize("argv", EXAMPLES, ids=shlex.join)
 def test_examples_of_the_help_parse(argv):
-    assert set(help_page.EXAMPLES) == set(cli.COMMANDS) and len(help_page.EXAMPLES["generate"]) == 3
+    assert set(help_page.EXAMPLES) == set(main.COMMANDS) and len(help_page.EXAMPLES["generate"]) == 3
     values, arguments, _ = parsed(argv)
-    assert not arguments or cli.COMMANDS[argv[1]].arguments
+    assert not arguments or main.COMMANDS[argv[1]].arguments
     for file in values.gin_file:
         assert (ROOT / file).is_file()
 
@@ -109,8 +109,8 @@ def made_by(argv: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("text", [README, "\n".join(map(shlex.join, EXAMPLES))], ids=["README", "help"])
 def test_what_examples_read_is_there_or_made_by_an_example_before(text):
-    from specdec_jax import checkpoints
-    from specdec_jax.options import without_model
+    from specdec_jax.checkpoints import loader
+    from specdec_jax.drafters.named import without_model
 
     made = {"tpu.json"} if text is README else {"record.json", "measured.json"}
     for argv in commands(text):
@@ -118,7 +118,7 @@ def test_what_examples_read_is_there_or_made_by_an_example_before(text):
             continue
         values, _, _ = parsed(argv)
         for name in names(argv, READ) + ([argv[argv.index("<") + 1]] if "<" in argv else []):
-            known = name in (*checkpoints.bundled(), sentences.BUILT_IN, *made, *OWN) or (ROOT / name).is_file()
+            known = name in (*loader.bundled(), sentences.BUILT_IN, *made, *OWN) or (ROOT / name).is_file()
             drafts = without_model(name) and not name.endswith(".npz")
             assert known or drafts or name.endswith("/") or "…" in name, (shlex.join(argv), name)
         made |= set(made_by(argv))

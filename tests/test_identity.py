@@ -11,13 +11,16 @@ import tokenizers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, inference, suite
-from specdec_jax.formats import own
-from specdec_jax.formats.leaves import flatten, unflatten
-from specdec_jax.inference import drafter_contents
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.checkpoints import own
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import generate, main, suite
+from specdec_jax.commands import journal as journal_command
+from specdec_jax.drafters.named import drafter_contents
 from specdec_jax.models import native, panels
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from specdec_jax.models.parameters import flatten, unflatten
+from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
 
 cache = test_cli.cache
 pytestmark = pytest.mark.usefixtures("quick")
@@ -163,9 +166,9 @@ def test_vocabularies_of_the_same_pieces_that_make_other_ids_are_told_apart():
 
 def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_refused(capsys, tmp_path, monkeypatch):
     """One line for each: a weight of the target's encoder, of the drafter, a table, the vocabulary, the package."""
-    monkeypatch.setattr(inference, "decode_stream", lambda *_, **__: iter(()))
+    monkeypatch.setattr(generate, "decode_stream", lambda *_, **__: iter(()))
     kill = lambda journal: (_ for _ in ()).throw(KeyboardInterrupt)
-    monkeypatch.setattr(inference.Journal, "finish", kill)
+    monkeypatch.setattr(journal_command.Journal, "finish", kill)
     vocabulary = sentencepiece()
     config = dataclasses.replace(test_cli.CONFIG, vocab_size=40)
     target, drafter = (sd.LanguageModel.random(config, seed, vocabulary) for seed in (0, 1))
@@ -178,7 +181,7 @@ def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_refused(cap
 
     def run(drafting):
         flags = ["--dtype=float32", f"--output_file={tmp_path / 'out'}", f"--drafter={tmp_path / drafting}"]
-        code = cli.main(["generate", f"--target={tmp_path / 'target'}", *flags, "Tom"])
+        code = main.main(["generate", f"--target={tmp_path / 'target'}", *flags, "Tom"])
         return code, *capsys.readouterr()
 
     save()
@@ -191,7 +194,7 @@ def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_refused(cap
         ("drafter", "drafter", lambda: save(drafter=changed(drafter, weight))),
         ("drafter", "target", lambda: save(target=other(target), drafter=other(drafter))),
         ("table.npz", "drafter", lambda: tables[1].save(tmp_path / "table.npz")),
-        ("drafter", "versions", lambda: monkeypatch.setattr(inference.importlib.metadata, "version", lambda _: "0.0")),
+        ("drafter", "versions", lambda: monkeypatch.setattr(generate.importlib.metadata, "version", lambda _: "0.0")),
     ]
     for drafting, said, change in cases:
         (tmp_path / "out.partial").unlink(missing_ok=True)
@@ -204,10 +207,10 @@ def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_refused(cap
 
 
 def test_a_suite_is_of_its_models(monkeypatch):
-    drafter, batches = sd.PromptLookupDrafter(), [benchmark.passes.Batch([[3, 1]], [[3, 1]], [0], None)]
+    drafter, batches = sd.PromptLookupDrafter(), [analysis_benchmark.passes.Batch([[3, 1]], [[3, 1]], [0], None)]
     monkeypatch.setattr(suite.passes, "check_prompts", lambda *_: None)
     found = []
     for model in (tiny_t5(1), tiny_t5(1), changed(tiny_t5(1), "encoder/layers_0/mlp/wo/kernel")):
-        monkeypatch.setattr(benchmark, "load", lambda row, target, model=model: (model, drafter, batches))
-        found.append(json.dumps(suite._opened([benchmark.BenchmarkOptions(drafter="lookup")])[1]))
+        monkeypatch.setattr(benchmark_command, "load", lambda row, target, model=model: (model, drafter, batches))
+        found.append(json.dumps(suite._opened([benchmark_command.BenchmarkOptions(drafter="lookup")])[1]))
     assert found[0] == found[1] != found[2]

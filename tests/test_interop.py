@@ -10,9 +10,9 @@ import pytest
 from make_checkpoints import TINY
 
 import specdec_jax as sd
-from specdec_jax.interop.decoding import Decoder, network_of
+from specdec_jax.decoding.traced import Decoder, network_of
 from specdec_jax.models import native, panels
-from specdec_jax.models.base import Network
+from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick")
 LENGTH, INPUTS = 7, np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0], [11, 1, 0, 0, 0]], np.int32)

@@ -17,10 +17,11 @@ from devices import SPECDEC
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
-from specdec_jax import inference, jobs
-from specdec_jax.data import SentencePieceVocabulary
-from specdec_jax.generate import Committed
-from specdec_jax.journal import Journal
+from specdec_jax.commands import generate
+from specdec_jax.commands.journal import Journal
+from specdec_jax.decoding import inputs, jobs, loop
+from specdec_jax.decoding.results import Committed
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
 
 pair, cache, specdec = test_cli.pair, test_cli.cache, test_cli.specdec
 pytestmark = pytest.mark.usefixtures("quick")
@@ -120,7 +121,7 @@ def test_nothing_compiles_after_the_first_time():
 def test_no_row_waits_for_the_slowest(monkeypatch):
     """Iterations: as many as the calls of all rows divide into, but for the last rows; batches need more."""
     iterations = {}
-    advance = jobs.advance
+    advance = loop.advance
 
     def counting(network, drafter, state, *limits):
         before = np.array(state.counts.target_calls)
@@ -148,7 +149,9 @@ def test_queues_hold_every_input_once():
             assert sorted(place for _, places in found for place in places) == list(range(count))
             assert [width for width, _ in found] == sorted({width for width, _ in found}, reverse=True)
             for width, places in found:
-                assert max(lengths[place] for place in places) <= width == jobs.bucket(max(lengths[p] for p in places))
+                assert (
+                    max(lengths[place] for place in places) <= width == inputs.bucket(max(lengths[p] for p in places))
+                )
             assert all(len(places) >= 4 * size for _, places in found[:-1])
             assert len(found) == 1 or len(found[-1][1]) >= size
 
@@ -226,7 +229,7 @@ def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
 # output file is written, but the journal is not yet removed.
 DYING = """
 import os, pathlib, signal, sys
-from specdec_jax import journal
+from specdec_jax.commands import journal
 import specdec_main
 
 how, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
@@ -357,8 +360,8 @@ def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
 
 
 def settings(target="target", drafter="drafter", sentences=("a", "b"), models=None, **changes):
-    options = inference.GenerateOptions(target=target, drafter=drafter, **changes)
-    return inference._deciding(options, *models, list(sentences))
+    options = generate.GenerateOptions(target=target, drafter=drafter, **changes)
+    return generate._deciding(options, *models, list(sentences))
 
 
 def test_what_decides_the_results_is_told_apart(pair):

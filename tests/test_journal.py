@@ -5,7 +5,8 @@ import multiprocessing
 
 import pytest
 
-from specdec_jax.journal import Journal, digest
+from specdec_jax.commands.journal import Journal
+from specdec_jax.files.reading import digest
 
 SETTINGS = {"gamma": 4, "stop": ("a", "ü"), "sentences": "0123"}
 

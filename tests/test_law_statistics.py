@@ -14,12 +14,16 @@ import scipy.stats
 import toy
 from toy_models import HashModel, tiny_t5
 
-from specdec_jax import draws, sampling, verification
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import advance, generate, prepare
-from specdec_jax.models.base import LanguageModel, decoder_only
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import decoder_only
+from specdec_jax.speculative import draws as speculative_draws
+from specdec_jax.speculative import laws, verifiers
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_draws")
 
@@ -112,7 +116,7 @@ def hash_pair():
 
 
 # The functions as they are: some tests put others in their place.
-verify_tokens, words, draw = verification.verify_tokens, draws.words, draws.draw
+verify_tokens, words, draw = verifiers.verify_tokens, speculative_draws.words, speculative_draws.draw
 
 
 def traced_anew():
@@ -218,7 +222,7 @@ def test_law_of_every_verifier(verifier, draws):
 
 def keyed_by_absolute_position(monkeypatch):
     patched = lambda keys, lengths, offsets, tag: words(keys, lengths * 0, lengths[:, None] + offsets, tag)
-    monkeypatch.setattr(draws, "words", patched)
+    monkeypatch.setattr(speculative_draws, "words", patched)
 
 
 def test_block_verification_must_not_meet_discarded_draws_again(monkeypatch):
@@ -267,7 +271,7 @@ def test_coupled_acceptance_has_its_closed_form():
 
 
 def put(monkeypatch, verify):
-    monkeypatch.setitem(verification.VERIFIERS, "token", verify)
+    monkeypatch.setitem(verifiers.VERIFIERS, "token", verify)
 
 
 def residual_from_target(monkeypatch):
@@ -290,28 +294,28 @@ def always_accept(monkeypatch):
 
 
 def tag_shared(a, b):
-    return lambda monkeypatch: monkeypatch.setattr(draws, a, getattr(draws, b))
+    return lambda monkeypatch: monkeypatch.setattr(speculative_draws, a, getattr(speculative_draws, b))
 
 
 def same_at_every_offset(monkeypatch):
     patched = lambda keys, lengths, offsets, tag: words(keys, lengths, offsets * 0, tag)
-    monkeypatch.setattr(draws, "words", patched)
+    monkeypatch.setattr(speculative_draws, "words", patched)
 
 
 def same_at_every_iteration(monkeypatch):
     patched = lambda keys, lengths, offsets, tag: words(keys, lengths * 0, offsets, tag)
-    monkeypatch.setattr(draws, "words", patched)
+    monkeypatch.setattr(speculative_draws, "words", patched)
 
 
 def draft_by_argmax(monkeypatch):
     """The drafter returns its softmax law but drafts the most probable id."""
-    monkeypatch.setattr(draws, "draw", lambda weights, random: sampling.argmax(weights))
+    monkeypatch.setattr(speculative_draws, "draw", lambda weights, random: laws.argmax(weights))
 
 
 def draft_from_another_law(monkeypatch):
     """The law that is returned lacks the filters that the draft was drawn with."""
     cut = lambda weights, random: draw(jax.numpy.where(weights < 0.1, 0, weights), random)
-    monkeypatch.setattr(draws, "draw", cut)
+    monkeypatch.setattr(speculative_draws, "draw", cut)
 
 
 MUTANTS = {

@@ -13,75 +13,23 @@ import specdec_jax
 PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
-LAYERS = [
-    {
-        *("draws", "processors", "sampling", "sharding", "cache", "gamma", "auto", "analysis", "paper", "vocabularies"),
-        *("stopping", "reading", "tokenizer_checks", "user_cache", "writing"),
-    },
-    {
-        *("models", "models.base", "models.fields", "models.gpt", "models.heads", "models.identity", "models.int8"),
-        *(
-            "models.layers",
-            "models.native",
-            "models.packing",
-            "models.panels",
-            "models.probe",
-            "models.shortlist",
-            "models.t5",
-        ),
-    },
-    {
-        *(
-            "formats",
-            "formats.allocator",
-            "formats.eight_bits",
-            "formats.leaves",
-            "formats.flax_msgpack",
-            "formats.huggingface",
-            "formats.huggingface_tokenizers",
-            "formats.own",
-        ),
-        *("formats.safetensors_files", "formats.t5x", "formats.tensorstore_arrays"),
-    },
-    {"verification", "speculative"},
-    {
-        *("drafters", "drafters.drawing", "drafters.model", "drafters.ngrams", "drafters.lookup"),
-        *("drafters.exit", "drafters.cascade", "drafters.heads"),
-    },
-    {"compatibility", "costs", "request", "generate", "jobs"},
-    {
-        *("checkpoints", "corpora", "data", "deepening", "journal", "losses", "optimizer", "progress", "runs", "train"),
-        *("train_heads", "weights"),
-    },
-    {"interop", "interop.decoding", "interop.seqio", "interop.t5x", "interop.tasks", "interop.vocabularies"},
-    {
-        *(
-            "measure",
-            "records",
-            "inference",
-            "options",
-            "sentences",
-            "against",
-            "benchmark",
-            "suite",
-            "demo",
-            "counting",
-            "converting",
-            "distill",
-        ),
-        *("passes", "acceptance", "measuring", "tuning", "plots", "results", "figures", "traces"),
-        *("markup", "record_types", "help_page"),
-    },
-    {"cli"},
-    {"entry"},
-    {"__main__"},
+# Rooms of one floor know nothing of each other.
+FLOORS = [
+    {"files"},
+    {"models"},
+    {"speculative", "checkpoints"},
+    {"drafters", "decoding"},
+    {"training", "analysis"},
+    {"interop"},
+    {"commands"},
 ]
-LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
-FACADE = ""  # specdec_jax itself: public names, imported by the command line only
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ENTRY = "commands.entry"  # what the command begins with: installed outside the package, imports it when it has to
+FACADE = ""  # specdec_jax itself: public names, for others; in the package only the command line asks its version
 HEAVY = {"torch", "transformers", "seqio", "tensorflow", "matplotlib", "t5x"}
 MAY_IMPORT = {  # a subclass has to, and what works on TensorFlow's data
     "interop.t5x": {"t5x"},
-    **dict.fromkeys(("interop.seqio", "interop.tasks"), {"seqio", "tensorflow"}),
+    **dict.fromkeys(("interop.seqio_jobs", "interop.tasks"), {"seqio", "tensorflow"}),
 }
 
 
@@ -92,8 +40,7 @@ def modules() -> dict[str, ast.Module]:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         names[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
-    # Installed outside the package.
-    names["entry"] = ast.parse(pathlib.Path(specdec_main.__file__).read_text(encoding="utf-8"))
+    names[ENTRY] = ast.parse(pathlib.Path(specdec_main.__file__).read_text(encoding="utf-8"))
     return names
 
 
@@ -135,15 +82,33 @@ def test_every_package_is_installed():
     assert {outside.get(name, name.replace("/", ".")) for name in found} == set(settings["packages"])
 
 
-def test_every_module_has_a_layer():
-    assert set(MODULES) - {FACADE} == set(LAYER_OF)
+def room_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {FACADE}))
+def test_every_module_is_in_a_room():
+    assert {room_of(module) for module in MODULES} - {FACADE, "__main__"} == set(FLOOR_OF)
+    assert {module for module in MODULES if "." not in module} - set(FLOOR_OF) == {FACADE, "__main__"}
+
+
+@pytest.mark.parametrize("room", sorted(FLOOR_OF))
+def test_every_room_has_a_door_sign(room):
+    """One or two lines that say what is inside."""
+    sign = ast.get_docstring(MODULES[room])
+    assert sign and len(sign) < 200
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {FACADE, "__main__"}))
 def test_imports_run_downward(module):
-    upward = {name for name in own_imports(module) - {FACADE} if LAYER_OF[name] > LAYER_OF[module]}
-    assert not upward
-    assert module == "cli" or FACADE not in own_imports(module)
+    here = room_of(module)
+    others = {name for name in own_imports(module) - {FACADE} if room_of(name) != here}
+    assert not {name for name in others if FLOOR_OF[room_of(name)] >= FLOOR_OF[here]}
+    assert module == "commands.main" or FACADE not in own_imports(module)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_is_long(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
 def test_no_circle():
@@ -163,9 +128,9 @@ def test_no_circle():
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_frameworks_stay_where_they_belong(module):
     names = imports(MODULES[module])
-    if module.split(".")[0] != "models":
+    if room_of(module) != "models":
         assert not {name for name in names if name.startswith("flax.linen")}
-    if module != "cli":
+    if room_of(module) != "commands":
         assert not {name for name in names if name.split(".")[0] in ("gin", "absl")}
 
 

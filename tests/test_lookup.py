@@ -12,10 +12,12 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import EchoModel, HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import cli, draws, sampling
-from specdec_jax.drafters.ngrams import NGramTable
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.commands import main
+from specdec_jax.decoding.request import prepare
+from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.speculative import draws
+from specdec_jax.speculative import laws as speculative_laws
+from specdec_jax.speculative.sampling import SamplingConfig
 
 V, B, GAMMA, LIMIT, EOS = 16, 12, 4, 12, 1
 TARGET = HashModel(V, 0)
@@ -135,7 +137,7 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name, verifier):
         offsets = np.broadcast_to(np.arange(3), (B, 3))
         if verifier == "gumbel":
             noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, V)
-            return sampling.argmax(jax.numpy.log(probs) + noise)
+            return speculative_laws.argmax(jax.numpy.log(probs) + noise)
         words = draws.words(keys, lengths, offsets, draws.DRAFT)
         return draws.draw(probs.reshape(-1, V), words.reshape(-1, 2)).reshape(B, 3)
 
@@ -374,7 +376,7 @@ def specdec(capsys, folder):
 
     def run(command, *argv):
         where = [f"--target={folder / 'target'}", "--compilation_cache_dir="]
-        code = cli.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
+        code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
         return code, *capsys.readouterr()
 
     return run

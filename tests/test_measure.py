@@ -14,12 +14,18 @@ import toy
 import toy_processors
 from toy_models import HashModel, HashNetwork
 
-from specdec_jax import acceptance, analysis, figures, measure, measuring, passes, plots, results, speculative
-from specdec_jax.drafters.lookup import RandomDrafter
+from specdec_jax.analysis import acceptance, arms, expectations, formulas, timing
+from specdec_jax.analysis.report import page, plots, summaries
+from specdec_jax.analysis.report import rows as report_rows
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.commands import measure
+from specdec_jax.decoding import costs
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.results import NotNumbers
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import NotNumbers, generate
-from specdec_jax.measure import Spread
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.speculative import iteration
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pair, cache, specdec = test_cli.pair, test_cli.cache, test_cli.specdec
 pytestmark = pytest.mark.usefixtures("quick")
@@ -85,12 +91,12 @@ def test_survival_along_the_targets_outputs_is_that_over_drafts(name, verifier, 
 
 
 def options(**values):
-    return measuring.MeasureOptions(target="target", drafter="drafter", **{"max_new_tokens": 12, **values})
+    return measure.MeasureOptions(target="target", drafter="drafter", **{"max_new_tokens": 12, **values})
 
 
 def batches_of(rows: int, size: int):
     inputs, _, _ = outputs(rows, 1)
-    return passes.cut(inputs, inputs, size, 0)
+    return arms.cut(inputs, inputs, size, 0)
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +148,14 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     """Means over 512 rows each, of other samples: five standard errors apart at most."""
     how = options(temperature=1.0, verifier=verifier, seed=3)
     inputs = [[2 + i % 8, 3] for i in range(512)]
-    batch = passes.cut(inputs, inputs, 512, 0)[0]
+    batch = arms.cut(inputs, inputs, 512, 0)[0]
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     plain = generate(TARGET, batch.ids, key=batch.keys, **how.decoding(plain=True))
     agreed = acceptance.agreement(TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling())
     expected = []
     for row, length in enumerate(plain.lengths):
         stands = acceptance.along(agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier])
-        expected.append(analysis.calls_along(stands, 3, plain.finish_reasons[row] == "eos"))
+        expected.append(formulas.calls_along(stands, 3, plain.finish_reasons[row] == "eos"))
     result = generate(TARGET, batch.ids, drafter=drafter, gamma=3, key=jax.random.key(9), **how.decoding())
     made = [row.target_calls for row in result.stats.per_row]
     expected = [calls for calls, _ in expected]
@@ -170,8 +176,8 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
     """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
     how, drafter = options(seed=1, **SAMPLED[name]), ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
-    batches = passes.cut(inputs, inputs, 128, 0)
-    found = acceptance.compared(TARGET, drafter, batches, 3, how)
+    batches = arms.cut(inputs, inputs, 128, 0)
+    found = acceptance.compare(TARGET, drafter, batches, 3, how)
     result = [
         generate(
             TARGET, batch.inputs, drafter=drafter, gamma=3, key=batch.keys, **how.decoding() | {"verifier": "token"}
@@ -190,28 +196,28 @@ def test_counting_and_overlap_agree_whatever_verifies_the_rest():
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(5, 4)
     assert any(not ids for ids in batches[-1].ids)
     ways = [options(temperature=1.0), options(temperature=1.0, verifier="lenient", lenience=0.1)]
-    first, second = (acceptance.compared(TARGET, drafter, batches, 3, how) for how in ways)
+    first, second = (acceptance.compare(TARGET, drafter, batches, 3, how) for how in ways)
     assert first == second and first.positions > 0
 
 
 def test_nothing_drafted_is_nothing_to_compare():
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
-    assert acceptance.compared(TARGET, drafter, batches_of(2, 2), 3, options(max_new_tokens=1)) is None
+    assert acceptance.compare(TARGET, drafter, batches_of(2, 2), 3, options(max_new_tokens=1)) is None
 
 
 def test_counting_and_overlap_are_one_with_argmax():
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(9, 4)
-    found = acceptance.compared(TARGET, drafter, batches, 3, options())
+    found = acceptance.compare(TARGET, drafter, batches, 3, options())
     assert found.counted == found.overlap and found.difference == 0 and 0 < found.counted < 1
 
 
 def test_another_drafters_law_does_not_agree(monkeypatch):
     """The comparison is sharp: it tells a drafter from a worse one, and positions from their neighbours."""
     drafter, inputs = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), [[2 + i % 8, 3] for i in range(256)]
-    batches, agreement = passes.cut(inputs, inputs, 256, 0), acceptance.agreement
+    batches, agreement = arms.cut(inputs, inputs, 256, 0), acceptance.agreement
     other = HashModel(V, 1, likeness=0.5, spread=6.0)
     monkeypatch.setattr(acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest))
-    found = acceptance.compared(TARGET, drafter, batches, 3, options(temperature=0.5, seed=1))
+    found = acceptance.compare(TARGET, drafter, batches, 3, options(temperature=0.5, seed=1))
     assert abs(found.difference) > 3 * found.standard_error
 
     def shifted(*args):
@@ -219,14 +225,14 @@ def test_another_drafters_law_does_not_agree(monkeypatch):
         return agreed._replace(overlap=np.roll(agreed.overlap, 1, axis=1))
 
     monkeypatch.setattr(acceptance, "agreement", shifted)
-    found = acceptance.compared(TARGET, drafter, batches_of(9, 4), 3, options())
+    found = acceptance.compare(TARGET, drafter, batches_of(9, 4), 3, options())
     assert found.difference != 0
 
 
 def test_damaged_models_are_named_with_the_number_of_the_input():
     """Batches are sorted by length: the number is the one that the input had before."""
     inputs = [[3, 4, 5, 6, 1], [7, 1], [3, 2, 2, 1]]
-    batches = passes.cut(inputs, inputs, 2, 0)
+    batches = arms.cut(inputs, inputs, 2, 0)
     sound = HashModel(V, 1, spread=6.0)
 
     @flax.struct.dataclass
@@ -242,34 +248,37 @@ def test_damaged_models_are_named_with_the_number_of_the_input():
         if int(TARGET.network.prefill(np.array([ids]), np.array([len(ids)]), 9).inputs[0]) % 2
     ]  # fmt: skip
     assert 0 < len(odd) < 3
-    arm = passes.Arm(0, lambda batch: generate(broken, batch.ids, max_new_tokens=3))
+    arm = arms.Arm(0, lambda batch: generate(broken, batch.ids, max_new_tokens=3))
     with pytest.raises(NotNumbers, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"):
-        passes.one_pass({"plain": arm}, batches, 0, "pass")
+        arms.one_pass({"plain": arm}, batches, 0, "pass")
     nothing = HashModel(V, 1)
     nothing.logits = lambda *arguments, **options: np.full((*np.shape(arguments[1]), V), np.nan, np.float32)
     with pytest.raises(NotNumbers, match="input [012]: got logits from the drafter hash .* at new token 0"):
-        acceptance.scored(sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0))
+        acceptance.score(sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0))
 
 
 def test_what_cannot_be_scored_is_counted():
     """No model; and a verifier whose outputs are not the target's."""
     batches, model = batches_of(2, 2), ModelDrafter(DRAFT)
-    random = acceptance.of(TARGET, RandomDrafter(V), batches, ("block",), 2, options())
+    random = acceptance.measure_acceptance(TARGET, RandomDrafter(V), batches, ("block",), 2, options())
     assert random.how == "counted" and 0 <= random.alpha < 1 and set(random.survival) == {"block"}
     lossy = options(verifier="lenient", lenience=1e-9)
-    assert acceptance.of(TARGET, model, batches, ("lenient",), 2, lossy).how == "counted"
-    assert acceptance.of(TARGET, model, batches, ("gumbel",), 2, options(verifier="gumbel")).how == "scored"
+    assert acceptance.measure_acceptance(TARGET, model, batches, ("lenient",), 2, lossy).how == "counted"
+    assert (
+        acceptance.measure_acceptance(TARGET, model, batches, ("gumbel",), 2, options(verifier="gumbel")).how
+        == "scored"
+    )
 
 
 def test_iterations_are_the_engines():
     """Each from the same lengths, with what the one before left."""
     drafter = ModelDrafter(DRAFT)
-    state, request = measure.iteration_state(TARGET, drafter, 2, 5, 2, max_new_tokens=8, key=jax.random.key(1))
+    state, request = timing.iteration_state(TARGET, drafter, 2, 5, 2, max_new_tokens=8, key=jax.random.key(1))
     assert state.lengths.tolist() == [3, 3] and not state.done.any()
-    expected, step = state, jax.jit(speculative.iterate)
+    expected, step = state, jax.jit(iteration.iterate)
     for _ in range(3):
         expected = step(request.network, request.drafter, expected).replace(lengths=state.lengths, done=state.done)
-    found = measure.iterated_steps(request.network, request.drafter, state, np.int32(3))
+    found = costs.iterated_steps(request.network, request.drafter, state, np.int32(3))
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         if not jax.numpy.issubdtype(ours.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(ours, theirs)
@@ -281,13 +290,13 @@ ACCEPTED = acceptance.Acceptance("scored", 0.8, 0.01, 100, {"block": [(0.8, 0.1)
 
 
 def test_the_table_is_the_formulas():
-    found = measuring.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
+    found = expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
     for row, v, stand in zip(found["table"], (1.2, 1.4, 1.6), (1.8, 2.5, 2.8), strict=True):
         gamma = row["gamma"]
         assert row["verify_cost"] == pytest.approx(v) and row["timed"] == (gamma != 2)
-        assert row["tokens"] == analysis.expected_tokens(0.8, gamma)
-        assert row["theorem_3_8"] == analysis.improvement(0.8, gamma, 0.1)
-        assert row["with_verify_cost"] == pytest.approx(analysis.improvement(0.8, gamma, 0.1, v))
+        assert row["tokens"] == formulas.expected_tokens(0.8, gamma)
+        assert row["theorem_3_8"] == formulas.improvement(0.8, gamma, 0.1)
+        assert row["with_verify_cost"] == pytest.approx(formulas.improvement(0.8, gamma, 0.1, v))
         assert row["by_position"]["block"]["tokens"] == pytest.approx(stand)
         assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(stand / (0.1 * gamma + v))
     assert found["best_gamma"] == {"theorem_3_8": 3, "with_verify_cost": 3, "by_position": {"block": 2}}
@@ -296,10 +305,10 @@ def test_the_table_is_the_formulas():
 def test_cost_of_a_draft_step():
     spread = lambda seconds: Spread(seconds, seconds, seconds)
     times = {"target step": spread(2.0), "call 4": spread(3.0), "iteration 4": spread(3.4)}
-    assert measuring.draft_cost(4, times) == pytest.approx(0.4 / 4 / 2)
-    assert measuring.draft_cost(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"
+    assert expectations.draft_cost(4, times) == pytest.approx(0.4 / 4 / 2)
+    assert expectations.draft_cost(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"
     times |= {"draft step": spread(0.1), "verify 4": spread(3.0), "draft 4 and verify": spread(3.8)}
-    assert measuring.draft_cost(4, times) == pytest.approx(0.8 / 4 / 2)
+    assert expectations.draft_cost(4, times) == pytest.approx(0.8 / 4 / 2)
 
 
 FLAGS = ["--target=TARGET", "--dtype=float32", "--max_new_tokens=6", "--gamma_max=2", "--limit=2", "--repeats=1"]
@@ -317,8 +326,8 @@ def test_command(specdec, sentences, tmp_path, drafter):
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert [row.gamma for row in results.rows(record)] == [row["gamma"] for row in record["table"]]
-    assert out == measuring.summary(record) + "\n"
+    assert [row.gamma for row in report_rows.rows(record)] == [row["gamma"] for row in record["table"]]
+    assert out == summaries.measure_summary(record) + "\n"
     assert record["sentences"] == 2 and [row["gamma"] for row in record["table"]] == [1, 2]
     assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
     assert record["acceptance"]["how"] == ("scored" if drafter == "DRAFTER" else "counted")
@@ -331,9 +340,9 @@ def test_command_compares(specdec, sentences, tmp_path):
     code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", "--compare_alpha", "--temperature=1", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    line = measuring.same_positions(record["same_positions"])
-    assert record["same_positions"]["positions"] > 0 and line in out and out == measuring.summary(record) + "\n"
-    assert f"<p>{line}.</p>" in figures.report([(tmp_path / "record.json", record)])
+    line = summaries.same_positions(record["same_positions"])
+    assert record["same_positions"]["positions"] > 0 and line in out and out == summaries.measure_summary(record) + "\n"
+    assert f"<p>{line}.</p>" in page.report([(tmp_path / "record.json", record)])
     code, out, err = specdec("measure", *FLAGS, "--drafter=lookup", "--compare_alpha", *files)
     assert code == 2 and not out and "compare_alpha: got it with drafter='lookup', shortlist=None" in err
 
@@ -343,7 +352,7 @@ def test_figure_shows_what_the_record_says(monkeypatch):
     record = {
         "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},
         "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6}, "acceptance": ACCEPTED.record(),
-        **measuring.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
+        **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
     }  # fmt: skip
     drawn, saved = [], []
 
@@ -383,7 +392,7 @@ def test_figure_is_a_picture(tmp_path):
     record = {
         "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},
         "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "4": 1.6}, "acceptance": ACCEPTED.record(),
-        **measuring.expectations(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
+        **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
     }  # fmt: skip
     plots.improvement(record).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -10,14 +10,16 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from make_checkpoints import TINY, random_params, to_tensors, write_hf
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import checkpoints, cli, sharding
-from specdec_jax.formats import leaves
+from specdec_jax.checkpoints import loader, weights
+from specdec_jax.commands import main
+from specdec_jax.models import parameters, sharding
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.sharding import AXES, RULES, Mesh, ShardingRules
+from specdec_jax.models.sharding import AXES, RULES, ShardingRules
 
 HERE = pathlib.Path(__file__).parent
 WIDTH, INNER, HIDDEN, V, H = 16, 16, 32, 64, 4
@@ -166,8 +168,8 @@ def test_parameters_follow_the_rules_of_their_logical_axes():
     assert of("token_embedder/embedding", 64, 16) == ("model", None)
     assert of("token_embedder/embedding", 50257, 16) == (None, None), "whole where it is no whole number of parts"
     assert set(rules(4, replicate=True).of_parameter("mlp/wo/kernel", (32, 16)).spec) == {None}
-    names = [name for name in leaves.parameter_shapes(GPTConfig(64, 16, 4, 1, 32, logits_via_embedding=False))]
-    names += leaves.parameter_shapes(TINY)
+    names = [name for name in parameters.parameter_shapes(GPTConfig(64, 16, 4, 1, 32, logits_via_embedding=False))]
+    names += parameters.parameter_shapes(TINY)
     unknown = {name.split("/")[-1] for name in names if not sharding._PARAMETERS.get("/".join(name.split("/")[-2:]))}
     assert unknown == {"scale", "bias"}
 
@@ -192,20 +194,20 @@ def test_a_mesh_of_jax_and_one_with_other_axes():
 def test_parts_of_stored_parameters(tmp_path, turned):
     """What TensorStore reads in parts, safetensors whole, is the same part."""
     params = random_params(TINY)
-    sd.save(sd.LanguageModel(TINY, leaves.unflatten(dict(params))), tmp_path / "own")
+    sd.save(sd.LanguageModel(TINY, parameters.unflatten(dict(params))), tmp_path / "own")
     write_hf(tmp_path / "hf", to_tensors(params))
     name, box = "decoder/layers_0/mlp/wo/kernel", (slice(6, 12), slice(0, 16))
     for folder in ("own", "hf"):
-        leaf = checkpoints._open(tmp_path / folder, None).leaves[name]
+        leaf = loader.open_checkpoint(tmp_path / folder, None).leaves[name]
         assert (leaf.read_part is None) == (folder == "hf")
         leaf, expected, part = (leaf.transposed(), params[name].T, box[::-1]) if turned else (leaf, params[name], box)
         np.testing.assert_array_equal(leaf.load_part("float32", part), expected[part])
 
 
 def test_memory_is_asked_for_by_device(monkeypatch):
-    whole = checkpoints.required_bytes(TINY, "float32")
+    whole = weights.required_bytes(TINY, "float32")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    part = checkpoints.required_bytes(TINY, "float32", rules(2))
+    part = weights.required_bytes(TINY, "float32", rules(2))
     assert whole / 2 < part < whole * 0.75
 
 
@@ -220,12 +222,12 @@ def test_memory_is_asked_for_by_device(monkeypatch):
 )
 @pytest.mark.parametrize("command", ["generate", "benchmark"])
 def test_the_command_line_refuses(command, flags, message, capsys):
-    assert cli.main([command, "--target=ende/target", *flags]) == 2
+    assert main.main([command, "--target=ende/target", *flags]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["measure", "tune"])
 def test_what_measures_one_device_takes_no_mesh(command, capsys):
-    assert cli.main([command, "--target=ende/target", "--drafter=ende/drafter", "--mesh=1x1"]) == 2
+    assert main.main([command, "--target=ende/target", "--drafter=ende/drafter", "--mesh=1x1"]) == 2
     assert "mesh: got '1x1', expected none: what is measured here is one device" in capsys.readouterr().err

@@ -18,7 +18,8 @@ import tomllib
 import pytest
 from devices import names
 
-from specdec_jax import records, user_cache
+from specdec_jax.analysis import machine as analysis_machine
+from specdec_jax.files import user_cache
 from specdec_jax.models import native, probe
 
 REAL = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
@@ -146,14 +147,14 @@ def test_threads_share_one(tmp_path, compiler, settings):
 @needs_compiler
 def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     compiler(WORKS)
-    machine = records.machine()
+    machine = analysis_machine.machine()
     assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(tmp_path) not in repr(machine)
-    assert records.hardware(machine).endswith(", kernel: built with fake 1.2 for znver9 (avx2)")
+    assert analysis_machine.hardware(machine).endswith(", kernel: built with fake 1.2 for znver9 (avx2)")
     monkeypatch.setenv(native.SETTING, "off")
     again()
-    assert records.machine()["kernel"] == "none"
+    assert analysis_machine.machine()["kernel"] == "none"
     del machine["kernel"]  # an older record
-    assert records.hardware(machine).endswith(machine["device"])
+    assert analysis_machine.hardware(machine).endswith(machine["device"])
 
 
 def test_the_source_is_installed():

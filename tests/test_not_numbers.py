@@ -6,16 +6,21 @@ import numpy as np
 import pytest
 from toy_models import HashModel, HashNetwork, Words, tiny_t5
 
-from specdec_jax import cli
-from specdec_jax.checkpoints import save
+from specdec_jax.checkpoints.converter import save
+from specdec_jax.commands import main
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.jobs import decode_all, decode_stream
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.decoding.stream import stream
+from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
-from specdec_jax.drafters.lookup import PromptLookupDrafter, RandomDrafter
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import NotNumbers, advance, generate, stream, trace
-from specdec_jax.jobs import decode_all, decode_stream
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -183,7 +188,7 @@ def test_damaged_weights():
 
 
 def test_on_the_command_line(tmp_path, capsys):
-    from specdec_jax.vocabularies import ByteVocabulary
+    from specdec_jax.models.vocabularies import ByteVocabulary
 
     sound = tiny_t5(0, 300)
     model = damaged(LanguageModel(sound.config, sound.params, ByteVocabulary(0)))
@@ -191,7 +196,7 @@ def test_on_the_command_line(tmp_path, capsys):
     out = tmp_path / "out.txt"
     flags = f"--target={tmp_path / 'model'}", "--max_new_tokens=4", "--compilation_cache_dir="
     for more in ([], [f"--output_file={out}"], ["--stream"]):
-        assert cli.main(["generate", *flags, *more, "one", "two"]) == 2
+        assert main.main(["generate", *flags, *more, "one", "two"]) == 2
         captured = capsys.readouterr()
         (line,) = [line for line in captured.err.splitlines() if line.startswith("specdec: error")]
         assert "input 0: got logits from the target" in line and "at new token 0" in line

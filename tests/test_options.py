@@ -30,12 +30,15 @@ from toy_options import (
     slow_greedy,
 )  # fmt: skip
 
-from specdec_jax.compatibility import UnsupportedCombination
+from specdec_jax.commands.generate import GenerateOptions
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.loop import _decode, advance
+from specdec_jax.decoding.request import plan, prefill
+from specdec_jax.decoding.stream import stream
+from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import _decode, advance, generate, stream, trace
-from specdec_jax.inference import GenerateOptions
-from specdec_jax.request import plan, prefill
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from toy_models import noisy_copy, tiny_t5
 
-from specdec_jax import measure
+from specdec_jax.analysis import near_ties
+from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import generate
-from specdec_jax.models import native, packing, panels
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models import layouts, native, panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.panels import Panels
 
@@ -43,10 +43,10 @@ def without_kernels(make, monkeypatch):
 @pytest.mark.parametrize("outputs", [1, 16, 64, 192, 65])
 def test_products_are_those_of_the_kernel(outputs):
     kernel = RNG.normal(size=(64, outputs)).astype("f")
-    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, panels=True)
+    packed = layouts.pack({"decoder": {"out": {"kernel": kernel}}}, panels=True)
     stored = packed["decoder"]["out"]["kernel"]
-    assert isinstance(stored, Panels) and packing.shape_of(stored) == kernel.shape
-    np.testing.assert_array_equal(packing.unpack(packed)["decoder"]["out"]["kernel"], kernel)
+    assert isinstance(stored, Panels) and layouts.shape_of(stored) == kernel.shape
+    np.testing.assert_array_equal(layouts.unpack(packed)["decoder"]["out"]["kernel"], kernel)
     for shape in ((1, 64), (5, 64), (2, 3, 64)):
         x = RNG.normal(size=shape).astype("f")
         np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel, atol=1e-4)
@@ -54,21 +54,21 @@ def test_products_are_those_of_the_kernel(outputs):
 
 def test_kernels_in_8_bits_are_stored_as_they_are():
     kernel = Int8Kernel.of(RNG.normal(size=(64, 65)).astype("f"))
-    packed = packing.pack({"decoder": {"out": {"kernel": kernel}}}, panels=True)
+    packed = layouts.pack({"decoder": {"out": {"kernel": kernel}}}, panels=True)
     stored, x = packed["decoder"]["out"]["kernel"], RNG.normal(size=(3, 64)).astype("f")
     assert stored.values.dtype == np.int8
     np.testing.assert_array_equal(stored.matrix(), kernel.matrix())
     # Inputs are rounded to 16 bits.
     np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel.matrix(), atol=2e-3)
-    joint = packing.pack({"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, panels=True)
-    assert packing.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
+    joint = layouts.pack({"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, panels=True)
+    assert layouts.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
 
 
 def test_every_kernel_of_a_float32_model_is_in_panels():
     for made, fused in ((model(), True), (model(logits_via_embedding=True), True), (tiny_gpt(), False)):
         network = made.network
-        kernels = jax.tree.leaves(network.params, is_leaf=packing.is_kernel)
-        kernels = [leaf for leaf in kernels if packing.is_kernel(leaf)]
+        kernels = jax.tree.leaves(network.params, is_leaf=layouts.is_kernel)
+        kernels = [leaf for leaf in kernels if layouts.is_kernel(leaf)]
         assert network.module.native and len(kernels) >= 6
         assert all(leaf.ndim != 2 for leaf in jax.tree.leaves(kernels) if leaf.dtype == np.float32)
         assert getattr(network.module, "fused", False) == fused
@@ -101,8 +101,8 @@ def test_output_does_not_depend_on_the_layout(make, monkeypatch):
 def test_calls_over_several_positions_compute_the_same_bits(make):
     """Of the logits, whatever the number of positions in a call, and of rows."""
     target = make()
-    assert measure.difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=4).noise == 0
-    assert measure.difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=9, batch=3).noise == 0
+    assert near_ties.measure_difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=4).noise == 0
+    assert near_ties.measure_difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=9, batch=3).noise == 0
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -118,12 +118,12 @@ def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
         heads = [
             found.network.shortlisted(ids).params["decoder"]["logits_dense"]["kernel"] for found in (target, other)
         ]
-        np.testing.assert_array_equal(*map(packing.matrix, heads))
+        np.testing.assert_array_equal(*map(layouts.matrix, heads))
 
 
 def test_8_bits_are_the_same_in_both_layouts(monkeypatch):
     target, other = model(), without_kernels(model, monkeypatch)
     kernels = [
-        list(map(packing.matrix, packing.step_kernels(found.network.in_int8().params))) for found in (target, other)
+        list(map(layouts.matrix, layouts.step_kernels(found.network.in_int8().params))) for found in (target, other)
     ]
     jax.tree.map(np.testing.assert_array_equal, *kernels)

@@ -11,9 +11,9 @@ from test_heads import random_heads
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.generate import advance
+from specdec_jax.decoding.loop import advance
 from specdec_jax.models import panels
-from specdec_jax.models.base import Network
+from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")
 V, GAMMA = 24, 2

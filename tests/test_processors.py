@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import toy_processors
 
-from specdec_jax import processors, sampling
-from specdec_jax.processors import Context
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative import laws, processors
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -21,12 +21,12 @@ RNG = np.random.default_rng
 
 @functools.partial(jax.jit, static_argnames="mode")
 def process(logits, context, rows, mode):
-    return sampling.process(logits, context, rows, mode)
+    return laws.process(logits, context, rows, mode)
 
 
 @functools.partial(jax.jit, static_argnames="mode")
 def law_of(logits, context, rows, mode):
-    return sampling.standardize(logits, context, rows, mode).probs()
+    return laws.standardize(logits, context, rows, mode).probs()
 
 
 def some_case(seed: int):

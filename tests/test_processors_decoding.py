@@ -34,13 +34,14 @@ from toy_options import (
     slow_greedy,
 )  # fmt: skip
 
-import specdec_jax.drafters.drawing
-import specdec_jax.speculative
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import finish
+from specdec_jax.drafters import drafting
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import finish, generate
-from specdec_jax.processors import Context
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative import iteration
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -88,7 +89,7 @@ class Unverified(Context):
         return jnp.broadcast_to(self.lengths[:, None] + positions - 1, (len(self.lengths), positions))
 
 
-CONTEXT = specdec_jax.speculative.context
+CONTEXT = iteration.context
 MUTANTS = {
     "none": CONTEXT,
     "carried": carried,
@@ -99,12 +100,12 @@ MUTANTS = {
 
 def decode_with(mutant, monkeypatch, target, inputs, drafter, **options):
     """`generate` with another `context`, compiled anew."""
-    for module in (specdec_jax.speculative, specdec_jax.drafters.drawing):
+    for module in (iteration, drafting):
         monkeypatch.setattr(module, "context", mutant)
 
     @jax.jit
     def loop(network, drafter, state):
-        body = lambda state: specdec_jax.speculative.iterate(network, drafter, state)
+        body = lambda state: iteration.iterate(network, drafter, state)
         return jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
 
     state, request = prepare(target, inputs, drafter=drafter, **options)

@@ -17,14 +17,16 @@ from make_checkpoints import TINY, TINY_1_0
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, checkpoints
-from specdec_jax.formats import eight_bits, own, tensorstore_arrays
-from specdec_jax.formats.leaves import flatten
-from specdec_jax.models import native, packing, panels
-from specdec_jax.models.base import PRESETS
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.checkpoints import int8, loader, own, tensorstore_arrays
+from specdec_jax.checkpoints import weights as checkpoints_weights
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands.sentences import built_in
+from specdec_jax.models import layouts, native, panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.sentences import built_in
+from specdec_jax.models.network import PRESETS
+from specdec_jax.models.parameters import flatten
 
 cache, pair, specdec = test_cli.cache, test_cli.pair, test_cli.specdec
 pytestmark = [
@@ -39,7 +41,7 @@ EMBEDDING = "token_embedder/embedding"
 
 def stored_in(model) -> dict:
     """What a model holds by its parameters' names: arrays and `Int8Kernel`s."""
-    return {"/".join(path): value for path, value in packing.stored_parameters(model.network.params)}
+    return {"/".join(path): value for path, value in layouts.stored_parameters(model.network.params)}
 
 
 def assert_kernel(found, values, scales):
@@ -67,7 +69,7 @@ def bundled(quantize=None):
 def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     model, widened = bundled(), bundled("none")
     assert model.quantized and not widened.quantized
-    leaves = own.open_folder(checkpoints.resolve("ende/target")).leaves
+    leaves = own.open_folder(loader.resolve("ende/target")).leaves
     kernels = {name: value for name, value in stored_in(model).items() if name.endswith("/kernel")}
     assert len(kernels) == 2 * 7 + 4 * 11 + 1
     for name, kernel in kernels.items():
@@ -132,7 +134,7 @@ def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_pa
 
 
 def _divided(name, array):
-    return {key.removeprefix(name): part for key, part in eight_bits.divided(name, array).items()}
+    return {key.removeprefix(name): part for key, part in int8.divided(name, array).items()}
 
 
 @pytest.mark.parametrize("encoder", [True, False])
@@ -276,7 +278,7 @@ def test_other_formats_get_the_widened_numbers(tmp_path):
 
 
 def test_what_cannot_be_had_is_refused_before_anything_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "read_params", lambda *args: pytest.fail("read"))
+    monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     folder = save_tiny(tmp_path / "model")
     with pytest.raises(ValueError, match="quantize: got 'int4', expected one of int8, none"):
         sd.load(folder, "float32", quantize="int4")
@@ -293,7 +295,7 @@ def test_what_cannot_be_had_is_refused_before_anything_is_read(tmp_path, monkeyp
     with pytest.raises(
         ValueError, match="params: got kernels in 8 bits, expected 8 bits only for float32.*no compiler"
     ):
-        sd.LanguageModel(TINY, packing.rounded(make.model_of().params))
+        sd.LanguageModel(TINY, layouts.round_params(make.model_of().params))
 
 
 def test_memory_estimates():
@@ -302,10 +304,10 @@ def test_memory_estimates():
         model = dataclasses.replace(config, num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000)
         random = sd.LanguageModel.random(model, quantize="int8")
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(random.network.params))
-        required = checkpoints.required_bytes(model, "float32", None, "rounded")
+        required = checkpoints_weights.required_bytes(model, "float32", None, "rounded")
         assert required == pytest.approx(weights + 2 * 4 * 2000 * 1024, rel=0.01)
-        full = checkpoints.required_bytes(config, "float32")
-        assert checkpoints.required_bytes(config, "float32", None, "stored") < 0.5 * full
+        full = checkpoints_weights.required_bytes(config, "float32")
+        assert checkpoints_weights.required_bytes(config, "float32", None, "stored") < 0.5 * full
 
 
 MEASURE = """
@@ -376,7 +378,7 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
     (tmp_path / "in.txt").write_text("\n".join(test_cli.SENTENCES))
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     with monkeypatch.context() as patch:
-        patch.setattr("specdec_jax.journal.Journal.finish", lambda self: None)  # as after a kill
+        patch.setattr("specdec_jax.commands.journal.Journal.finish", lambda self: None)  # as after a kill
         assert specdec("generate", "--target=TARGET", "--max_new_tokens=3", *place)[0] == 0
     code, _, err = specdec("generate", "--target=TARGET", "--max_new_tokens=3", "--quantize=int8", *place)
     assert code == 2 and "got results with target in 8 bits False, expected True" in err
@@ -384,12 +386,12 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
 
 def test_a_preset_in_8_bits(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", tiny_t5(0).config)
-    options = benchmark.BenchmarkOptions(
+    options = benchmark_command.BenchmarkOptions(
         preset="tiny", drafter_preset="tiny", gamma=(2,), max_new_tokens=4, repeats=1, input_length=5, quantize="int8"
     )
     options.check()
-    target, drafter, batches = benchmark.load(options)
-    record, problems = benchmark.benchmark(target, drafter, batches, options)
+    target, drafter, batches = benchmark_command.load(options)
+    record, problems = analysis_benchmark.benchmark(target, drafter, batches, options)
     assert not problems and record["options"]["quantize"] == "int8"
     kinds = record["target"]["parameter_dtype"], record["drafter"]["parameter_dtype"]
     assert kinds == ("float32, int8", "float32")
@@ -407,4 +409,4 @@ def test_a_preset_in_8_bits(monkeypatch):
 def test_options_are_refused_before_a_model_is_loaded(given, said):
     for options in (dict(target="absent"), dict(preset="t5_1_1/small")):
         with pytest.raises(ValueError, match=said):
-            benchmark.BenchmarkOptions(**options, **given).check()
+            benchmark_command.BenchmarkOptions(**options, **given).check()

@@ -51,6 +51,6 @@ def test_links_inside_lead_somewhere():
 
 
 def test_commands_exist():
-    from specdec_jax.cli import COMMANDS
+    from specdec_jax.commands.main import COMMANDS
 
     assert set(re.findall(r"^specdec (\w+)", TEXT, re.MULTILINE)) == set(COMMANDS)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import toy
 
-from specdec_jax import draws, sampling
-from specdec_jax.sampling import SamplingConfig, SamplingMode
+from specdec_jax.speculative import draws, laws
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 
 LAST = np.float32(1 - 2**-24)  # the largest float32 below 1
 draw = jax.jit(draws.draw)
@@ -19,7 +19,7 @@ draw = jax.jit(draws.draw)
 
 @functools.partial(jax.jit, static_argnames="mode")
 def standardized(logits, rows, mode):
-    law = sampling.standardize(logits, None, rows, mode)
+    law = laws.standardize(logits, None, rows, mode)
     return law.probs(), law.row(jnp.zeros(logits.shape[0], jnp.int32)), law.prob(jnp.zeros(logits.shape[:2], jnp.int32))
 
 
@@ -111,12 +111,12 @@ def test_law_gives_the_same_numbers_three_ways():
 
 def test_argmax_takes_the_first_of_equals():
     logits = np.array([[0.0, 2, 2], [-np.inf, -np.inf, -1], [-0.0, 0.0, -1], [5, 1, 5]], np.float32)
-    np.testing.assert_array_equal(sampling.argmax(logits), [1, 2, 0, 0])
+    np.testing.assert_array_equal(laws.argmax(logits), [1, 2, 0, 0])
 
 
 def test_argmax_of_what_is_no_number():
     logits = np.array([[0, np.nan, 2], [np.nan] * 3, [np.inf, np.nan, 0], [0, np.inf, 1]], np.float32)
-    np.testing.assert_array_equal(sampling.argmax(logits), [-1, -1, -1, 1])
+    np.testing.assert_array_equal(laws.argmax(logits), [-1, -1, -1, 1])
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1))

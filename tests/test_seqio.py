@@ -20,11 +20,13 @@ import test_cli
 from toy_models import compilations
 
 import specdec_jax as sd
-import specdec_jax.interop
-from specdec_jax import cli, inference, jobs, journal
-from specdec_jax.data import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax import interop
+from specdec_jax.commands import generate as generate_command
+from specdec_jax.commands import journal, main
+from specdec_jax.decoding import jobs
 from specdec_jax.interop import vocabularies
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
 
 INSTALLED = importlib.util.find_spec("seqio") is not None
 if INSTALLED:
@@ -33,7 +35,7 @@ if INSTALLED:
         import seqio
         import tensorflow as tf
 
-        from specdec_jax.interop import seqio as interop
+        from specdec_jax.interop import seqio_jobs as interop
         from specdec_jax.interop import tasks
 
 
@@ -462,20 +464,20 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize("argv, message", COMBINATIONS, ids=[message for _, message in COMBINATIONS])
 def test_options_that_make_no_sense_together(argv, message, capsys):
-    assert cli.main(["generate", "--target=ende/target", *argv]) == 2
+    assert main.main(["generate", "--target=ende/target", *argv]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"specdec: error: {message}") and err.count("\n") == 1
 
 
 def test_without_seqio_the_extra_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "seqio", None)
-    for name in ("seqio", "tasks"):
+    for name in ("seqio_jobs", "tasks"):
         monkeypatch.delitem(sys.modules, f"specdec_jax.interop.{name}", raising=False)
-        monkeypatch.delattr(specdec_jax.interop, name, raising=False)
-    assert cli.main(["generate", "--target=ende/target", "--task=a"]) == 2
+        monkeypatch.delattr(interop, name, raising=False)
+    assert main.main(["generate", "--target=ende/target", "--task=a"]) == 2
     err = capsys.readouterr().err
     assert "task: got 'a' without seqio (" in err and "expected the extra: pip install '.[seqio]'" in err
-    assert cli.main(["generate", "--target=ende/target", f"--gin_file={CONFIGS / 'cnn_dailymail.gin'}"]) == 2
+    assert main.main(["generate", "--target=ende/target", f"--gin_file={CONFIGS / 'cnn_dailymail.gin'}"]) == 2
     assert "seqio: not installed (" in capsys.readouterr().err
 
 
@@ -509,12 +511,12 @@ def test_vocabularies_are_compared_piece_by_piece():
 def test_split_and_module_do_not_decide_alone(pair):
     """A journal of another split is refused; where a module lies makes no difference."""
     target = sd.load(pair / "target", dtype="float32")
-    settings = lambda **options: inference._deciding(
-        inference.GenerateOptions(task="a", **options), target, None, ["x"]
+    settings = lambda **options: generate_command._deciding(
+        generate_command.GenerateOptions(task="a", **options), target, None, ["x"]
     )
     assert settings() == settings(module_import=("b",), tfds_data_dir="c") != settings(split="train")
     without = sd.LanguageModel(target.config, target.params)
-    assert inference._deciding(inference.GenerateOptions(task="a"), without, None, ["x"]) != settings()
+    assert generate_command._deciding(generate_command.GenerateOptions(task="a"), without, None, ["x"]) != settings()
 
 
 @needs_seqio

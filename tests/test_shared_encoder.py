@@ -10,12 +10,15 @@ from toy_models import compilations, noisy_copy, tiny_t5
 from toy_training import TINY, config_of
 
 import specdec_jax as sd
-from specdec_jax import acceptance, checkpoints, distill, train
-from specdec_jax.formats.leaves import flatten, parameter_count
-from specdec_jax.interop.decoding import Decoder
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.analysis import acceptance
+from specdec_jax.checkpoints import converter, loader
+from specdec_jax.commands import distill
+from specdec_jax.decoding.traced import Decoder
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.parameters import flatten, parameter_count
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.training import run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, B, GAMMA, EOS = 24, 4, 3, 1
@@ -99,8 +102,8 @@ def test_what_does_not_fit_is_refused():
 def test_is_stored_and_loaded(tmp_path):
     model = decoder_of(0.0)
     assert parameter_count(model.config) == sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    checkpoints.save(model, tmp_path / "decoder")
-    loaded = checkpoints.load(tmp_path / "decoder", "float32")
+    converter.save(model, tmp_path / "decoder")
+    loaded = loader.load(tmp_path / "decoder", "float32")
     assert loaded.config == model.config
     for name, leaf in flatten(loaded.params).items():
         np.testing.assert_array_equal(leaf, flatten(model.params)[name])
@@ -116,7 +119,7 @@ def teacher(language, tmp_path_factory):
 def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_path):
     shape = T5Config(**{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": TINY.emb_dim, "emb_dim": 8})
     config = config_of(language, tmp_path, model=shape, teacher=teacher, distill_weight=1.0, select="agreement")
-    before = train.Run(config, train.Checkpoints(tmp_path / "none", select="agreement")).initial_state().params
+    before = train.Run(config, run_folder.Checkpoints(tmp_path / "none", select="agreement")).initial_state().params
     params = train.fit(config)
     kernel = lambda params: params["decoder"]["layers_0"]["encoder_decoder_attention"]["key"]["kernel"]
     assert kernel(params).shape[0] == TINY.emb_dim and np.any(kernel(params) != kernel(before))
@@ -128,7 +131,7 @@ def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_pat
     with pytest.raises(ValueError, match="trained on another target's encoder output"):
         sd.generate(stranger, ["bara ceni"], drafter=drafter)
     with pytest.raises(ValueError, match="teacher: got .*, expected the one on which the run in"):
-        checkpoints.save(stranger, tmp_path / "stranger")
+        converter.save(stranger, tmp_path / "stranger")
         train.fit(dataclasses.replace(config, teacher=str(tmp_path / "stranger"), steps=13))
 
 
@@ -141,7 +144,7 @@ def test_training_without_a_teacher_is_refused(language, tmp_path):
 def test_is_no_teacher_and_no_other_format(language, tmp_path):
     model = decoder_of(0.0)
     with pytest.raises(ValueError, match="format: got 'huggingface' for one without an encoder, expected 'specdec'"):
-        checkpoints.save(model, tmp_path / "hf", format="huggingface")
+        converter.save(model, tmp_path / "hf", format="huggingface")
     with pytest.raises(
         ValueError, match="drafter: got encoder_dim 16, expected a T5 with an encoder, or encoder_dim 8"
     ):
@@ -150,7 +153,7 @@ def test_is_no_teacher_and_no_other_format(language, tmp_path):
 
 def test_distillation_refuses_another_width_before_it_decodes(monkeypatch):
     shapes = {"small": tiny_t5(0, V, emb_dim=8).config, "drafter": decoder_of(0.0).config}
-    monkeypatch.setattr(checkpoints, "load_shape", shapes.__getitem__)
+    monkeypatch.setattr(loader, "load_shape", shapes.__getitem__)
     files = dict(source_files=(__file__,), validation_files=(__file__,), output_dir="nowhere")
     for target, drafter in (("small", "drafter"), ("drafter", "small")):
         with pytest.raises(ValueError, match=f"target: got {target} with"):

@@ -11,16 +11,22 @@ from test_law_statistics import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sa
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, draws, measure, records
-from specdec_jax.drafters.drawing import match_width
-from specdec_jax.generate import advance
-from specdec_jax.models import native, packing
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import products, timing
+from specdec_jax.analysis.report import summaries
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import main
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.drafters.drafting import match_width
+from specdec_jax.drafters.shortlist import Shortlist
+from specdec_jax.models import layouts, native
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.panels import Panels
-from specdec_jax.models.shortlist import Shortlist
-from specdec_jax.request import prepare
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative import draws
+from specdec_jax.speculative.sampling import SamplingConfig
 
 V, B, GAMMA, LIMIT, EOS = 16, 10, 4, 12, 1
 TARGET, DRAFT = HashModel(V, 0), HashModel(V, 1, likeness=0.6)
@@ -192,7 +198,7 @@ def test_reduced_networks_say_what_the_whole_says(how, rows):
     whole, before = step(model.network, cache), jax.tree.map(np.array, model.params)
     short = sd.ModelDrafter(model, [EOS, *IDS])
     head = short.network.params["decoder"]["logits_dense"]["kernel"]
-    assert short.network.module.config.vocab_size == WIDE and packing.shape_of(head) == (16, 128)
+    assert short.network.module.config.vocab_size == WIDE and layouts.shape_of(head) == (16, 128)
     assert isinstance(head, Panels) == (how != "bfloat16" and native.available())
     found = step(short.network, cache)
     wide = np.asarray(jax.jit(Shortlist.widen)(short.shortlist, found))
@@ -308,7 +314,7 @@ def folder(tmp_path_factory):
 def specdec(capsys, folder):
     def run(command, *argv):
         where = [f"--target={folder / 'target'}", "--compilation_cache_dir=", "--dtype=float32"]
-        code = cli.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
+        code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
         return code, *capsys.readouterr()
 
     return run
@@ -321,7 +327,7 @@ def specdec(capsys, folder):
     ids=["counted", "most frequent", "first"],
 )  # fmt: skip
 def test_options_make_the_drafter(folder, flags, expected):
-    from specdec_jax.inference import GenerateOptions
+    from specdec_jax.commands.generate import GenerateOptions
 
     given = dict(flag.replace("FOLDER", str(folder)).removeprefix("--").partition("=")[::2] for flag in flags)
     options = GenerateOptions(
@@ -347,25 +353,25 @@ def test_generate(specdec):
 
 def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     for name in ("step_arm", "paired_arm", "prefill_arm"):
-        monkeypatch.setattr(measure, name, lambda network, *_: network)
-    monkeypatch.setattr(measure, "products_arms", lambda *_: {})
-    options, target = benchmark.BenchmarkOptions(target="none"), tiny_t5(0, WIDE, 1)
-    batches = [benchmark.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
+        monkeypatch.setattr(timing, name, lambda network, *_: network)
+    monkeypatch.setattr(products, "products_arms", lambda *_: {})
+    options, target = benchmark_command.BenchmarkOptions(target="none"), tiny_t5(0, WIDE, 1)
+    batches = [analysis_arms.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
     found = {}
     for name, drafter in {
         "none": sd.ModelDrafter(target), "list": sd.ModelDrafter(target, 5), "both": sd.ModelDrafter(target, 5, True),
     }.items():  # fmt: skip
-        arms = benchmark._step_arms(target, drafter, batches, options)
+        arms = analysis_benchmark._step_arms(target, drafter, batches, options)
         found[name] = {arm for arm in arms if arm.startswith("draft step")}
         assert arms["draft step"] is drafter.network
     assert found["none"] == {"draft step"} and found["list"] == {"draft step", "draft step, unreduced"}
     assert found["both"] == found["list"] | {"draft step, shortlist alone", "draft step, int8 alone"}
     assert arms["draft step, unreduced"] is target.network
     kernel = lambda name: arms[name].params["decoder"]["logits_dense"]["kernel"]
-    assert packing.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
-    assert packing.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
+    assert layouts.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
+    assert layouts.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
-    lines = records.reductions(
+    lines = summaries.reductions(
         {"draft step": spread | dict(median=1.0), "draft step, unreduced": spread | dict(median=2.0)}
     )
     assert lines == ["  unreduced 2.000 s (0.100 to 3.000), of which it takes 0.500"]

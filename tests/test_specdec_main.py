@@ -12,7 +12,7 @@ import pytest
 import specdec_main
 from devices import SPECDEC, fill, small_disk
 
-from specdec_jax import cli
+from specdec_jax.commands import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and closed streams are other things there")
 
@@ -122,16 +122,16 @@ def test_an_ignored_signal_stays_ignored():
     assert stub(body, shell='trap \'\' INT; exec "$0" "$@"') == (0, "on\n", "")
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("name", sorted(main.COMMANDS))
 def test_every_command_is_ended(name, monkeypatch, capsys):
     class Options:
         __dataclass_fields__: dict = {}
 
-    monkeypatch.setattr(cli.Command, "load", lambda command: (Options, lambda *_: signal.raise_signal(signal.SIGTERM)))
+    monkeypatch.setattr(main.Command, "load", lambda command: (Options, lambda *_: signal.raise_signal(signal.SIGTERM)))
     usual = {number: signal.getsignal(number) for number in specdec_main._SIGNALS}
     try:
         specdec_main._handle(specdec_main._interrupt)
-        assert cli.main([name, "--compilation_cache_dir="]) == 143
+        assert main.main([name, "--compilation_cache_dir="]) == 143
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
@@ -198,9 +198,9 @@ def test_an_error_is_said_though_the_reader_has_gone(monkeypatch, capsys):
         print("something")
         raise ValueError("the real reason")
 
-    monkeypatch.setattr(cli, "_main", failing)
+    monkeypatch.setattr(main, "_main", failing)
     monkeypatch.setattr(sys, "stdout", Gone())
-    assert cli.main([]) == 2 and capsys.readouterr().err == "specdec: error: the real reason\n"
+    assert main.main([]) == 2 and capsys.readouterr().err == "specdec: error: the real reason\n"
 
 
 @pytest.mark.parametrize("unbuffered", [True, False])
@@ -210,7 +210,7 @@ def test_output_comes_at_once_where_python_is_told_so(unbuffered):
     assert out.split() == (["first", "second"] if unbuffered else ["second", "first"])
 
 
-@pytest.mark.parametrize("module", ["specdec_jax", "specdec_jax.cli"])
+@pytest.mark.parametrize("module", ["specdec_jax", "specdec_jax.commands.main"])
 def test_modules_are_the_command_too(module, tmp_path):
     """As installed: not out of a checkout that happens to be the working directory."""
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, cwd=tmp_path)

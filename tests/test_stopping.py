@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import importlib
 import io
 import itertools
 import types
@@ -13,11 +12,14 @@ import pytest
 import sentencepiece
 from toy_models import EchoModel, HashModel
 
+from specdec_jax.decoding import loop
+from specdec_jax.decoding import stream as stream_module
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.stop import cut, shown
+from specdec_jax.decoding.stream import stream
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import generate, stream
-from specdec_jax.sampling import SamplingConfig
-from specdec_jax.stopping import cut, shown
-from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -248,7 +250,8 @@ def clock(monkeypatch):
     """A clock that a second passes on with every look at it."""
     seconds = itertools.count()
     fake = types.SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    monkeypatch.setattr(importlib.import_module("specdec_jax.generate"), "time", fake)
+    for module in (loop, stream_module):
+        monkeypatch.setattr(module, "time", fake)
 
 
 @pytest.mark.parametrize("deadline, calls", [(0.5, 1), (1.5, 2), (3.5, 4)])

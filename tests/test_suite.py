@@ -2,9 +2,11 @@
 
 import pytest
 
-from specdec_jax import benchmark, cli, results, suite
-from specdec_jax.benchmark import BenchmarkOptions
-from specdec_jax.models.base import PRESETS
+from specdec_jax.analysis import benchmark
+from specdec_jax.analysis.report import rows as report_rows
+from specdec_jax.commands import main, suite
+from specdec_jax.commands.benchmark import BenchmarkOptions
+from specdec_jax.models.network import PRESETS
 from specdec_jax.models.t5 import T5Config
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -20,7 +22,7 @@ def tiny(monkeypatch):
 @pytest.fixture
 def specdec(capsys):
     def call(*arguments):
-        code = cli.main(["benchmark", *map(str, arguments), "--compilation_cache_dir="])
+        code = main.main(["benchmark", *map(str, arguments), "--compilation_cache_dir="])
         return code, *capsys.readouterr()
 
     return call
@@ -61,7 +63,7 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert code == 0 and "1 of 4 rows are there" in err
     rows = [(*drafter, (gamma,)) for drafter in (("tiny", None), (None, "lookup")) for gamma in (1, 2)]
     assert begun == [*rows[:2], *rows[1:]]
-    found = results.read_records(output)
+    found = report_rows.read_records(output)
     assert [record["drafter"]["name"] for record in found] == ["tiny", "tiny", "prompt lookup", "prompt lookup"]
     for record, gamma in zip(found, (1, 2, 1, 2), strict=True):
         assert [(arm["gamma"], arm["forced_alpha"]) for arm in record["speculative"]] == [(gamma, 0.4), (gamma, 1)]
@@ -74,7 +76,7 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
 
     report = tmp_path / "report.html"
-    assert cli.main(["figures", f"--records={output}", f"--output={report}"]) == 0
+    assert main.main(["figures", f"--records={output}", f"--output={report}"]) == 0
     text = report.read_text(encoding="utf-8")
     assert text.count("forced, α = 0.4") >= 4 and "prompt lookup" in text
 
@@ -84,7 +86,7 @@ def test_one_command_makes_the_page(specdec, tmp_path):
     code, out, _ = specdec(*FLAGS, "--output", output, "--report", report)
     assert code == 0 and f"wrote {output} and {report}" in out
     again = tmp_path / "again.html"
-    assert cli.main(["figures", f"--records={output}", f"--output={again}"]) == 0
+    assert main.main(["figures", f"--records={output}", f"--output={again}"]) == 0
     assert report.read_text(encoding="utf-8") == again.read_text(encoding="utf-8")
 
 

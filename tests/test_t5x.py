@@ -24,9 +24,13 @@ from test_law_statistics import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREA
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax import benchmark, cli, passes, records
-from specdec_jax.data import ByteVocabulary
-from specdec_jax.formats.leaves import flatten
+from specdec_jax.analysis import arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import main
+from specdec_jax.models.parameters import flatten
+from specdec_jax.models.vocabularies import ByteVocabulary
 
 if importlib.util.find_spec("t5x") is None:
     pytest.skip("t5x is not installed", allow_module_level=True)
@@ -228,7 +232,9 @@ def test_bad_configurations_are_refused(golden, tmp_path):
     folder, _, target = golden
     with pytest.raises(ValueError, match="decode_fn: got .*, expected none"):
         speculative(target, decode_fn=decoding.beam_search)
-    with pytest.raises(ValueError, match="drafter: got EarlyExitDrafter, expected a model's folder, or one of Model"):
+    with pytest.raises(
+        ValueError, match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs nothing"
+    ):
         speculative(target, drafter=sd.EarlyExitDrafter(target, 1))
     with pytest.raises(ValueError, match="gamma: got -1, expected"):
         speculative(target, drafter=str(folder), gamma=-1)
@@ -256,16 +262,18 @@ def test_benchmark_against_t5x(golden):
     """Interleaved with ours, the same tokens, and fillers that count for nothing."""
     _, io, target = golden
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
-    options = benchmark.BenchmarkOptions(
+    options = benchmark_command.BenchmarkOptions(
         target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x"
     )
-    batches = passes.cut(rows, rows, options.batch_size, options.seed)
-    record, problems = benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
+    batches = arms.cut(rows, rows, options.batch_size, options.seed)
+    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
     against = record["against"]
     assert (against["name"], against["differences"], problems) == ("t5x", [], [])
     assert against["tokens"] == record["plain"]["tokens"] == record["speculative"][0]["tokens"]
     assert against["improvement"].keys() == {"plain", "gamma 2"} and against["seconds"]["median"] > 0
-    assert "\nt5x            " in records.summary(record) and "  gamma 2: " in records.summary(record)
+    assert "\nt5x            " in summaries.benchmark_summary(record) and "  gamma 2: " in summaries.benchmark_summary(
+        record
+    )
     json.dumps(record)
 
 
@@ -350,7 +358,7 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
     flags = ["--task=specdec_ids", "--module_import=t5x_task", "--max_input_length=12", "--max_new_tokens=16"]
     path = tmp_path / "lines"
-    assert cli.main(["generate", f"--target={folder}", *flags, "--dtype=float32", f"--output_file={path}"]) == 0
+    assert main.main(["generate", f"--target={folder}", *flags, "--dtype=float32", f"--output_file={path}"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [{name: line[name] for name in ("inputs", "prediction")} for line in lines] == [
         {name: line[name] for name in ("inputs", "prediction")} for line in plain

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from specdec_jax import results
+from specdec_jax.analysis.report import rows
 
 pytestmark = pytest.mark.skipif(
     not (pathlib.Path(__file__).parent.parent / "scripts").is_dir(), reason="no scripts beside the tests"
@@ -39,8 +39,8 @@ def test_a_pair_is_compiled_and_sized():
     code, record = compiled("--gamma=2")
     assert code == 0 and record["fits"] and record["gamma"] == 2 and record["drafter"] == "tiny"
     assert 0 < record["weights_gb"] <= record["needed_gb"] <= record["memory_gb"] == 32
-    assert "tiny with tiny, γ = 2, batch 1, bfloat16" in results.memory_estimate(record)
-    assert results.time_estimates(record) == []
+    assert "tiny with tiny, γ = 2, batch 1, bfloat16" in rows.memory_estimate(record)
+    assert rows.time_estimates(record) == []
 
 
 def test_what_does_not_fit_exits_with_1():
@@ -82,7 +82,7 @@ def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):
     seconds = {1: 3.0, 2: 1.0, 4: 1.25, 6: 1.25, 8: 1.5}
     monkeypatch.setattr(script, "call_seconds", lambda preset, width, drafts=False: 0.1 if drafts else seconds[width])
     found = script.times()
-    lines = results.time_estimates({"times": found})
+    lines = rows.time_estimates({"times": found})
     assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", 0, 7, "0.75", "0.02")
     tokens = (1 - 0.75**8) / 0.25
     c, v, gain, c_two, v_two, gain_two = map(float, lines[0][5:11])

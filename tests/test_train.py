@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
 
-from specdec_jax import checkpoints, losses, optimizer, train
+from specdec_jax.checkpoints import loader
 from specdec_jax.models.t5 import PRESETS, T5, T5Config
+from specdec_jax.training import config as training_config
+from specdec_jax.training import losses, train
+from specdec_jax.training import optimizer as training_optimizer
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -77,14 +80,18 @@ def test_gradients_flow_to_the_student_only():
 
 
 def test_learning_rate_rises_stays_and_falls():
-    config = train.TrainConfig(TINY, ("a",), ("b",), "c", vocabulary_size=64, steps=10, warmup_steps=2, decay_steps=4)
-    got = [float(optimizer.learning_rate(config, step)) / config.learning_rate for step in range(11)]
+    config = training_config.TrainConfig(
+        TINY, ("a",), ("b",), "c", vocabulary_size=64, steps=10, warmup_steps=2, decay_steps=4
+    )
+    got = [float(training_optimizer.learning_rate(config, step)) / config.learning_rate for step in range(11)]
     np.testing.assert_allclose(got, [0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0], rtol=1e-6)
     constant = dataclasses.replace(config, warmup_steps=0, decay_steps=0)
-    assert [float(optimizer.learning_rate(constant, step)) for step in (0, 9)] == pytest.approx([0.01, 0.01])
+    assert [float(training_optimizer.learning_rate(constant, step)) for step in (0, 9)] == pytest.approx([0.01, 0.01])
 
 
-optimizer_of = functools.cache(train.make_optimizer)  # one object per configuration, so that nothing compiles twice
+optimizer_of = functools.cache(
+    training_optimizer.make_optimizer
+)  # one object per configuration, so that nothing compiles twice
 
 
 def steps(config, model, count, seed=0):
@@ -150,7 +157,9 @@ def test_a_checkpoint_has_the_known_names():
 
 def steps_state():
     params = random_params()
-    return losses.TrainState(params, train.make_optimizer(config_of(".", ".")).init(params), jnp.zeros((), jnp.int32))
+    return losses.TrainState(
+        params, training_optimizer.make_optimizer(config_of(".", ".")).init(params), jnp.zeros((), jnp.int32)
+    )
 
 
 # Settings.
@@ -222,12 +231,12 @@ def test_configurations(name, parameters, tmp_path):
     gin.clear_config()
     bindings = [f"DATA_DIR = '{tmp_path}'", f"OUTPUT_DIR = '{tmp_path}'"]
     gin.parse_config_files_and_bindings([str(CONFIGS / f"{name}.gin")], bindings)
-    config = gin.get_configurable(train.TrainConfig)()
+    config = gin.get_configurable(training_config.TrainConfig)()
     gin.clear_config()
-    assert isinstance(config, train.TrainConfig) and config.data_dir == config.output_dir == str(tmp_path)
+    assert isinstance(config, training_config.TrainConfig) and config.data_dir == config.output_dir == str(tmp_path)
     assert config.paths("train_files")[0].parent in (tmp_path / "ende", tmp_path)
     shapes = jax.eval_shape(lambda: random_params(config.model))
     if parameters is not None:
         assert train.parameter_count(shapes) == parameters
-        bundled = checkpoints.load_shape("ende/target")
+        bundled = loader.load_shape("ende/target")
         assert dataclasses.replace(config.model, dropout_rate=0.0, dtype=bundled.dtype) == bundled

@@ -22,9 +22,12 @@ import rich.console
 from devices import SPECDEC, fill, small_disk
 from toy_training import CONFIGS, TINY, config_of
 
-from specdec_jax import checkpoints, cli, data, losses, runs, train
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.checkpoints import converter, loader
+from specdec_jax.commands import main
+from specdec_jax.models import vocabularies
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.training import batches, losses, run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -51,7 +54,7 @@ def test_a_run_logs_and_writes_a_model(finished, language):
     assert training[-1]["loss"] < training[0]["loss"] and all(r["pieces_per_second"] > 0 for r in training)
     assert set(validation[0]["validation_losses"]) == {"validation.tsv", "more.tsv"}
     assert sorted(os.listdir(output / "checkpoints")) == ["12", "8"]
-    model = checkpoints.load(output / "model")
+    model = loader.load(output / "model")
     assert model.vocabulary.size == 40 and (model.config.matmul_dtype, model.config.dropout_rate) == (None, 0)
     text = model.vocabulary.encode("bara ceni") + [1]
     got, tokens = model.logits([text], [[0] + text]), np.array([text], np.int32)
@@ -63,7 +66,7 @@ def test_a_run_logs_and_writes_a_model(finished, language):
 def test_export_takes_the_best_or_the_newest(finished, tmp_path):
     config, _, params = finished
     output = pathlib.Path(config.output_dir)
-    saved = runs.Checkpoints(output)
+    saved = run_folder.Checkpoints(output)
     assert saved.best.all_steps() == [12]
     worse = jax.tree.map(jnp.zeros_like, params)
     assert not saved.keep_best(13, worse, 99.0) and saved.best.all_steps() == [12]
@@ -71,18 +74,18 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
     lowest = records(output)[-1]["validation_loss"] - 1
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", output, copy], check=True)
-    saved = runs.Checkpoints(copy)
+    saved = run_folder.Checkpoints(copy)
     assert saved.keep_best(3, better, lowest) and saved.best.all_steps() == [3]  # before the former best
     assert saved.keep_best(3, worse, lowest - 1) and saved.best.all_steps() == [3]
     assert not saved.keep_best(14, params, math.nan) and saved.best.all_steps() == [3]
-    assert not runs.Checkpoints(tmp_path / "empty").keep_best(1, params, math.nan)
+    assert not run_folder.Checkpoints(tmp_path / "empty").keep_best(1, params, math.nan)
     gone = dataclasses.replace(config, output_dir=str(tmp_path / "gone"))  # the copy of a run that is no more
     (copy / "config.json").write_text(json.dumps(dataclasses.asdict(gone)))
     train.export(copy, tmp_path / "best", dtype=None)
     train.export(copy, tmp_path / "newest", "newest", dtype=None)
     same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-    assert same(checkpoints.load(tmp_path / "best").params, worse)
-    assert same(checkpoints.load(tmp_path / "newest").params, params)
+    assert same(loader.load(tmp_path / "best").params, worse)
+    assert same(loader.load(tmp_path / "newest").params, params)
     with pytest.raises(ValueError, match="which: got 'last'"):
         train.export(copy, tmp_path / "x", "last")
     with pytest.raises(ValueError, match="got a folder without config.json"):
@@ -125,13 +128,10 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(finished, languag
     train.fit(config)
     log = [r["validation_loss"] for r in records(tmp_path / "run") if "validation_loss" in r]
     assert 0 < log[-1] < 0.5 * log[0]
-    assert (
-        checkpoints.load(tmp_path / "run/model").vocabulary.fingerprint()
-        == checkpoints.load(teacher).vocabulary.fingerprint()
-    )
+    assert loader.load(tmp_path / "run/model").vocabulary.fingerprint() == loader.load(teacher).vocabulary.fingerprint()
     other = str(tmp_path / "other.model")
     texts = (language / "train.tsv").read_text().split("\n")
-    pathlib.Path(other).write_bytes(data.SentencePieceVocabulary.train(texts, 38).model)
+    pathlib.Path(other).write_bytes(vocabularies.SentencePieceVocabulary.train(texts, 38).model)
     with pytest.raises(ValueError, match="expected the teacher's pieces"):
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "c"), vocabulary=other, vocabulary_size=38))
     with pytest.raises(ValueError, match="teacher: got '64 logits', expected model.vocab_size = 72"):
@@ -141,11 +141,11 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(finished, languag
 
 def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path, monkeypatch):
     texts = (language / "train.tsv").read_text().split("\n")
-    vocabulary = data.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(texts, 40), 5)
-    checkpoints.save(LanguageModel(TINY, finished[2], vocabulary, eos_ids=(2,)), tmp_path / "teacher")
-    seen, make = [], data.BucketedBatches
+    vocabulary = vocabularies.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(texts, 40), 5)
+    converter.save(LanguageModel(TINY, finished[2], vocabulary, eos_ids=(2,)), tmp_path / "teacher")
+    seen, make = [], batches.BucketedBatches
     monkeypatch.setattr(
-        data, "BucketedBatches", lambda pairs, *arguments: (seen.extend(pairs), make(pairs, *arguments))[1]
+        batches, "BucketedBatches", lambda pairs, *arguments: (seen.extend(pairs), make(pairs, *arguments))[1]
     )
     config = config_of(
         language, tmp_path / "run", teacher=str(tmp_path / "teacher"), distill_weight=1.0, vocabulary_size=45,
@@ -153,14 +153,14 @@ def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path,
     )  # fmt: skip
     train.fit(config)
     assert seen and all(ids[-1] == 2 and 2 not in ids[:-1] for pair in seen for ids in pair)
-    student = checkpoints.load(tmp_path / "run/model")
+    student = loader.load(tmp_path / "run/model")
     assert student.vocabulary.fingerprint() == vocabulary.fingerprint() and student.vocabulary.extra_ids == 5
     assert student.eos_ids == student.vocabulary.eos_ids == (2,)
     with pytest.raises(
         ValueError, match="got '40 pieces in .* and 5 sentinels of the teacher', expected vocabulary_size"
     ):
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "other"), vocabulary_size=40))
-    checkpoints.save(LanguageModel(TINY, finished[2], vocabulary, start_token=2), tmp_path / "teacher")
+    converter.save(LanguageModel(TINY, finished[2], vocabulary, start_token=2), tmp_path / "teacher")
     with pytest.raises(ValueError, match="teacher: got 'start token 2', expected 0"):
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "another")))
 
@@ -185,7 +185,7 @@ def test_the_log_loses_what_a_kill_left_behind(tmp_path):
         + others
         + '{"step": 3, "validation_loss": 1}\n{"step": 4, "lo'
     )
-    runs.trim_log(log, 4)
+    run_folder.trim_log(log, 4)
     assert log.read_text() == '{"step": 2, "loss": 1}\n{"step": 3, "validation_loss": 1}\n'
 
 
@@ -195,8 +195,8 @@ def test_damaged_files_of_a_run_are_named(language, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "contents.json").write_text(text)
     for read in (
-        lambda: runs.changed_settings(config, tmp_path, 1, lambda settings: settings),
-        lambda: runs.record_contents(tmp_path, 1, "vocabulary", {}),
+        lambda: run_folder.changed_settings(config, tmp_path, 1, lambda settings: settings),
+        lambda: run_folder.record_contents(tmp_path, 1, "vocabulary", {}),
         lambda: train.export(tmp_path, tmp_path / "model"),
     ):
         with pytest.raises(ValueError, match=r"(config|contents).json: got .*, expected an object"):
@@ -206,17 +206,17 @@ def test_damaged_files_of_a_run_are_named(language, tmp_path, text):
 def test_a_training_file_may_be_called_vocabulary(tmp_path):
     (tmp_path / "vocabulary").write_text("a\tb\n")
     files = {"vocabulary": tmp_path / "vocabulary"}
-    assert runs.record_contents(tmp_path, None, "first", files) == []
+    assert run_folder.record_contents(tmp_path, None, "first", files) == []
     with pytest.raises(ValueError, match="vocabulary: got another, expected the one with which the run in"):
-        runs.record_contents(tmp_path, 1, "second", files)
+        run_folder.record_contents(tmp_path, 1, "second", files)
     (tmp_path / "vocabulary").write_text("c\td\n")
-    assert runs.record_contents(tmp_path, 1, "first", files) == ["changed since step 1: contents of vocabulary"]
+    assert run_folder.record_contents(tmp_path, 1, "first", files) == ["changed since step 1: contents of vocabulary"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_shows_step_loss_speed_and_time_left(tmp_path, terminal):
     console = rich.console.Console(file=io.StringIO(), force_terminal=terminal, width=100)
-    with runs.Reporter(console, tmp_path / "log.jsonl", 10, 20) as reporter:
+    with run_folder.Reporter(console, tmp_path / "log.jsonl", 10, 20) as reporter:
         reporter.advance(15)
         reporter.training(15, 3.25, 1234.5)
         reporter.validation(15, 3.5, {"a": 3.0, "b": 4.0}, best=True)
@@ -244,7 +244,7 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     save = train.Run.save
     monkeypatch.setattr(train.Run, "validate", lambda run, state, *at: busy == "validate" and interrupt(*at))
     if busy == "report":
-        monkeypatch.setattr(runs.Reporter, "training", lambda reporter, *at, **more: interrupt(*at))
+        monkeypatch.setattr(run_folder.Reporter, "training", lambda reporter, *at, **more: interrupt(*at))
     if busy.startswith("save"):
         monkeypatch.setattr(train.Run, "save", lambda run, state, at: (save(run, state, at), interrupt(at)))
     with pytest.raises(KeyboardInterrupt) as raised:
@@ -252,7 +252,7 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     assert raised.value.args == (signal.SIGTERM,), "by which the command says 143"
     assert os.listdir(tmp_path / "checkpoints") == [str(step)]
     assert f"interrupted: step {step} is saved" in capsys.readouterr().err
-    assert int(runs.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
+    assert int(run_folder.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
 
 
 def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(language, tmp_path, monkeypatch):
@@ -265,7 +265,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(la
             OSError, match=r"No space left on device \(0.0 MB free, 1.1 MB needed\): '.*/run/checkpoints'"
         ):
             saves = []
-            keep = runs.Checkpoints.keep_newest
+            keep = run_folder.Checkpoints.keep_newest
 
             def full_at_the_second(saved, step, state):
                 saves.append(step)
@@ -273,13 +273,13 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(la
                     fill(disk, leave=20_000)
                 keep(saved, step, state)
 
-            monkeypatch.setattr(runs.Checkpoints, "keep_newest", full_at_the_second)
+            monkeypatch.setattr(run_folder.Checkpoints, "keep_newest", full_at_the_second)
             train.fit(config)
         assert os.listdir(disk / "run/checkpoints") == ["2"]
         (disk / "filler").unlink()
-        monkeypatch.setattr(runs.Checkpoints, "keep_newest", keep)
+        monkeypatch.setattr(run_folder.Checkpoints, "keep_newest", keep)
         train.fit(config)
-        assert int(runs.Checkpoints(disk / "run").restore(train._abstract_state(config)).step) == config.steps
+        assert int(run_folder.Checkpoints(disk / "run").restore(train._abstract_state(config)).step) == config.steps
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, m
 
     def command(output, *settings):
         names = [f"--gin.DATA_DIR={str(language)!r}", f"--gin.OUTPUT_DIR={str(output)!r}", *settings]
-        return cli.main(["train", "--compilation_cache_dir=", f"--gin_file={CONFIGS / 'smoke.gin'}", *names])
+        return main.main(["train", "--compilation_cache_dir=", f"--gin_file={CONFIGS / 'smoke.gin'}", *names])
 
     def stops(*_):
         raise KeyboardInterrupt
@@ -350,7 +350,7 @@ def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, m
     written, config = (tmp_path / "run" / name for name in ("operative.gin", "config.json"))
     before = config.read_text()
     config.unlink()
-    assert cli.main(["train", "--compilation_cache_dir=", f"--gin_file={written}", "--gin_search_paths=/"]) == 130
+    assert main.main(["train", "--compilation_cache_dir=", f"--gin_file={written}", "--gin_search_paths=/"]) == 130
     assert config.read_text() == before, "what was written gives the same settings"
     assert command(tmp_path / "refused", "--gin.TrainConfig.train_files=['none.tsv']") == 2
     assert not (tmp_path / "refused" / "operative.gin").exists()

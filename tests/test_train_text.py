@@ -17,9 +17,12 @@ from toy_models import compilations
 from toy_training import CONFIGS, ORDER, TINY, TINY_GPT, config_of, random_params, text_config, write_text
 
 import specdec_jax as sd
-from specdec_jax import cli, corpora, data, losses, measuring, optimizer, passes, runs, train, tuning
-from specdec_jax.formats import leaves
+from specdec_jax.analysis import arms, expectations, tuning
+from specdec_jax.commands import main, measure, tune
+from specdec_jax.models import parameters, vocabularies
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
+from specdec_jax.training import config as training_config
+from specdec_jax.training import corpus, losses, optimizer, run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick", "one_optimizer")
 
@@ -72,9 +75,9 @@ def model_of(config):
 def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
     (tmp_path / "a.txt").write_text("abc\n\n  de fg \n")
     (tmp_path / "b.txt").write_text("hijklmnop")
-    vocabulary = data.ByteVocabulary(0)
+    vocabulary = vocabularies.ByteVocabulary(0)
     stream = [1] + [i for text in ("abc", "de fg", "hijklmnop") for i in [*vocabulary.encode(text), 1]]
-    batches = corpora.Text(6).batches(vocabulary, [tmp_path / "a.txt", tmp_path / "b.txt"], 300, 13, 0)
+    batches = corpus.Text(6).batches(vocabulary, [tmp_path / "a.txt", tmp_path / "b.txt"], 300, 13, 0)
     assert batches.per_epoch == 2 and batches.pairs == 4 and batches.dropped == 0
     for epoch in range(2):
         found = [batches[2 * epoch + step] for step in range(2)]
@@ -86,13 +89,13 @@ def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
             )
             rows.remove(block)
         assert not rows
-    assert corpora.Text(6).start_token(vocabulary) == 1 and corpora.Text(6).summary(batches) == "4 blocks of 6 pieces"
+    assert corpus.Text(6).start_token(vocabulary) == 1 and corpus.Text(6).summary(batches) == "4 blocks of 6 pieces"
 
 
 def test_a_vocabulary_learns_from_all_of_a_long_document(tmp_path):
     lines = ["word " * 450, "字" * 2100, "short"]
     (tmp_path / "a.txt").write_text("\n".join(lines))
-    parts = list(corpora.Text(6).texts([tmp_path / "a.txt"]))
+    parts = list(corpus.Text(6).texts([tmp_path / "a.txt"]))
     assert max(map(len, parts)) == 1000 and [len(part) for part in parts[-4:]] == [1000, 1000, 100, 5]
     assert "".join(parts) == "".join(lines).replace("word " * 450, ("word " * 450).strip())
     assert all(part.strip().startswith("word") and part.endswith("word") for part in parts[:-4])
@@ -171,11 +174,11 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(finished, tmp_path, m
                 if step == 70:
                     raise SystemExit
 
-            patch.setattr(runs.Reporter, "advance", die)
+            patch.setattr(run_folder.Reporter, "advance", die)
         else:
-            training = runs.Reporter.training
+            training = run_folder.Reporter.training
             patch.setattr(
-                runs.Reporter, "training",
+                run_folder.Reporter, "training",
                 lambda reporter, step, *rest, **more: (
                     training(reporter, step, *rest, **more), step == 80 and signal.raise_signal(signal.SIGTERM)
                 ),
@@ -204,7 +207,9 @@ def test_a_drafter_learns_the_targets_laws(finished, distilled):
 
 
 def specdec(capsys, *argv):
-    code = cli.main([*map(str, argv), *([] if argv[0] == "train" else ["--dtype=float32"]), "--compilation_cache_dir="])
+    code = main.main(
+        [*map(str, argv), *([] if argv[0] == "train" else ["--dtype=float32"]), "--compilation_cache_dir="]
+    )
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -213,7 +218,11 @@ def test_train_and_generate(finished, text, tmp_path, capsys):
     """The files in `configs/train`, made tiny, of a run that is there: only the model is written anew."""
     config, output = finished[0], tmp_path / "run"
     assert os.system(f"cp -r {config.output_dir} {output}") == 0
-    names = {field.name for field in dataclasses.fields(train.TrainConfig)} - {"model", "output_dir", "data_dir"}
+    names = {field.name for field in dataclasses.fields(training_config.TrainConfig)} - {
+        "model",
+        "output_dir",
+        "data_dir",
+    }
     flags = [f"--gin.TrainConfig.{name}={getattr(config, name)!r}" for name in names]
     flags += [f"--gin.GPTConfig.{name}={value!r}" for name, value in dataclasses.asdict(TINY_GPT).items()]
     gin_file = f"--gin_file={CONFIGS / 'wikitext_target.gin'}"
@@ -256,10 +265,10 @@ def test_prompts_that_are_too_long_are_refused_before_anything_compiles(finished
     (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
     expected = r"inputs: got sequences of up to 45 tokens, new ones included, expected at most num_positions = 40"
     for module, options, work in (
-        (measuring, measuring.MeasureOptions(max_new_tokens=30), measuring.measured),
-        (tuning, tuning.TuneOptions(max_new_tokens=30), lambda *given: tuning.tuned(*given[:3], [], given[3])),
+        (expectations, measure.MeasureOptions(max_new_tokens=30), expectations.measure),
+        (tuning, tune.TuneOptions(max_new_tokens=30), lambda *given: tuning.tune(*given[:3], [], given[3])),
     ):
-        batches = passes.batches_of(target, lines, options)
+        batches = arms.batches_of(target, lines, options)
 
         def call(work=work, batches=batches, options=options):
             with pytest.raises(ValueError, match=expected):
@@ -317,8 +326,8 @@ def test_bad_files_and_models_are_told_before_anything_compiles(
     good = model_of(finished[0])
     wrong = {"T5": TINY, "SHORT": dataclasses.replace(TINY_GPT, num_positions=8), "NOUGHT": TINY_GPT}
     for name in wrong.keys() & set(settings.values()):
-        params = leaves.unflatten(
-            {n: np.zeros(shape, "f") for n, shape in leaves.parameter_shapes(wrong[name]).items()}
+        params = parameters.unflatten(
+            {n: np.zeros(shape, "f") for n, shape in parameters.parameter_shapes(wrong[name]).items()}
         )
         sd.save(
             sd.LanguageModel(wrong[name], params, good.vocabulary, start_token=int(name == "SHORT")), tmp_path / name
@@ -343,15 +352,15 @@ def test_configurations(pair, preset, tmp_path):
         gin.clear_config()
         bindings = [f"{macro} = '{tmp_path}'" for macro in ("DATA_DIR", "OUTPUT_DIR", "TEACHER")]
         gin.parse_config_files_and_bindings([str(CONFIGS / f"wikitext_{name}.gin")], bindings)
-        config = gin.get_configurable(train.TrainConfig)()
+        config = gin.get_configurable(training_config.TrainConfig)()
         gin.clear_config()
         assert (
-            isinstance(config.corpus, corpora.Text) and config.paths("train_files")[0].parent == tmp_path / "wikitext2"
+            isinstance(config.corpus, corpus.Text) and config.paths("train_files")[0].parent == tmp_path / "wikitext2"
         )
         assert (config.teacher is None) == (number == 0)
         if preset:
             assert dataclasses.replace(config.model, dropout_rate=0.0) == GPT_PRESETS[preset[number]]
-        counts.append(leaves.parameter_count(config.model))
+        counts.append(parameters.parameter_count(config.model))
     assert preset or counts[0] in range(8_000_000, 12_000_000)
     assert 8 * counts[1] <= counts[0]
 

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import test_cli
 
-from specdec_jax import acceptance, benchmark, inference, passes, tuning
+from specdec_jax.analysis import acceptance, arms, benchmark, tuning
+from specdec_jax.analysis.predictions import Work
+from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.tuning import Choice
+from specdec_jax.commands import generate, tune
+from specdec_jax.commands import options as options_command
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.measure import Spread
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.records import Work
-from specdec_jax.tuning import Choice
+from specdec_jax.models.language_model import LanguageModel
 
 pair, cache, specdec = test_cli.pair, test_cli.cache, test_cli.specdec
 pytestmark = pytest.mark.usefixtures("quick")
@@ -94,11 +97,11 @@ RECORD = {
 
 
 def write(path, pair, chosen: Choice, **settings):
-    options = tuning.TuneOptions(
+    options = tune.TuneOptions(
         target=str(pair / "target"), drafter=str(pair / "drafter"), dtype="float32", max_new_tokens=6, config=str(path),
         batch_size=2, **settings,
     )  # fmt: skip
-    path.write_text(tuning.gin_file(RECORD | {"chosen": chosen._asdict()}, options), encoding="utf-8")
+    path.write_text(tune.gin_file(RECORD | {"chosen": chosen._asdict()}, options), encoding="utf-8")
     return options
 
 
@@ -106,7 +109,7 @@ def write(path, pair, chosen: Choice, **settings):
 def arrived(monkeypatch):
     """The options that a command runs with, which then ends."""
     found = []
-    for module in (inference, benchmark):
+    for module in (generate, benchmark):
         monkeypatch.setattr(module, "run", lambda options, *_: found.append(options))
     return found
 
@@ -132,7 +135,7 @@ def test_both_commands_take_the_file(specdec, pair, tmp_path, arrived, gamma, na
     assert generating.batch_size == timing.batch_size == 2
     plain = {"drafter": None} | ({"verifier": "block", "lenience": None} if name == "lossy" else {})
     for found in arrived:
-        for field in dataclasses.fields(inference.DecodingOptions):
+        for field in dataclasses.fields(options_command.DecodingOptions):
             expected = getattr(options, field.name)
             if not gamma:
                 expected = plain.get(field.name, expected)
@@ -174,7 +177,7 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
     code, out, err = specdec("tune", *argv, *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert out == tuning.summary(record) + "\n" and out.endswith(f"written to {config}\n")
+    assert out == summaries.tune_summary(record) + "\n" and out.endswith(f"written to {config}\n")
     verifiers = ["token", "block"] if flags else ["block"]
     names = ["plain", *(f"gamma {gamma}, {name}" for name in verifiers for gamma in sorted(gammas))]
     choices = [str(Choice(item["gamma"], item["verifier"])) for item in record["choices"]]
@@ -193,7 +196,7 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
 
 
 def test_token_and_block_verification_compete_only_above_temperature_0():
-    how = lambda **values: tuning.TuneOptions(target="target", drafter="drafter", config="a.gin", **values).verifiers
+    how = lambda **values: tune.TuneOptions(target="target", drafter="drafter", config="a.gin", **values).verifiers
     assert how() == ("block",) and how(verifier="token") == ("token",)
     assert how(temperature=1.0) == how(temperature=1.0, verifier="token") == ("token", "block")
     assert how(temperature=1.0, verifier="gumbel") == ("gumbel",)
@@ -203,9 +206,9 @@ def test_token_and_block_verification_compete_only_above_temperature_0():
 def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
     """The target as its own drafter, whose steps are said to cost nothing."""
     target = LanguageModel.random(test_cli.CONFIG, seed=0)
-    options = tuning.TuneOptions(target="target", drafter="drafter", config="a.gin", max_new_tokens=12, gamma=(1, 3))
-    batches = passes.cut([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
-    accepted = acceptance.of(target, ModelDrafter(target), batches, ("block",), 3, options)
+    options = tune.TuneOptions(target="target", drafter="drafter", config="a.gin", max_new_tokens=12, gamma=(1, 3))
+    batches = arms.cut([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
+    accepted = acceptance.measure_acceptance(target, ModelDrafter(target), batches, ("block",), 3, options)
     assert accepted.alpha == 1
     choices = [PLAIN, Choice(1, "block"), Choice(3, "block")]
     times = spreads(target_encoder_8=1.0) | {f"iteration, {choice}": Spread(1.0, 1.0, 1.0) for choice in choices}

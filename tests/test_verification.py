@@ -10,8 +10,8 @@ import pytest
 import toy
 from toy import Rule
 
-from specdec_jax.sampling import Law
-from specdec_jax.verification import Draws, verify_greedy, verify_tokens
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.verifiers import Randomness, verify_greedy, verify_tokens
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -147,7 +147,7 @@ def as_law(probs, dtype):
 
 @jax.jit
 def verified(target, draft, drafted, wanted, accept, final):
-    return verify_tokens(target, draft, drafted, wanted, Draws(accept, final))
+    return verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -13,8 +13,8 @@ import toy
 from test_verification import DRAFTS, GRID, SIZES, TARGETS, as_law, laws
 from toy import BLOCK, REJECTION, TOKEN, Rule
 
-from specdec_jax.sampling import PointMass
-from specdec_jax.verification import LOSSY, VERIFIERS, Draws, Settings, verify_greedy_leniently
+from specdec_jax.speculative.laws import PointMass
+from specdec_jax.speculative.verifiers import LOSSY, VERIFIERS, Randomness, Settings, verify_greedy_leniently
 
 pytestmark = pytest.mark.usefixtures("quick")
 LENIENCE, EPSILON, DELTA = 0.6, 0.3, 0.4
@@ -249,7 +249,7 @@ def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=N
         drafted = jnp.asarray(drafted, jnp.int32)
         draft = PointMass(drafted, p.shape[-1]) if draft is None else as_law(draft, dtype)
         accept, noise = (None if x is None else jnp.asarray(x, dtype) for x in (accept, noise))
-        draws = Draws(accept, toy.words(final), noise)
+        draws = Randomness(accept, toy.words(final), noise)
         # The size of the vocabulary stays out of what is traced.
         verify = jax.jit(lambda target, *rest: VERIFIERS[name](target, draft, *rest))
         found = verify(as_law(p, dtype), drafted, jnp.asarray(wanted, jnp.int32), draws, settings(len(p), dtype))
@@ -400,7 +400,7 @@ def test_properties_of_every_verifier(seed, gamma, live):
     q[np.arange(gamma) >= wanted[:, None]] = np.nan
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
     noise = rng.gumbel(size=p.shape).astype(np.float32)
-    draws = Draws(uniform[:, :gamma], toy.words(uniform[:, ::-1]), noise)
+    draws = Randomness(uniform[:, :gamma], toy.words(uniform[:, ::-1]), noise)
     found = jax.device_get(everything(as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, draws))
     row = np.arange(batch)
     for of_law in found:
@@ -416,7 +416,7 @@ def test_properties_of_every_verifier(seed, gamma, live):
 def test_lenience_of_one_is_token_verification():
     p, q, drafted, wanted, accept, final = grid("lenient", False)
     with jax.enable_x64(False):
-        asked, draws = settings(len(p), np.float32, 1.0), Draws(np.float32(accept), toy.words(final))
+        asked, draws = settings(len(p), np.float32, 1.0), Randomness(np.float32(accept), toy.words(final))
         args = as_law(p, "float32"), as_law(q, "float32"), np.int32(drafted), np.int32(wanted), draws, asked
         lenient, token = (jax.jit(VERIFIERS[name])(*args) for name in ("lenient", "token"))
     np.testing.assert_array_equal(np.stack(lenient), np.stack(token))

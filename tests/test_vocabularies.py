@@ -11,8 +11,9 @@ import make_checkpoints
 import pytest
 from golden_models import GOLDEN
 
-from specdec_jax import checkpoints, data, inference, tokenizer_checks, vocabularies
-from specdec_jax.formats import huggingface_tokenizers
+from specdec_jax.checkpoints import converter, huggingface_tokenizers, loader
+from specdec_jax.decoding import inputs
+from specdec_jax.models import tokenizer_checks, vocabularies
 
 FOLDER = GOLDEN / "hf_tokenizer"
 IDS = json.loads((FOLDER / "ids.json").read_text(encoding="utf-8"))
@@ -21,8 +22,8 @@ TEXTS = pathlib.Path(__file__).parents[2] / "shared" / "data"
 
 def both():
     return {
-        "spiece.model": data.SentencePieceVocabulary.load(FOLDER / "spiece.model", IDS["extra_ids"]),
-        "tokenizer.json": data.TokenizerJsonVocabulary.load(FOLDER / "tokenizer.json"),
+        "spiece.model": vocabularies.SentencePieceVocabulary.load(FOLDER / "spiece.model", IDS["extra_ids"]),
+        "tokenizer.json": vocabularies.TokenizerJsonVocabulary.load(FOLDER / "tokenizer.json"),
     }
 
 
@@ -38,21 +39,21 @@ def test_ids_equal_hugging_faces(kind, record):
 
 @pytest.mark.parametrize("record", IDS["records"], ids=lambda record: record["text"][:20])
 def test_byte_ids_equal_hugging_faces(record):
-    assert data.ByteVocabulary().encode(record["text"]) + [data.EOS_ID] == record["byt5_ids"]
+    assert vocabularies.ByteVocabulary().encode(record["text"]) + [vocabularies.EOS_ID] == record["byt5_ids"]
 
 
 def test_both_files_make_the_same_vocabulary():
     spiece, tokenizer = VOCABULARIES.values()
     assert spiece.size == tokenizer.size == IDS["size"]
     assert spiece.fingerprint() == tokenizer.fingerprint()
-    assert spiece.fingerprint() != data.SentencePieceVocabulary(spiece.model, 19).fingerprint()
+    assert spiece.fingerprint() != vocabularies.SentencePieceVocabulary(spiece.model, 19).fingerprint()
 
 
 def test_a_fingerprint_is_made_once(monkeypatch):
     """`generate` compares the two of a pair in every call."""
-    vocabulary = data.ByteVocabulary(0)
+    vocabulary = vocabularies.ByteVocabulary(0)
     first = vocabulary.fingerprint()
-    monkeypatch.setattr(data.ByteVocabulary, "piece", lambda self, token: pytest.fail("made again"))
+    monkeypatch.setattr(vocabularies.ByteVocabulary, "piece", lambda self, token: pytest.fail("made again"))
     assert vocabulary.fingerprint() == first
 
 
@@ -86,20 +87,20 @@ def test_tokenizer_json_decodes_as_hugging_face_does(record):
 
 def test_seqio_would_give_the_same_ids_where_a_sentinel_starts_a_word():
     """seqio appends user-defined pieces `▁<extra_id_i>` to the model: here the text around them is encoded apart."""
-    plain = data.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
+    plain = vocabularies.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
     size = IDS["size"]
     expected = [*plain.encode("The river"), size - 1, *plain.encode("froze"), size - 2]
     assert VOCABULARIES["spiece.model"].encode("The river <extra_id_0> froze <extra_id_1>") == expected
 
 
 def test_without_extra_ids_a_sentinel_is_text():
-    plain = data.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
+    plain = vocabularies.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
     assert max(plain.encode("<extra_id_0>")) < plain.size
     assert len(plain.encode("<extra_id_0>")) > 1
 
 
 def test_bytes():
-    vocabulary = data.ByteVocabulary()
+    vocabulary = vocabularies.ByteVocabulary()
     assert vocabulary.size == 384
     text = "Grüße <extra_id_3> 漢"
     ids = vocabulary.encode(text)
@@ -118,7 +119,7 @@ def tokenizer_json(**changes) -> str:
 
 def test_sentencepiece_with_other_special_ids():
     """SentencePiece's own numbers, which MADLAD has too: unknown 0, beginning 1, EOS 2."""
-    vocabulary = data.SentencePieceVocabulary(
+    vocabulary = vocabularies.SentencePieceVocabulary(
         make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, pad_id=3), 2
     )
     assert vocabulary.eos_ids == (2,)
@@ -166,11 +167,11 @@ def test_the_ids_of_the_configuration_stop_and_the_tokenizers_ends_inputs(tmp_pa
     make_checkpoints.write_hf(tmp_path / "hf", tensors, vocab_size=328)
     (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [95, 1]}))
     shutil.copy(FOLDER / "tokenizer.json", tmp_path / "hf")
-    model = checkpoints.load(tmp_path / "hf", "float32")
-    checkpoints.save(model, tmp_path / "own")
-    for model in (model, checkpoints.load(tmp_path / "own", "float32")):
+    model = loader.load(tmp_path / "hf", "float32")
+    converter.save(model, tmp_path / "own")
+    for model in (model, loader.load(tmp_path / "own", "float32")):
         assert (model.eos_ids, model.vocabulary.eos_ids) == ((95, 1), (1, 95))
-        (ids,) = inference.encode(model, ["The river"], 64)
+        (ids,) = inputs.encode(model, ["The river"], 64)
         assert ids == model.vocabulary.encode("The river") + [1]
 
 
@@ -182,15 +183,17 @@ def test_a_tokenizers_truncation_and_padding_are_ignored():
         "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>",
     }  # fmt: skip
     text = "The river froze early that year."
-    assert data.TokenizerJsonVocabulary(json.dumps(content)).encode(text) == VOCABULARIES["tokenizer.json"].encode(text)
+    assert vocabularies.TokenizerJsonVocabulary(json.dumps(content)).encode(text) == VOCABULARIES[
+        "tokenizer.json"
+    ].encode(text)
 
 
 @pytest.mark.parametrize("make", [
-    lambda: data.SentencePieceVocabulary(b"no model"),
-    lambda: data.SentencePieceVocabulary(b""),
-    lambda: data.TokenizerJsonVocabulary("{}"),
-    lambda: data.TokenizerJsonVocabulary(tokenizer_json(post_processor=None).replace("</s>", "<end>")),
-    lambda: data.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, eos_id=-1)),
+    lambda: vocabularies.SentencePieceVocabulary(b"no model"),
+    lambda: vocabularies.SentencePieceVocabulary(b""),
+    lambda: vocabularies.TokenizerJsonVocabulary("{}"),
+    lambda: vocabularies.TokenizerJsonVocabulary(tokenizer_json(post_processor=None).replace("</s>", "<end>")),
+    lambda: vocabularies.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, eos_id=-1)),
 ])  # fmt: skip
 def test_what_is_no_vocabulary_is_refused(make):
     with pytest.raises(ValueError, match=r"^got .*, expected "):
@@ -222,15 +225,15 @@ def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
-    assert (type(vocabulary), vocabulary.extra_ids) == (data.SentencePieceVocabulary, extra_ids)
+    assert (type(vocabulary), vocabulary.extra_ids) == (vocabularies.SentencePieceVocabulary, extra_ids)
 
 
 def test_which_tokenizer_a_folder_has(tmp_path):
     assert huggingface_tokenizers.open_folder(tmp_path, ()) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}))
     vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
-    assert (type(vocabulary), vocabulary.size) == (data.ByteVocabulary, 384)
-    assert type(huggingface_tokenizers.open_folder(FOLDER, (1,))) is data.TokenizerJsonVocabulary
+    assert (type(vocabulary), vocabulary.size) == (vocabularies.ByteVocabulary, 384)
+    assert type(huggingface_tokenizers.open_folder(FOLDER, (1,))) is vocabularies.TokenizerJsonVocabulary
 
 
 @pytest.mark.parametrize("added", [{"<sep>": 200}, {"<extra_id_0>": 150}])
@@ -272,7 +275,7 @@ def regex_tokenizer(pattern: str) -> str:
     ],
 )
 def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text(pattern):
-    vocabulary = data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+    vocabulary = vocabularies.TokenizerJsonVocabulary(regex_tokenizer(pattern))
     for character in (" ", "a", "1", "'", "a ", "\n", "é"):
         start = time.perf_counter()
         vocabulary._tokenizer.pre_tokenizer.pre_tokenize_str(character * 100_000)
@@ -284,7 +287,7 @@ def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text
 )
 def test_expressions_that_could_take_longer_are_refused(pattern):
     with pytest.raises(ValueError, match="got the regular expression .*, which might take for ever; expected one of"):
-        data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+        vocabularies.TokenizerJsonVocabulary(regex_tokenizer(pattern))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +296,7 @@ def test_expressions_that_could_take_longer_are_refused(pattern):
 def test_the_check_of_an_expression_takes_no_time_itself(pattern):
     start = time.perf_counter()
     with pytest.raises(ValueError, match="got the regular expression"):
-        data.TokenizerJsonVocabulary(regex_tokenizer(pattern))
+        vocabularies.TokenizerJsonVocabulary(regex_tokenizer(pattern))
     assert time.perf_counter() - start < 1
 
 
@@ -305,11 +308,11 @@ def replacing(*pairs) -> dict:
 def test_steps_that_make_a_text_longer_allow_shorter_texts():
     """Letters of the same length cost nothing; what could fill the memory is refused before it is encoded."""
     same = replacing(*[(letter, "ی") for letter in "يىئےېۍێۑؽؾ"])
-    assert data.TokenizerJsonVocabulary(tokenizer_json(normalizer=same)).encode("Tom " * 10_000)
+    assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=same)).encode("Tom " * 10_000)
     wider = replacing(*[(mark, chr(ord(mark) + 0xFEE0)) for mark in "!?,.:;()"])  # 1 byte becomes 3
-    assert data.TokenizerJsonVocabulary(tokenizer_json(normalizer=wider)).encode("Tom " * 1000)
+    assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=wider)).encode("Tom " * 1000)
     decomposed = {"type": "Sequence", "normalizers": [{"type": "NFKD"}, *replacing((" ", "x" * 900))["normalizers"]]}
-    vocabulary = data.TokenizerJsonVocabulary(tokenizer_json(normalizer=decomposed))
+    vocabulary = vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=decomposed))
     with pytest.raises(
         ValueError, match="got a text of 100,000 characters, which this tokenizer may make 16,200 times as"
     ):
@@ -319,4 +322,4 @@ def test_steps_that_make_a_text_longer_allow_shorter_texts():
 @pytest.mark.parametrize("rule", ["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"])
 def test_every_normalisation_of_sentencepiece_is_let_through(rule):
     model = make_checkpoints.sentencepiece_model(TRAINING, 80, normalization_rule_name=rule)
-    assert data.SentencePieceVocabulary(model).encode("Ｔom")
+    assert vocabularies.SentencePieceVocabulary(model).encode("Ｔom")

@@ -9,7 +9,8 @@ import pytest
 from devices import Pipe, names, null_device
 from test_layers import MODULES
 
-from specdec_jax import journal, writing
+from specdec_jax.commands import journal
+from specdec_jax.files import writing
 
 disk = devices.disk
 

@@ -14,7 +14,11 @@ import test_cli
 from devices import SPECDEC, Pipe, fill, names, null_device
 
 import specdec_jax as sd
-from specdec_jax import benchmark, checkpoints, journal, measuring, records, tuning, writing
+from specdec_jax.analysis import benchmark, expectations, tuning
+from specdec_jax.analysis.report import summaries
+from specdec_jax.checkpoints import loader
+from specdec_jax.commands import journal, tune
+from specdec_jax.files import writing
 
 disk = devices.disk
 pair, cache, specdec = test_cli.pair, test_cli.cache, test_cli.specdec
@@ -25,10 +29,10 @@ pytestmark = pytest.mark.usefixtures("quick")
 def commands(pair, tmp_path, monkeypatch):
     """Arguments of commands that write a file, but for its name; what would be measured is made up."""
     monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(measuring, "measured", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
-    monkeypatch.setattr(tuning, "tuned", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
-    monkeypatch.setattr(tuning, "gin_file", lambda *_: "# chosen\n")
-    monkeypatch.setattr(records, "summary", lambda *_: "")
+    monkeypatch.setattr(expectations, "measure", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
+    monkeypatch.setattr(tuning, "tune", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
+    monkeypatch.setattr(tune, "gin_file", lambda *_: "# chosen\n")
+    monkeypatch.setattr(summaries, "benchmark_summary", lambda *_: "")
     inputs = tmp_path / "inputs"
     inputs.mkdir()
     (inputs / "text").write_text("".join(text + "\n" for text in test_cli.TEXT))
@@ -116,7 +120,7 @@ def test_a_suite_needs_a_file_to_read_again(specdec, tmp_path):
 
 def test_a_plot_is_written_through(tmp_path):
     matplotlib = pytest.importorskip("matplotlib.figure")
-    from specdec_jax import plots
+    from specdec_jax.analysis.report import plots
 
     link = tmp_path / "link.png"
     link.symlink_to("figure.png")
@@ -189,7 +193,7 @@ def test_a_checkpoint_goes_where_a_link_leads(specdec, pair, tmp_path):
     code, out, err = specdec("convert", "--source=TARGET", f"--output={tmp_path / 'link'}", "--format=specdec")
     assert (code, out) == (0, "") and (tmp_path / "link").is_symlink()
     assert names(tmp_path) == ["empty", "link", "link.gin"] and "config.json" in names(tmp_path / "empty")
-    model = checkpoints.load(tmp_path / "link", "float32")
+    model = loader.load(tmp_path / "link", "float32")
     sd.save(model, tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and names(tmp_path) == ["empty", "link", "link.gin"]
 
@@ -246,5 +250,5 @@ def test_a_checkpoint_on_a_full_disk_leaves_nothing(pair, specdec, disk, form):
     assert (code, out, err.count("\n")) == (2, "", 1) and names(disk) == ["filler"]
     assert str(disk / ".out.specdec-new") in err and "space" in err.lower()
     with pytest.raises((OSError, ValueError)):
-        sd.save(checkpoints.load(pair / "target", "float32"), disk / "model")
+        sd.save(loader.load(pair / "target", "float32"), disk / "model")
     assert names(disk) == ["filler"]

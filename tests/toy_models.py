@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.models.base import LanguageModel, padded_lengths
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import padded_lengths
 from specdec_jax.models.t5 import T5Config
 
 

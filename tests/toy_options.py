@@ -6,9 +6,9 @@ import toy
 import toy_processors
 from toy_models import HashModel, Words
 
+from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.generate import generate
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig
 
 V, LIMIT, EOS = 12, 14, (1, 8)
 INPUTS = [[3, 4, 1], [7, 1], [9, 2, 9, 1], [1], [5, 5, 1], [11, 10, 2, 1]]

@@ -5,10 +5,10 @@ import pathlib
 
 import numpy as np
 
-from specdec_jax import train
-from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.training import config as training_config
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs" / "train"
 TINY = T5Config(64, 16, 2, 8, 1, 1, 32)
@@ -46,7 +46,7 @@ def text_config(folder, output, **settings):
         data_dir=str(folder), vocabulary_size=20, steps=120, warmup_steps=5, decay_steps=60, learning_rate=3e-2,
         label_smoothing=0.0, batch_tokens=256, sequence_length=32, log_every=20, save_every=50, evaluate_every=60,
     )  # fmt: skip
-    return train.TrainConfig(**{**defaults, **settings})
+    return training_config.TrainConfig(**{**defaults, **settings})
 
 
 def config_of(folder, output, **settings):
@@ -55,7 +55,7 @@ def config_of(folder, output, **settings):
         data_dir=str(folder), vocabulary_size=40, steps=12, warmup_steps=2, decay_steps=4, learning_rate=1e-2,
         batch_tokens=256, buckets=(16, 32), log_every=4, save_every=4, evaluate_every=6,
     )  # fmt: skip
-    return train.TrainConfig(**{**defaults, **settings})
+    return training_config.TrainConfig(**{**defaults, **settings})
 
 
 def random_params(config=TINY, seed=0):

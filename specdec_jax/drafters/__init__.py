@@ -1,1 +1,1 @@
-"""Drafters: what proposes the tokens that the target verifies."""
+"""What proposes the tokens that the target verifies: models, n-grams, copies, heads, cascades."""

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.drafters.drawing import empty_law, keys_apart
-from specdec_jax.drafters.exit import EarlyExitDrafter
-from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.drafters.drafting import empty_law, keys_apart
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
-from specdec_jax.sampling import Law, PointMass
-from specdec_jax.speculative import DecodeState, Draft, Drafter, Scored, verify
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.iteration import verify
+from specdec_jax.speculative.laws import Law, PointMass
+from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
 
 class CascadeState(NamedTuple):
@@ -22,7 +23,7 @@ class CascadeState(NamedTuple):
     second: Any
 
 
-class _Cascade:
+class _Cascade(Drafter):
     """Two drafters as one: what both kinds of cascade share."""
 
     parts: tuple[Any, Any]
@@ -39,10 +40,29 @@ class _Cascade:
 
     @property
     def reads_encoder(self) -> bool:
-        return any(getattr(part, "reads_encoder", False) for part in self.parts)
+        return any(part.reads_encoder for part in self.parts)
+
+    @property
+    def observes(self) -> bool:
+        return any(part.observes for part in self.parts)
+
+    @property
+    def needs_target_state(self) -> bool:
+        return any(part.needs_target_state for part in self.parts)
+
+    @property
+    def models(self) -> tuple[LanguageModel, ...]:
+        return tuple(model for part in self.parts for model in part.models)
+
+    def identity(self) -> tuple[list[Any], Any]:
+        return [self.number, *(part.contents for part in self.parts)], None
+
+    def check(self, target: LanguageModel) -> None:
+        for part in self.parts:
+            part.check(target)
 
     def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> CascadeState:
-        shared = lambda part: {"encoded": encoded} if getattr(part, "reads_encoder", False) else {}
+        shared = lambda part: {"encoded": encoded} if part.reads_encoder else {}
         return CascadeState(*(part.init(inputs, input_lengths, tokens, slots, **shared(part)) for part in self.parts))
 
     def rewind(self, draft_state: CascadeState, lengths: jax.Array) -> CascadeState:
@@ -51,12 +71,12 @@ class _Cascade:
         A part that begins past the committed tokens cannot tell it: it is told what was drafted as if it were committed,
         and would take for cached what its last draft had there.
         """
-        rewound = lambda part, own: part.rewind(own, lengths) if hasattr(part, "rewind") else own
+        rewound = lambda part, own: part.rewind(own, lengths)
         return CascadeState(*map(rewound, self.parts, draft_state))
 
     def observe(self, draft_state: CascadeState, state: DecodeState, scored: Scored) -> CascadeState:
         """Passes on what the target made of the draft to a drafter that learns from it."""
-        seen = lambda part, own: part.observe(own, state, scored) if hasattr(part, "observe") else own
+        seen = lambda part, own: part.observe(own, state, scored)
         return CascadeState(*map(seen, self.parts, draft_state))
 
 
@@ -158,7 +178,7 @@ class VerticalCascade(_Cascade):
         Raises:
           ValueError: another kind of argument.
         """
-        if not isinstance(model_drafter, ModelDrafter):
+        if not isinstance(model_drafter, Drafter) or model_drafter.second_model is None:
             raise ValueError(f"model_drafter: got {type(model_drafter).__name__}, expected a ModelDrafter")
         _check_drafters(inner=inner)
         _check_behind("inner", inner)
@@ -244,14 +264,12 @@ def _positive(name: str, value) -> int:
 
 def _check_drafters(**drafters) -> None:
     for name, drafter in drafters.items():
-        if not hasattr(drafter, "draft"):
+        if not isinstance(drafter, Drafter):
             raise ValueError(f"{name}: got {drafter!r}, expected a drafter")
 
 
-def _check_behind(name: str, drafter) -> None:
+def _check_behind(name: str, drafter: Drafter) -> None:
     """Refuses a drafter that would continue a draft from the target's cache or last state, which know nothing of it."""
-    if isinstance(drafter, EarlyExitDrafter | HeadsDrafter):
+    if drafter.needs_target_state:
         got = type(drafter).__name__
         raise ValueError(f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or states")
-    for part in getattr(drafter, "parts", ()):
-        _check_behind(name, part)

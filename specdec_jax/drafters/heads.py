@@ -5,18 +5,20 @@ They are Medusa's heads (Cai et al. 2024, arXiv 2401.10774), with a draft instea
 
 import dataclasses
 import pathlib
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law
-from specdec_jax.formats import leaves, own
-from specdec_jax.models import heads
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.checkpoints import leaves, own
+from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law
+from specdec_jax.models import heads, parameters
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
-from specdec_jax.speculative import DecodeState, Draft, Scored
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
 
 @flax.struct.dataclass
@@ -33,7 +35,7 @@ class HeadsState:
 
 
 @flax.struct.dataclass
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """Drafts with N heads on the state from which the target said the last committed token: head i the i-th token after it.
 
     A head does not see the tokens in between, so its law is the same whatever the heads before it drew; it is brought to the
@@ -45,6 +47,8 @@ class HeadsDrafter:
       fingerprint: of the target whose states the heads take.
     """
 
+    needs_target_state: ClassVar[bool] = True
+    observes: ClassVar[bool] = True
     network: HeadsNetwork
     fingerprint: str = flax.struct.field(pytree_node=False)
 
@@ -75,7 +79,7 @@ class HeadsDrafter:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         params = {name: leaf.load(jnp.dtype(target.config.dtype)) for name, leaf in stored.items()}
-        return cls.of(target, config, leaves.unflatten(params))
+        return cls.of(target, config, parameters.unflatten(params))
 
     def save(self, path, dtype=None) -> None:
         """Writes a folder that `load` reads, in the parameters' own dtype or in `dtype`."""
@@ -100,6 +104,9 @@ class HeadsDrafter:
     @property
     def name(self) -> str:
         return f"{self.config.num_heads} heads"
+
+    def identity(self) -> tuple[list[Any], Any]:
+        return [self.fingerprint, self.config], self.params
 
     def init(self, inputs, input_lengths, tokens, slots: int) -> HeadsState:
         batch = tokens.shape[0]

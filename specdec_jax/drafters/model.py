@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.drafters.drawing import draft_tokens, draw_adjusted, empty_law, look, match_width
-from specdec_jax.models.base import LanguageModel, Network
-from specdec_jax.models.shortlist import Shortlist
-from specdec_jax.speculative import DecodeState, Draft, empty_seen, filled
+from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
+from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.prefill import fill_cache
+from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 
 
 @flax.struct.dataclass
@@ -28,7 +31,7 @@ class ModelDraftState:
 
 
 @jax.tree_util.register_pytree_node_class
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts γ tokens one after another with `model`, under the same processors as the target.
 
     Attributes:
@@ -90,6 +93,32 @@ class ModelDrafter:
     def name(self) -> str:
         return self.model.name
 
+    @property
+    def models(self) -> tuple[LanguageModel, ...]:
+        return (self.model,)
+
+    @property
+    def second_model(self) -> LanguageModel | None:
+        return self.model
+
+    @property
+    def scorable(self) -> bool:
+        return not self.reduced
+
+    def steps(self) -> dict[str, Network]:
+        return {"draft step": self.network} | {
+            f"draft step, {name}": network for name, network in self.variants().items()
+        }
+
+    def identity(self) -> tuple[list[Any], Any]:
+        return [self.model.contents, self.int8], self.shortlist
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        width = target.config.vocab_size
+        if self.shortlist is not None and int(self.shortlist.ids[0]) >= width:
+            raise ValueError(f"drafter: got a shortlist without any id below {width}, the target's number of ids")
+
     def widened(self, logits: jax.Array, vocab_size: int) -> jax.Array:
         """The network's logits as `[..., vocab_size]`; ids that it does not propose have −inf."""
         return match_width(logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size)
@@ -102,7 +131,7 @@ class ModelDrafter:
     def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> ModelDraftState:
         batch, prefix = tokens.shape
         shared = {} if encoded is None else {"encoded": encoded}
-        cache = filled(self.network, inputs, input_lengths, tokens, slots, **shared)
+        cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **shared)
         # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
@@ -147,9 +176,9 @@ class ModelDrafter:
                 return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, law, seen)
             logits = self.widened(logits, vocab_size)
             drawn, law = draw_adjusted(state, logits, tokens, step, law)
-            return drawn, (cache, law, look(state, logits, tokens, step, drawn, seen))
+            return drawn, (cache, law, record_signals(state, logits, tokens, step, drawn, seen))
 
-        carry = draft_state.cache, empty_law(state), empty_seen(state.policy, len(last))
+        carry = draft_state.cache, empty_law(state), empty_signals(state.policy, len(last))
         tokens, num_drafted, (cache, law, seen) = draft_tokens(
             state, num_wanted, choose, carry, jnp.max(lag), catch_up, seen=lambda carry: carry[2]
         )
@@ -163,41 +192,3 @@ class ModelDrafter:
         # A row that only watched has cached nothing new; its prefix's padding is no longer hidden by `last`.
         cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
         return ModelDraftState(cache, cached), draft
-
-
-def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
-    """The ids `[F]` of a `ModelDrafter`'s shortlist, ascending."""
-    if isinstance(shortlist, int | np.integer):
-        return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
-    ids = np.asarray(shortlist)
-    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"shortlist: got {shortlist!r}, expected a number of ids, or ids (at least one)")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"shortlist: got id {wrong}, expected ids of the drafter's model, 0 to {vocab_size - 1}")
-    if np.any(np.diff(ids) <= 0):
-        wrong = int(np.argmax(np.diff(ids) <= 0))
-        raise ValueError(f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, each once")
-    missing = set(eos_ids) - set(ids.tolist())
-    if missing:
-        raise ValueError(f"shortlist: got ids without {min(missing)}, which ends a sequence, expected it among them")
-    return ids
-
-
-def shortlist_from_counts(counts, size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
-    """The `size` most frequent ids, ascending, for `ModelDrafter`; of equally frequent ones those that come first.
-
-    Args:
-      counts: `[V]` how often each id occurs in outputs like those to come, e.g. `NGramDrafter.table.unigram` or
-        `np.bincount(ids, minlength=V)`.
-      size: F from 1 to V, `eos_ids` included.
-      eos_ids: ids that are taken whatever their counts.
-    """
-    counts = np.asarray(counts)
-    if counts.ndim != 1 or not counts.size:
-        raise ValueError(f"counts: got an array of shape {counts.shape}, expected one number for each id")
-    least = max(1, len(set(eos_ids)))
-    if not isinstance(size, int | np.integer) or not least <= size <= len(counts):
-        raise ValueError(f"shortlist: got a size of {size!r}, expected an integer from {least} to {len(counts)}")
-    first = np.isin(np.arange(len(counts)), list(eos_ids))
-    return np.sort(np.lexsort((-counts, ~first))[:size])

@@ -1,1 +1,1 @@
-"""Inside other frameworks' programs, and with their data."""
+"""Inside other frameworks' programs, and with their data: T5X and seqio."""

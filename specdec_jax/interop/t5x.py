@@ -13,18 +13,18 @@ import numpy as np
 from t5x import decoding, models
 from t5x.examples.t5 import network
 
-from specdec_jax import checkpoints
-from specdec_jax.drafters.lookup import AssistedNGramDrafter, NGramDrafter, PromptLookupDrafter, RandomDrafter
+from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.results import GenerationResult
+from specdec_jax.decoding.traced import Decoder
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.gamma import Policy
-from specdec_jax.interop.decoding import Decoder
 from specdec_jax.interop.vocabularies import difference
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.sampling import SamplingConfig
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.sampling import SamplingConfig
 
-# What proposes without the target's parameters, which exist only while T5X's program is traced.
-_DRAFTERS = (ModelDrafter, NGramDrafter, PromptLookupDrafter, AssistedNGramDrafter, RandomDrafter)
 # A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
 
@@ -78,9 +78,10 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             model = _load(drafter, drafter_dtype or config.dtype, drafter_vocabulary)
             _check_model(model, output_vocabulary)
             drafter = ModelDrafter(model)
-        elif drafter is not None and not isinstance(drafter, _DRAFTERS):
-            expected = ", ".join(cls.__name__ for cls in _DRAFTERS)
-            raise ValueError(f"drafter: got {type(drafter).__name__}, expected a model's folder, or one of {expected}")
+        elif drafter is not None and (not isinstance(drafter, Drafter) or drafter.needs_target_state):
+            # The target's parameters exist only while T5X's program is traced.
+            expected = "a model's folder, or a drafter that needs nothing of the target"
+            raise ValueError(f"drafter: got {type(drafter).__name__}, expected {expected}")
         self._counts = counts
         self._decoder = Decoder(
             config, drafter, gamma, sampling, verifier, lenience, typical_epsilon, typical_delta, rescale_log_probs
@@ -144,7 +145,7 @@ def config_of(module: Any) -> T5Config:
 
 @functools.lru_cache(maxsize=2)  # gin makes a model for every place that names it
 def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
-    return checkpoints.load(path, dtype, vocabulary=vocabulary)
+    return loader.load(path, dtype, vocabulary=vocabulary)
 
 
 def _check_model(model: LanguageModel, vocabulary) -> None:
@@ -204,3 +205,30 @@ def greedy(target: LanguageModel) -> Callable[[np.ndarray, int], np.ndarray]:
         return model.predict_batch_with_aux(params, batch, decoder_params={"eos_id": eos})[0]
 
     return lambda inputs, steps: np.asarray(predict(params, np.asarray(inputs, np.int32), steps))
+
+
+def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
+    """T5X's own `EncoderDecoderModel.predict_batch`, argmax, on the same weights and padded inputs, from text to text."""
+
+    predict = greedy(target)
+
+    def decode(batch: Batch) -> GenerationResult:
+        rows, vocabulary = list(batch.inputs), target.vocabulary
+        if rows and isinstance(rows[0], str):
+            rows = [
+                vocabulary.encode(text) + list(vocabulary.eos_ids[:1]) if text and text.strip() else [] for text in rows
+            ]
+        rows = [row or [] for row in rows]
+        filled = [len(row) > 0 for row in rows]
+        inputs = np.zeros((len(rows), batch.padded), np.int32)
+        for number, row in enumerate(rows):
+            row = row or rows[0]  # a filler's tokens would have nothing to attend to
+            inputs[number, : len(row)] = row
+        tokens = predict(inputs, max_new_tokens) * np.array(filled, np.int32)[:, None]
+        ends = np.isin(tokens, target.eos_ids)
+        lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1]) * filled
+        texts = [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)] if vocabulary else None
+        nothing = np.zeros(tokens.shape, np.float32)
+        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, None, nothing, [])
+
+    return Arm(0, decode)

@@ -10,8 +10,9 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax import checkpoints, data
-from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.checkpoints import loader
+from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.training import text_files
 
 try:
     import seqio
@@ -91,7 +92,7 @@ def tsv(
             raise ValueError(f"files: got {path!r}, which is no file, expected a TSV file")
 
     def pairs(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
-        found = data.read_pairs(paths[split])
+        found = text_files.read_pairs(paths[split])
         sides = {side: [pair[i] for pair in found] for i, side in enumerate(("source", "target"))}
         return tf.data.Dataset.from_tensor_slices(
             {side: tf.constant(texts, tf.string) for side, texts in sides.items()}
@@ -132,12 +133,12 @@ def _register(name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, 
 
 def _vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
     """seqio's vocabulary of a SentencePiece file, or that of a model."""
-    if path not in checkpoints.bundled() and not pathlib.Path(path).is_dir():
+    if path not in loader.bundled() and not pathlib.Path(path).is_dir():
         return seqio.SentencePieceVocabulary(path, extra_ids)  # reads it when it is needed
-    ours, _ = checkpoints.load_vocabulary(path)
+    ours, _ = loader.load_vocabulary(path)
     if isinstance(ours, ByteVocabulary):
         return seqio.ByteVocabulary(ours.extra_ids)
-    folder = checkpoints.BUNDLED / path if path in checkpoints.bundled() else pathlib.Path(path)
+    folder = loader.BUNDLED / path if path in loader.bundled() else pathlib.Path(path)
     files = [
         place / name for place in (folder, folder.absolute().parent) for name in ("spiece.model", "sentencepiece.model")
     ]

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from specdec_jax.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
 _SENTINEL = re.compile(r" <extra_id_\d+>")  # seqio's begin with a space
 

@@ -1,1 +1,1 @@
-"""Networks: the only place where linen is used."""
+"""Networks, their caches, layouts and vocabularies: the only room where linen is used."""

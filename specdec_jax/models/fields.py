@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from specdec_jax.files.reading import shown
 from specdec_jax.models.layers import ACTIVATIONS
-from specdec_jax.reading import shown
 
 Shape = TypeVar("Shape")
 
@@ -67,7 +67,7 @@ def _expected(name: str, value) -> str | None:
     raise AssertionError(f"{name} is not in the table")
 
 
-def built(shape: type[Shape], values, path, names: Mapping[str, str] | None = None) -> Shape:
+def build(shape: type[Shape], values, path, names: Mapping[str, str] | None = None) -> Shape:
     """The configuration `shape` with these values out of the file at `path`, which calls the fields by `names`.
 
     Raises:

@@ -9,8 +9,8 @@ import flax.struct
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.cache import KVCache
 from specdec_jax.models import panels
+from specdec_jax.models.cache import KVCache
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, SteppedModule, product
 

@@ -7,10 +7,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.models import packing, panels
-from specdec_jax.models.base import Network
+from specdec_jax.models import layouts, panels
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Dense
+from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config
 
 
@@ -125,9 +125,9 @@ def head_kernel(config: T5Config, params: dict) -> jax.Array:
 
 def pack(params: dict, dtype: str) -> dict:
     """`params` in the layout of the decode loop; the dicts that were given stay as they are."""
-    return packing.pack(jax.tree.map(lambda leaf: leaf, params), panels.usable(dtype))
+    return layouts.pack(jax.tree.map(lambda leaf: leaf, params), panels.usable(dtype))
 
 
 def unpack(packed: dict) -> dict:
     """What `pack` was given."""
-    return packing.unpack(packed)
+    return layouts.unpack(packed)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.models import packing
-from specdec_jax.sharding import ShardingRules, pinned
+from specdec_jax.models import layouts
+from specdec_jax.models.sharding import ShardingRules, pinned
 
 # Of a digest that does not depend on the dtype in which a model computes; digests of corners alone have no prefix.
 ROUNDED = "bfloat16:"
@@ -33,7 +33,7 @@ def exact(params: dict, rules: ShardingRules | None) -> str:
 
 def _digest(params: dict, rules: ShardingRules | None, dtype: np.dtype | None) -> str:
     found = {}
-    for path, array in packing.parameters(params):
+    for path, array in layouts.parameters(params):
         host = _on_host(array, rules)
         one = hashlib.sha256(f"{host.shape} {dtype or host.dtype}".encode())
         for block in _blocks(host):
@@ -79,4 +79,4 @@ def of_corners(params: dict, rules: ShardingRules | None, last_layer: str) -> st
 def _corners(packed, rules):
     """The first 8 of every axis of every array, in bfloat16."""
     corner = lambda leaf: leaf[tuple(slice(8) for _ in leaf.shape)].astype(jnp.bfloat16)
-    return pinned(jax.tree.map(corner, packing.unpack(packed)), rules)
+    return pinned(jax.tree.map(corner, layouts.unpack(packed)), rules)

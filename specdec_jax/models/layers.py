@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.cache import KVCache
 from specdec_jax.models import panels
+from specdec_jax.models.cache import KVCache
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.panels import Before, Panels
 

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import jax
 import jaxlib
 
-from specdec_jax import user_cache
+from specdec_jax.files import user_cache
+from specdec_jax.files.writing import write_file
 from specdec_jax.models import probe
-from specdec_jax.writing import write_file
 
 # FFI target -> symbol of its handler in the library. Each needs a case in `probe.check`.
 TARGETS = {

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.files.reading import shown
 from specdec_jax.models import native
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.reading import shown
 
 QUANTIZE = ("int8", "none")  # see `checkpoints.load`
 _COLUMNS = 16  # of a panel

@@ -8,8 +8,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.cache import MAX_UNROLLED_ROWS, KVCache
 from specdec_jax.models import panels
+from specdec_jax.models.cache import MAX_UNROLLED_ROWS, KVCache
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, SteppedModule, product
 

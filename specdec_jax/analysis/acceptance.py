@@ -1,0 +1,297 @@
+"""How much of its drafts a target accepts, and the calls that this lets expect for every γ.
+
+Where a model drafts and the output law is the target's, its own outputs are scored with both models (`scored`): far less
+noisy than counting accepts, and one pass gives every γ. Otherwise the engine decodes with the greatest γ (`counted`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.analysis import formulas
+from specdec_jax.analysis.arms import Batch
+from specdec_jax.analysis.predictions import Work
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.progress import track
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import NotNumbers, finish
+from specdec_jax.drafters.drafting import match_width
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import join
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
+
+# What `scored` knows: P(at least i drafted tokens stand) given the target's output.
+SURVIVAL = {"token": formulas.token_survival, "block": formulas.block_survival}
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """Acceptance of drafts of up to G tokens.
+
+    Attributes:
+      how: "scored" or "counted".
+      alpha: Σ min(p, q) per position, or accepted / examined tokens; None where nothing was drafted or no verifier that was
+        asked for has such a rate.
+      error: its standard error, clustered by sentence; None of fewer than two.
+      positions: number of tokens that it is a mean of.
+      survival: by verifier, for i = 1 … G: (P(at least i drafted tokens stand), its standard error).
+      lengths: of each batch, new tokens of its rows.
+      work: by verifier and γ = 1 … G, of each batch.
+    """
+
+    how: str
+    alpha: float | None
+    error: float | None
+    positions: int
+    survival: dict[str, list[tuple[float, float | None]]]
+    lengths: list[np.ndarray]
+    work: dict[tuple[str, int], list[Work]]
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "how": self.how,
+            "alpha": self.alpha,
+            "standard_error": self.error,
+            "positions": self.positions,
+            "by_position": {
+                name: [{"stands": mean, "standard_error": error} for mean, error in values]
+                for name, values in self.survival.items()
+            },
+            "tokens_per_target_call": {
+                name: formulas.tokens_by_survival([mean for mean, _ in values])
+                for name, values in self.survival.items()
+            },
+        }
+
+
+def measure_acceptance(
+    target, drafter, batches: Sequence[Batch], verifiers: Sequence[str], gamma: int, options
+) -> Acceptance:
+    """Acceptance by the better way of the two.
+
+    Args:
+      verifiers: names; those of one temperature that all are exact, or one alone.
+      gamma: G.
+      options: of a decoding command.
+    """
+    greedy = options.sampling().mode.greedy
+    exact = [name for name in verifiers if name in SURVIVAL or greedy and name in ("gumbel", "rejection")]
+    if drafter.scorable and len(exact) == len(verifiers):
+        return score(target, drafter, batches, verifiers, gamma, options)
+    return count(target, drafter, batches, verifiers, gamma, options)
+
+
+def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options) -> Acceptance:
+    """Decodes plainly and scores what comes out with both models."""
+    config: SamplingConfig = options.sampling()
+    sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
+    work: dict[tuple[str, int], list[Work]] = {(name, g): [] for name in verifiers for g in range(1, gamma + 1)}
+    for batch in track(batches, len(batches), "scoring"):
+        result = batch.through(
+            lambda batch: generate(target, batch.inputs, key=batch.keys, **options.decoding(plain=True))
+        )
+        lengths.append(result.lengths)
+        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        expected = {key: [] for key in work}
+        for row, length in enumerate(result.lengths):
+            sound = np.isfinite(agreed.overlap[row, :length])
+            if not sound.all():
+                raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
+            sums.append(float(agreed.overlap[row, :length].sum()))
+            counts.append(int(length))
+            ended = result.finish_reasons[row] == "eos"
+            for name in verifiers:
+                # At temperature 0 all verifiers are one.
+                stands = along(agreed.log_ratio[row, :length], gamma, SURVIVAL[name if name in SURVIVAL else "token"])
+                survivals[name].append(stands)
+                for g in range(1, gamma + 1):
+                    expected[name, g].append(formulas.calls_along(stands, g, ended))
+        for key, rows in expected.items():  # a batch runs until its last row is done
+            work[key].append(Work(batch.padded, *(max(values) for values in zip(*rows, strict=True))))
+    alpha, error = formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)
+    survival = {name: _mean_survival(rows, gamma) for name, rows in survivals.items()}
+    return Acceptance("scored", alpha, error, sum(counts), survival, lengths, work)
+
+
+def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
+    """`[n, G]`: P(at least i of the tokens drafted at t stand), for i = 1 … G and t = 0 … n − 1; 0 past the end.
+
+    Args:
+      log_ratios: `[n]`.
+      survival: one of `SURVIVAL`.
+    """
+    padded = np.append(log_ratios.astype(np.float64), np.full(gamma, -np.inf))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, gamma)[: len(log_ratios)]
+    return survival(windows)
+
+
+def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> list[tuple[float, float | None]]:
+    """Over all places that have at least i tokens after them."""
+    found = []
+    for i in range(1, gamma + 1):
+        complete = [row[: max(0, len(row) - i + 1), i - 1] for row in rows]
+        sums, counts = [row.sum() for row in complete], [len(row) for row in complete]
+        found.append(formulas.clustered_mean(sums, counts) if any(counts) else (0.0, None))
+    return found
+
+
+def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptance:
+    """Decodes with γ = G and counts; a smaller γ is expected to accept as many of its first positions."""
+    alpha: float | None = None
+    error: float | None = None
+    positions, lengths = 0, []
+    survival: dict[str, list[tuple[float, float | None]]] = {}
+    work: dict[tuple[str, int], list[Work]] = {}
+    for name in verifiers:
+        decoding = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier=name)
+        results = [
+            batch.through(lambda batch: generate(target, batch.inputs, key=batch.keys, **decoding))
+            for batch in track(batches, len(batches), f"counting, {name} verification")
+        ]
+        rows = [row for result in results for row in result.stats.per_row]
+        examined = [int(row.examined_by_position.sum()) for row in rows]
+        if alpha is None and any(result.stats.acceptance_rate is not None for result in results):
+            alpha, error = formulas.clustered_mean([row.accepted for row in rows], examined)
+            positions = sum(examined)
+        calls = [row.target_calls for row in rows]
+        by_position = np.array([row.accepted_by_position for row in rows])
+        survival[name] = [
+            formulas.clustered_mean(by_position[:, i], calls) if any(calls) else (0.0, None) for i in range(gamma)
+        ]
+        per_call = formulas.tokens_by_survival([mean for mean, _ in survival[name]])
+        lengths = lengths or [result.lengths for result in results]
+        for g in range(1, gamma + 1):
+            batch_calls = [
+                max(row.target_calls for row in result.stats.per_row) * per_call[gamma] / per_call[g]
+                for result in results
+            ]
+            work[name, g] = [Work(batch.padded, n, g * n) for batch, n in zip(batches, batch_calls, strict=True)]
+    return Acceptance("counted", alpha, error, positions, survival, lengths, work)
+
+
+class Comparison(NamedTuple):
+    """α found in two ways on the same positions, those that token verification examined.
+
+    Attributes:
+      positions: their number.
+      counted: the share of them whose drafted token stood.
+      overlap: the mean over them of Σ min(p, q), theorem 3.5's probability of that.
+      difference: counted − overlap; 0 on average.
+      standard_error: of the difference, clustered by sentence; None of fewer than two.
+    """
+
+    positions: int
+    counted: float
+    overlap: float
+    difference: float
+    standard_error: float | None
+
+
+def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options) -> Comparison | None:
+    """Decodes by token verification, one iteration at a time, and scores the positions that were examined; None where nothing
+    was drafted.
+
+    Args:
+      drafter: one that is `scorable`.
+      gamma: γ.
+      options: of a decoding command.
+    """
+    config, counts, stood, overlaps = options.sampling(), [], [], []
+    token = dict(verifier="token", lenience=None, typical_epsilon=None, typical_delta=None)
+    decoding = options.decoding() | dict(drafter=drafter, gamma=gamma) | token
+    for batch in track(batches, len(batches), "comparing"):
+        state, request = prepare(target, batch.inputs, key=batch.keys, **decoding)
+        found: list[list[int]] = [[] for _ in batch.ids]
+        lengths, seen = np.array(state.lengths), np.zeros(len(batch.ids), np.int64)
+        while not np.all(state.done):
+            state = advance(request.network, request.drafter, state, np.int32(1))
+            examined = np.array(state.counts.examined_by_position).sum(axis=1)
+            for row, places in enumerate(found):
+                first = int(lengths[row] - request.prefix_lengths[row])
+                places += range(first, first + int(examined[row] - seen[row]))
+            lengths, seen = np.array(state.lengths), examined
+        accepted = np.array(state.counts.accepted)
+        result = finish(target, state, request)
+        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        for row, places in enumerate(found):
+            counts.append(len(places))
+            stood.append(int(accepted[row]))
+            overlaps.append(float(agreed.overlap[row, places].sum()))
+    if not sum(counts):
+        return None
+    differences = np.array(stood) - np.array(overlaps)
+    difference, error = formulas.clustered_mean(differences, counts)
+    return Comparison(sum(counts), sum(stood) / sum(counts), sum(overlaps) / sum(counts), difference, error)
+
+
+class Agreement(NamedTuple):
+    """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk past an output's end.
+
+    Attributes:
+      overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At temperature 0 whether the
+        argmax is the same.
+      log_ratio: log q(y) − log p(y) of the token y that is there.
+    """
+
+    overlap: np.ndarray
+    log_ratio: np.ndarray
+
+
+def agreement(
+    target: LanguageModel, drafter: LanguageModel, inputs: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray,
+    config: SamplingConfig,
+) -> Agreement:  # fmt: skip
+    """Scores outputs of the target with both models, teacher-forced, one call each.
+
+    Args:
+      inputs: ids of B inputs.
+      tokens: `[B, T]` new tokens. lengths: `[B]`.
+      config: what they were sampled with.
+    """
+    width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
+    shapes = [model.config for model in (target, drafter) if isinstance(model.config, GPTConfig)]
+    if shapes:  # the last id of a prompt is what a start token is elsewhere
+        prompts = [list(ids) or [target.start_token] for ids in inputs]
+        first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
+        width = min(width, *(shape.num_positions - max(map(len, inputs)) for shape in shapes))
+    tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(np.int32)
+    fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
+    input_lengths = np.array([len(ids) for ids in inputs], np.int32)
+    padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
+    for row, ids in enumerate(inputs):
+        padded[row, : len(ids)] = ids
+    logits = target.logits(padded, fed, input_lengths)
+    # An id that the drafter lacks is read as its last one, as in the decode loop.
+    last = drafter.config.vocab_size - 1
+    encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
+    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder)
+    rows = config.rows(len(tokens), target.config.vocab_size)
+    eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
+    before = (join(padded, input_lengths, fed)[0], input_lengths + 1) if shapes else (fed, np.ones_like(input_lengths))
+    agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
+    return Agreement(*jax.device_get(agreed))
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
+    prefixes = Context(fed, starts, starts, eos_ids)
+    law, draft_law = (
+        laws.standardize(values, prefixes, rows, mode)
+        for values in (logits, match_width(draft_logits, logits.shape[-1]))
+    )
+    overlap = jnp.sum(jnp.minimum(law.probs(), draft_law.probs()), axis=-1)
+    here, there = law.log_prob(tokens), draft_law.log_prob(tokens)
+    # A token that was sampled has p > 0, but for what two ways of computing it round apart (ties, the rim of a filter).
+    here = jnp.where(here > -jnp.inf, here, there)
+    return overlap, jnp.where(there > -jnp.inf, there - here, -jnp.inf)

@@ -1,0 +1,155 @@
+"""Ways of decoding timed in turn: the same batches of sentences through each of them, pass after pass.
+
+The arms are interleaved batch by batch, since the speed of a shared machine drifts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from specdec_jax.analysis import timing
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.decoding import checks
+from specdec_jax.decoding.inputs import bucket, encode
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.progress import track
+from specdec_jax.decoding.results import GenerationResult, NotNumbers
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.sharding import row_parts
+from specdec_jax.speculative.draws import seeded
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sentences that are decoded together.
+
+    Attributes:
+      inputs: what `generate` is given: strings, or ids with a preset.
+      ids: their ids, EOS included (but for a decoder-only target).
+      numbers: places of the inputs before they were sorted, from 0; fillers repeat the last.
+      keys: one random key per input, by its number.
+    """
+
+    inputs: list
+    ids: list[list[int]]
+    numbers: list[int]
+    keys: jax.Array
+
+    def through(self, decode: Callable[["Batch"], GenerationResult]) -> GenerationResult:
+        """Decodes the batch; an error about one of its inputs gets the number that it had before it was sorted."""
+        try:
+            return decode(self)
+        except NotNumbers as error:
+            raise error.at(self.numbers[error.input]) from None
+
+    @property
+    def padded(self) -> int:
+        return bucket(max(map(len, self.ids)))
+
+
+@dataclasses.dataclass
+class Arm:
+    """One way of decoding and what it gave.
+
+    Attributes:
+      gamma: 0 is plain.
+      decode: from a batch to a result.
+      forced_alpha: drafts stand by coin with this probability; None: as the models say.
+      compile_seconds: of the first call for every shape.
+      seconds: total wall time of each pass.
+      results: one per batch, of the last pass.
+    """
+
+    gamma: int
+    decode: Callable[[Batch], GenerationResult]
+    forced_alpha: float | None = None
+    compile_seconds: float = 0.0
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    results: list[GenerationResult] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens, EOS included: the one counter for all arms."""
+        return int(sum(result.lengths.sum() for result in self.results))
+
+    @property
+    def seconds_per_token(self) -> np.ndarray:
+        """Of each pass."""
+        return np.array(self.seconds) / max(self.tokens, 1)
+
+    def total(self, name: str) -> int:
+        return sum(getattr(result.stats, name) for result in self.results)
+
+
+def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> list[Batch]:
+    """Sorts by length and cuts into batches, of no more rows than are needed but a multiple of `parts`; the last is filled up
+    with empty inputs, so that one number of rows compiles."""
+    size = min(batch_size, -(-len(inputs) // parts) * parts)
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
+    keys, batches = fold_keys(seeded(seed), np.arange(len(inputs))), []
+    for first in range(0, len(order), size):
+        chosen = order[first : first + size]
+        missing = size - len(chosen)
+        numbers = chosen + [chosen[-1]] * missing
+        rows = [inputs[i] for i in chosen] + [None] * missing
+        batches.append(Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)]))
+    return batches
+
+
+def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:
+    """Sentences in batches; `options` of a command that has `batch_size`."""
+    ids = encode(target, sentences, options.max_input_length)
+    return cut(list(sentences), ids, options.batch_size, options.seed, row_parts(target.network.rules))
+
+
+def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], options) -> None:
+    """Refuses prompts that are too long for one of the models, before a step compiles; `options` of a decoding command."""
+    lengths = [len(ids) for batch in batches for ids in batch.ids]
+    checks.check_prompts(target, drafter, lengths, options.max_new_tokens)
+
+
+def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Sequence[Batch]) -> None:
+    """Compiles everything that is timed later; each arm's share is kept."""
+    shapes = {batch.padded: batch for batch in batches}
+    for arm, batch in track([(arm, batch) for arm in arms.values() for batch in shapes.values()],
+                            len(arms) * len(shapes), "compiling"):  # fmt: skip
+        start = time.perf_counter()
+        batch.through(arm.decode)
+        arm.compile_seconds += time.perf_counter() - start
+    for step in track(steps.values(), len(steps), "compiling steps"):
+        jax.block_until_ready(step())
+
+
+def one_pass(arms: Mapping[str, Arm], batches: Sequence[Batch], turn: int, what: str) -> None:
+    """Every batch through every arm, one arm after the other."""
+    for arm in arms.values():
+        arm.seconds.append(0.0)
+        arm.results = []
+    for index, batch in enumerate(track(batches, len(batches), what)):
+        for name in timing.rotate(arms, turn + index):
+            start = time.perf_counter()
+            result = batch.through(arms[name].decode)
+            arms[name].seconds[-1] += time.perf_counter() - start
+            arms[name].results.append(result)
+
+
+def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str, float]:
+    """Seconds of one call of every arm of single steps."""
+    return {name: timing.timed(steps[name]) for name in track(timing.rotate(steps, turn), len(steps), what)}
+
+
+def time_steps(steps: Mapping[str, Callable], repeats: int) -> dict[str, Spread]:
+    """Seconds of one step, by arm, over `repeats` passes."""
+    turns = range(repeats)
+    return per_step([timed_steps(steps, turn, f"steps, pass {turn + 1} of {repeats}") for turn in turns])
+
+
+def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Seconds of one step, by arm, over passes of `timed_steps`."""
+    return {
+        name: Spread.of([one[name] / timing.steps_in(name) for one in seconds])
+        for name in (seconds[0] if seconds else ())
+    }

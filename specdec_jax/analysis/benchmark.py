@@ -1,0 +1,213 @@
+"""Plain against speculative decoding on one machine: wall time, α, c, v, predicted and measured improvement.
+
+The arms are interleaved batch by batch, since the speed of a shared machine drifts; compile time is kept apart; encoders
+and tokenisation are inside the wall time; one counter counts the tokens of all arms.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import comparison, machine, near_ties, predictions, timing, traces
+from specdec_jax.analysis import products as analysis_products
+from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.setup import BenchmarkSetup
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.decoding.generate import generate
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import decoder_only
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.verifiers import FORCED, LOSSY
+
+
+def benchmark(
+    target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
+    others: Mapping[str, Arm] | None = None,
+) -> tuple[dict, list[str]]:  # fmt: skip
+    """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
+
+    A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0. For one that
+    is made of several nothing is timed and nothing predicted.
+    With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed, with the
+    cost of sampling where the temperature is not 0, unless α is forced.
+
+    Args:
+      others: another implementation by its name, timed in turn with ours; None or empty: none.
+    """
+
+    def arm(gamma: int, forced_alpha: float | None = None) -> Arm:
+        wanted, forced = options.gamma_of(gamma) if gamma else 0, {}
+        if forced_alpha is not None:
+            forced = dict(verifier=FORCED, forced_alpha=forced_alpha)
+        return Arm(gamma, lambda batch: generate(
+            target, batch.inputs, drafter=drafter if gamma else None, gamma=wanted, key=batch.keys,
+            **options.decoding(plain=not gamma) | forced,
+        ), forced_alpha=forced_alpha)  # fmt: skip
+
+    speculative = options.gamma if drafter is not None and (options.forced_alpha or not options.preset) else ()
+    analysis_arms.check_prompts(target, drafter, batches, options)
+    arms = {"plain": arm(0)}
+    for gamma in speculative:
+        for alpha in options.forced_alpha or (None,):
+            arms[f"gamma {gamma}" + ("" if alpha is None else f", alpha {alpha:g}")] = arm(gamma, alpha)
+    arms |= others or {}
+    steps = _step_arms(target, drafter, batches, options)
+    analysis_arms.warm_up(arms, steps, batches)
+    timed = []
+    for repeat in range(options.repeats):
+        turn = f"pass {repeat + 1} of {options.repeats}"
+        timed.append(analysis_arms.timed_steps(steps, repeat, f"steps, {turn}"))
+        analysis_arms.one_pass(arms, batches, repeat, turn)
+    record = _record(target, drafter, arms, analysis_arms.per_step(timed), batches, options)
+    if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
+        gammas = () if options.forced_alpha else options.gamma
+        record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
+    if options.samples_preset:
+        seconds = {name: [one[name] for one in timed] for name in steps}
+        record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gamma}
+    problems = _problems(record, arms, options, target)
+    for name in others or ():
+        record["against"] = comparison.compare(name, arms, target, batches)
+        problems += comparison.problems(record["against"], target.config.dtype)
+    return record, problems
+
+
+def _step_arms(target, drafter, batches, options: BenchmarkSetup) -> dict[str, Callable[[], object]]:
+    """Single steps and encoders by name, for the shapes that the batches have."""
+    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
+    longest, room = lengths[-1], timing.total_slots(target, lengths[-1], options.max_new_tokens, max(options.gamma))
+    arms = analysis_products.products_arms(target.network, rows) | analysis_products.bare_arms(
+        target, drafter, rows, options.gamma
+    )
+    arms |= timing.step_arms(target, drafter, rows, lengths, room, options.gamma, options.gamma)
+    for gamma in options.gamma if options.samples_preset else ():
+        calls = timing.sampling_arms(target.network, rows, longest, room, gamma, options.sampling())
+        arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
+    return arms
+
+
+def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], batches, options) -> dict[str, Any]:
+    plain, step = arms["plain"], times["target step"].median
+    padded = [batch.padded for batch in batches]
+    calls = sum(int(result.lengths.max()) for result in plain.results)
+    encoders = sum(times[f"target encoder {length}"].median for length in padded)
+    seconds = Spread.of(plain.seconds)
+    products = min(spread.median for name, spread in times.items() if name.startswith("products"))
+    own = times["products"].median  # in the loop's own layout, as those of calls and drafts
+    gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
+    return {
+        **machine.head(target, drafter, batches, options),
+        "steps": {name: spread._asdict() for name, spread in times.items()},
+        "step_over_products": step / products,
+        "plain_over_products": (seconds.median - encoders) / max(calls, 1) / products,
+        "cost_ratio": times["draft step"].median / step if "draft step" in times else None,
+        "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
+        "bare": {
+            "cost_ratio": times["bare draft step"].median / own if "bare draft step" in times else None,
+            "verify_cost": {gamma: times[f"bare verify {gamma}"].median / own for gamma in gammas},
+        },
+        "plain": {
+            "seconds": seconds._asdict(),
+            "tokens": plain.tokens,
+            "seconds_per_token": seconds.median / max(plain.tokens, 1),
+            "compile_seconds": plain.compile_seconds,
+        },
+        "speculative": [
+            _arm_record(arm, plain, target, times, batches, padded, options) for arm in arms.values() if arm.gamma
+        ],
+    }
+
+
+def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int], options) -> dict[str, Any]:
+    improvement, stats = Spread.of(plain.seconds_per_token / arm.seconds_per_token), _total_stats(arm)
+    most = lambda result, name: max(getattr(row, name) for row in result.stats.per_row)
+    counted = [
+        predictions.Work(size, most(result, "target_calls"), most(result, "draft_calls"))
+        for size, result in zip(padded, arm.results, strict=True)
+    ]
+    lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate"]
+    adaptive = options.gamma_policy != "fixed"  # then the formulas do not apply, nor does the time of one width of call
+    untimed = stats["draft_calls"] > 0 and "draft step" not in times
+    predicted = None
+    if alpha is not None and not adaptive and not untimed:
+        predicted = predictions.predictions(arm.gamma, alpha, times, padded, lengths, counted)
+    # A drafter without a model often has nothing to propose, so that α and γ do not say how many tokens a call gives.
+    prediction = "with_lengths" if "draft step" in times else "with_counts"
+    seconds = Spread.of(arm.seconds)
+    # Gumbel coupling repeats plain decoding's draws at every temperature.
+    same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY
+    same_tokens &= arm.forced_alpha is None
+    shares = (
+        None if adaptive or untimed else predictions.shares(predictions.cost(counted, arm.gamma, times), seconds.median)
+    )
+    return {
+        "gamma": arm.gamma,
+        "forced_alpha": arm.forced_alpha,
+        "mean_gamma": stats["drafted"] / max(stats["target_calls"], 1),
+        "seconds": seconds._asdict(),
+        "tokens": arm.tokens,
+        "compile_seconds": arm.compile_seconds,
+        "stats": stats,
+        "improvement": improvement._asdict(),
+        "predicted": predicted,
+        "oracle": None if alpha is None or untimed else predictions.oracle(arm.gamma, alpha, times),
+        "prediction": prediction,
+        "measured_over_predicted": improvement.median / predicted[prediction] if predicted else None,
+        "shares": shares,
+        "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
+        "differences": _differences(arm, plain, target, batches) if same_tokens else [],
+    }
+
+
+def _total_stats(arm: Arm) -> dict[str, Any]:
+    """The statistics of all batches together; α is a ratio of sums, not a mean of ratios."""
+    names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
+    totals = {name: np.asarray(arm.total(name)).tolist() for name in names}
+    examined = sum(totals["examined_by_position"])
+    has_rate = any(result.stats.acceptance_rate is not None for result in arm.results)  # block verification has none
+    return totals | {
+        "acceptance_rate": totals["accepted"] / examined if examined and has_rate else None,
+        "tokens_per_target_call": arm.tokens / max(totals["target_calls"], 1),
+        "accepted_per_target_call": totals["accepted"] / max(totals["target_calls"], 1),
+    }
+
+
+def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[dict[str, Any]]:
+    """Every input whose greedy tokens differ from plain decoding's, with how near a tie the first of them is."""
+    found = []
+    for batch, ours, theirs in zip(batches, arm.results, plain.results, strict=True):
+        for row in np.flatnonzero(np.any(ours.tokens != theirs.tokens, axis=1)):
+            position = int(np.argmax(ours.tokens[row] != theirs.tokens[row]))
+            prefix = [target.start_token, *theirs.tokens[row, :position].tolist()]
+            if decoder_only(target):
+                prefix = [*(batch.ids[row] or prefix[:1]), *prefix[1:]]
+            how = near_ties.measure_difference(target, batch.ids[row], prefix, arm.gamma + 1, len(batch.ids))
+            found.append({
+                "input": batch.numbers[row], "position": position,
+                "plain": int(theirs.tokens[row, position]), "speculative": int(ours.tokens[row, position]),
+                "margin": how.margin, "noise": how.noise, "near_tie": how.near_tie,
+            })  # fmt: skip
+    return sorted(found, key=lambda item: item["input"])
+
+
+def _problems(record: dict, arms: dict[str, Arm], options, target: LanguageModel) -> list[str]:
+    """What must not be: outputs that are missing, or greedy float32 tokens that differ without being near-ties."""
+    problems = []
+    expected = [result.lengths > 0 for result in arms["plain"].results]
+    for name, arm in arms.items():
+        if len(arm.results) != len(expected):
+            problems.append(f"{name}: got outputs for {len(arm.results)} batches, expected {len(expected)}")
+        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, arm.results))
+        if missing:
+            problems.append(f"{name}: got no output for {missing} inputs that plain decoding has one for")
+    if target.config.dtype == "float32":
+        for arm_record in record["speculative"]:
+            wrong = [item["input"] for item in arm_record["differences"] if not item["near_tie"]]
+            if wrong:
+                problems.append(
+                    f"gamma {arm_record['gamma']}: got other tokens than plain decoding for inputs {wrong}, "
+                    "expected the same but for near-ties"
+                )
+    return problems

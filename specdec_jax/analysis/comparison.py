@@ -1,0 +1,52 @@
+"""Compares another implementation's outputs and times with ours."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.models.language_model import LanguageModel
+
+# Two implementations add up in other orders; a float32 argmax may differ where the two largest logits are as close as this.
+MARGIN = 1e-3
+
+
+def compare(name: str, arms: Mapping[str, Arm], target: LanguageModel, batches: Sequence[Batch]) -> dict[str, Any]:
+    """What is kept of the comparison: the arm's time, how many times as fast ours are, and every input with other tokens."""
+    theirs = arms[name]
+    faster = lambda ours: Spread.of(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
+    return {
+        "name": name,
+        "seconds": Spread.of(theirs.seconds)._asdict(),
+        "tokens": theirs.tokens,
+        "seconds_per_token": float(np.median(theirs.seconds_per_token)),
+        "compile_seconds": theirs.compile_seconds,
+        "improvement": {ours: faster(arm) for ours, arm in arms.items() if ours != name},
+        "differences": _differences(theirs, arms["plain"], target, batches),
+    }
+
+
+def _differences(theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    found = []
+    for batch, other, ours in zip(batches, theirs.results, plain.results, strict=True):
+        for row in np.flatnonzero(np.any(other.tokens != ours.tokens, axis=1)):
+            position = int(np.argmax(other.tokens[row] != ours.tokens[row]))
+            fed = [target.start_token, *ours.tokens[row, :position].tolist()]
+            second, first = np.partition(np.asarray(target.logits([batch.ids[row]], [fed]))[0, -1], -2)[-2:]
+            found.append({
+                "input": batch.numbers[row], "position": position, "plain": int(ours.tokens[row, position]),
+                "theirs": int(other.tokens[row, position]), "margin": float(first - second),
+            })  # fmt: skip
+    return sorted(found, key=lambda item: item["input"])
+
+
+def problems(record: Mapping[str, Any], dtype: str) -> list[str]:
+    """Says where float32 tokens differ that are no near-ties."""
+    wrong = [item["input"] for item in record["differences"] if item["margin"] > MARGIN]
+    if dtype != "float32" or not wrong:
+        return []
+    return [
+        f"{record['name']}: got other tokens than plain decoding for inputs {wrong}, expected the same but for near-ties"
+    ]

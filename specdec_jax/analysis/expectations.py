@@ -1,0 +1,111 @@
+"""Measures α, c and v of a target and a drafter, and says which improvement they let expect."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.analysis import acceptance, formulas, machine, predictions, timing
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis.acceptance import Acceptance
+from specdec_jax.analysis.setup import MeasureSetup
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.decoding.checks import UnsupportedCombination
+
+
+def verifiers_of(options) -> tuple[str, ...]:
+    """Verifiers to compare: token and block where one of them is asked for and they differ, else what is asked for."""
+    both = ("token", "block")
+    return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
+
+
+def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: MeasureSetup) -> dict[str, Any]:
+    """The record."""
+    analysis_arms.check_prompts(target, drafter, batches, options)
+    if options.compare_alpha and not drafter.scorable:
+        raise UnsupportedCombination(
+            f"compare_alpha: got it with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
+            f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that draws from its own law"
+        )
+    accepted = acceptance.measure_acceptance(
+        target, drafter, batches, verifiers_of(options), options.gamma_max, options
+    )
+    same = acceptance.compare(target, drafter, batches, options.gamma_max, options) if options.compare_alpha else None
+    times = step_times(target, drafter, batches, options)
+    v = {1: 1.0} | {
+        gamma + 1: times[f"verify {gamma}"].median / times["target step"].median for gamma in options.timed_gammas
+    }
+    c = draft_cost(options.gamma_max, times)
+    return {
+        **machine.head(target, drafter, batches, options),
+        "acceptance": accepted.record(),
+        "same_positions": same and same._asdict(),
+        "steps": {name: spread._asdict() for name, spread in times.items()},
+        "cost_ratio_alone": (
+            times["draft step"].median / times["target step"].median if "draft step" in times else None
+        ),
+        "cost_ratio": c,
+        "verify_cost": {str(width): value for width, value in v.items()},
+        **expectations(accepted, c, v, options.gamma_max),
+    }
+
+
+def step_times(target, drafter, batches: Sequence[analysis_arms.Batch], options: MeasureSetup) -> dict[str, Spread]:
+    """Seconds of single steps, for the shapes that the batches have."""
+    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
+    gamma = options.gamma_max
+    room = timing.total_slots(target, lengths[-1], options.max_new_tokens, gamma)
+    arms = timing.step_arms(target, drafter, rows, lengths, room, options.timed_gammas, [gamma])
+    if drafter.second_model is None:
+        state = timing.iteration_state(target, drafter, rows, lengths[-1], gamma, **options.decoding())
+        arms |= {f"call {gamma}": timing.call_arm(*state), f"iteration {gamma}": timing.iteration_arm(*state)}
+    analysis_arms.warm_up({}, arms, batches)
+    return analysis_arms.time_steps(arms, options.repeats)
+
+
+def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
+    """c: a draft step between target calls over a target step; without a model what drafting adds to an iteration."""
+    step = times["target step"].median
+    if "draft step" in times:
+        return predictions.draft_seconds(gamma, times) / step
+    return max(0.0, times[f"iteration {gamma}"].median - times[f"call {gamma}"].median) / gamma / step
+
+
+def expectations(accepted: Acceptance, c: float, v: Mapping[int, float], gamma_max: int) -> dict[str, Any]:
+    """Expected improvement for γ = 1 … γ_max, and the best γ.
+
+    Args:
+      c: cost of a draft step.
+      v: by number of positions, ascending; in between it is interpolated.
+    """
+    widths, values = list(v), list(v.values())
+    verify_cost = np.interp(np.arange(1, gamma_max + 2), widths, values).tolist()
+    alpha, table = accepted.alpha, []
+    tokens = {
+        name: formulas.tokens_by_survival([stands for stands, _ in rates]) for name, rates in accepted.survival.items()
+    }
+    for gamma in range(1, gamma_max + 1):
+        width = verify_cost[gamma]
+        known = alpha is not None
+        table.append({
+            "gamma": gamma,
+            "verify_cost": width,
+            "timed": gamma + 1 in v,
+            "tokens": formulas.expected_tokens(alpha, gamma) if known else None,
+            "theorem_3_8": formulas.improvement(alpha, gamma, c) if known else None,
+            "with_verify_cost": formulas.improvement(alpha, gamma, c, width) if known else None,
+            "by_position": {
+                name: {"tokens": per_call[gamma], "with_verify_cost": per_call[gamma] / (gamma * c + width)}
+                for name, per_call in tokens.items()
+            },
+        })  # fmt: skip
+    powers = [alpha**gamma for gamma in range(1, gamma_max + 1)] if alpha is not None else None
+    best = {
+        "theorem_3_8": formulas.best_gamma(powers, c, [1.0] * (gamma_max + 1)) if powers else None,
+        "with_verify_cost": formulas.best_gamma(powers, c, verify_cost) if powers else None,
+        "by_position": {
+            name: formulas.best_gamma([stands for stands, _ in rates], c, verify_cost)
+            for name, rates in accepted.survival.items()
+        },
+    }
+    return {"table": table, "best_gamma": best}

@@ -1,0 +1,70 @@
+"""Describes the machine, the models and the inputs of a record."""
+
+import dataclasses
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from specdec_jax.decoding import costs
+from specdec_jax.models import native
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import decoder_only
+from specdec_jax.models.parameters import parameter_count
+
+PACKAGES = ("specdec_jax", "jax", "jaxlib", "flax", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """Versions and hardware; names nobody and no path."""
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": costs.processor(),
+        "cores": costs.cores(),
+        "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
+        **({"kernel": native.origin() or "none"} if device.platform == "cpu" else {}),
+    }
+
+
+def hardware(machine: Mapping[str, Any]) -> str:
+    """What of `machine()` a summary says; older records say nothing of kernels."""
+    kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
+    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}{kernel}"
+
+
+def model(model: LanguageModel) -> dict[str, Any]:
+    """Name, number of parameters, their dtype and the network's shape."""
+    leaves = jax.tree.leaves(model.network.params)
+    return {
+        "name": model.name,
+        "parameters": parameter_count(model.config),  # of which the loop's layout may have copies, padded
+        "parameter_dtype": ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
+        "config": dataclasses.asdict(model.config),
+    }
+
+
+def drafter(drafter) -> dict[str, Any]:
+    """As `model`; of a drafter without one its name."""
+    return {"name": drafter.name} if drafter.second_model is None else model(drafter.second_model)
+
+
+def head(target, drafting, batches, options) -> dict[str, Any]:
+    """What every record begins with: machine, options, models, and how many inputs the batches have."""
+    return {
+        "machine": machine(),
+        "options": dataclasses.asdict(options),
+        "target": model(target),
+        "drafter": None if drafting is None else drafter(drafting),
+        "sentences": count_inputs(target, batches),
+    }
+
+
+def count_inputs(target: LanguageModel, batches) -> int:
+    """How many inputs the batches have; an empty one counts where the target is decoder-only, which goes on from it."""
+    rows = [row for batch in batches for row in zip(batch.inputs, batch.ids, strict=True)]
+    return sum(len(ids) > 0 or (decoder_only(target) and given is not None) for given, ids in rows)

@@ -1,0 +1,91 @@
+"""Times the bare products of a decoder step: the floor under every step."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.analysis.timing import STEPS
+from specdec_jax.models import layouts as models_layouts
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.layers import apply_kernel, product
+from specdec_jax.models.network import Network
+
+
+class Products(NamedTuple):
+    """The weights that one decoder step multiplies with.
+
+    Attributes:
+      kernels: all kernels of the decoder and the head, as `apply_kernel` takes them, apart from the keys and values of
+        cross-attention, which are multiplied with once per request.
+      axes: of each, the one of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is the embedding `[V, D]`.
+    """
+
+    kernels: list[models_layouts.Kernel]
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, network: Network, packed: bool = True) -> "Products":
+        """In the loop's own layout, or in the checkpoint's (new arrays, where the two differ)."""
+        kernels = models_layouts.step_kernels(network.params)
+        kernels = kernels if packed else list(map(models_layouts.matrix, kernels))
+        axes = [0] * len(kernels)
+        if network.module.config.logits_via_embedding:
+            kernels.append(network.params["token_embedder"]["embedding"])
+            axes.append(1)
+        return cls(kernels, tuple(axes))
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "steps"))
+def bare_products(
+    kernels: list[models_layouts.Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int
+) -> jax.Array:
+    """`steps` times the products `x [B, K] · kernel` of one decoder step and nothing else.
+
+    Each product's operand depends on the maximum of the one before, which no compiler can see through; the factor keeps
+    the numbers as they are.
+    """
+
+    def body(_, carry):
+        for kernel, axis in zip(kernels, axes, strict=True):
+            width, dtype = (
+                models_layouts.shape_of(kernel)[axis],
+                jnp.float32 if models_layouts.is_kernel(kernel) else kernel.dtype,
+            )
+            operand = (x[:, :width] + carry).astype(dtype)
+            y = product(operand, kernel, ((1,), (1,))) if axis else apply_kernel(operand, kernel, jnp.float32)
+            carry = jnp.max(y) * 1e-9
+        return carry
+
+    return jax.lax.fori_loop(0, steps, body, jnp.float32(0))
+
+
+def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object]]:
+    """Calls of `STEPS` times the bare matrix products of one step of `batch` rows: in the loop's own layout of the weights
+    and, where another is used for several positions, in the checkpoint's, which may be the faster one for one position."""
+    layouts = {"products": Products.of(network)}
+    if network.module.native:
+        layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
+    return {name: _products_arm(network, weights, batch) for name, weights in layouts.items()}
+
+
+def bare_arms(target: LanguageModel, drafter, rows: int, gammas: Sequence[int]) -> dict[str, Callable[[], object]]:
+    """As `products_arms`, in the loop's own layout: those of target calls over γ + 1 positions, and of a draft step where the
+    drafter is a model that is not reduced."""
+    arms = {}
+    for gamma in gammas:
+        wide = rows * (gamma + 1)
+        network = target.network
+        arms[f"bare verify {gamma}"] = _products_arm(network, Products.of(network), wide)
+    if drafter is not None and drafter.scorable:
+        arms["bare draft step"] = _products_arm(drafter.network, Products.of(drafter.network), rows)
+    return arms
+
+
+def _products_arm(network: Network, weights: Products, rows: int) -> Callable[[], object]:
+    config = network.module.config
+    width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
+    x = jax.random.normal(jax.random.key(0), (rows, width))
+    return functools.partial(bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS)

@@ -1,0 +1,300 @@
+"""Builds one HTML page of the paper's tables and figures, computed, and of what was measured here."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec_jax.analysis import formulas, traces
+from specdec_jax.analysis.report import paper, plots, summaries
+from specdec_jax.analysis.report.markup import Markup, element, join
+from specdec_jax.analysis.report.record_types import Benchmark, Measured, kind_of
+from specdec_jax.analysis.report.rows import (
+    Row,
+    estimated,
+    measured_at,
+    memory_estimate,
+    placed,
+    rows,
+    spread_of,
+    time_estimates,
+)
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.speculative.verifiers import FORCED, LOSSY
+
+# The page.
+
+# Rows whose printed factor needs more digits of α and c than were printed.
+BLURRED = tuple(
+    row for row in paper.TABLE_4 if round(formulas.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
+)
+_STYLE = """body { font-family: sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; white-space: nowrap; font-weight: bold; padding: 0.3em 0 }
+th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.7em; text-align: right; font-size: 0.9em } td { white-space: nowrap } th { background: #f3f3f3 }
+td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }
+pre { white-space: pre-wrap } .committed { color: #777 } .accepted { color: #188038 } .corrected, .bonus { color: #1a56c4; font-weight: bold }
+.bonus { text-decoration: underline } .rejected { color: #c5221f; text-decoration: line-through }"""
+_TITLE = "Speculative decoding: theory and measurements"
+_HEAD = f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{_TITLE}</title><style>{_STYLE}</style></head>\n"
+
+
+def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
+    """Returns the page as text.
+
+    Args:
+      read: (file, record) of records that `read_records` has checked.
+    """
+    parts = [
+        element("h1", _TITLE),
+        _note(
+            "Leviathan, Kalman and Matias, ", element("i", "Fast Inference from Transformers via Speculative Decoding"),
+            ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
+        ),
+        *_theory(),
+        element("h2", "Measured"),
+    ]  # fmt: skip
+    if not read:
+        parts.append(element("p", "Nothing: no records were given (", element("code", "--records"), ")."))
+    found = [record for _, record in read]
+    for path, record in read:
+        parts += [] if estimated(record) else _measured(path, record)
+    parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
+    for record in filter(estimated, found):
+        parts += _estimate(record)
+    body = "\n".join([*parts, *_missing(found)])
+    return f"{_HEAD}{element('body', Markup(body))}</html>\n"
+
+
+def _theory() -> list[Markup]:
+    table_1 = [
+        (f"{row.alpha:.1f}", row.gamma, f"{row.operations:.2f}", f"{formulas.operations(row.alpha, row.gamma):.2f}",
+         f"{row.speed:.2f}", f"{formulas.improvement(row.alpha, row.gamma, 0.0):.2f}")
+        for row in paper.TABLE_1
+    ]  # fmt: skip
+    table_4 = [
+        (f"{row.task}, {row.drafter}", row.temperature, row.gamma, f"{row.alpha:.2f}", f"{row.cost_ratio:.2f}",
+         f"{row.expected:.1f}", f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}", f"{row.measured:.1f}",
+         formulas.optimal_gamma(row.alpha, row.cost_ratio), f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}")
+        for row in paper.TABLE_4
+    ]  # fmt: skip
+    return [
+        element("h2", "Theory"),
+        _table("Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
+               ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"), table_1),
+        _table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
+               ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ", "oracle of γ"),
+               table_4),
+        _note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
+        _drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
+        _drawing("Figure 3. The best γ", plots.optimal_gammas()),
+        _drawing("Figure 4. Speed and arithmetic operations, c = ĉ = 0", plots.speed_and_operations()),
+        _table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
+               ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
+               [(name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()]),
+    ]  # fmt: skip
+
+
+def _blurred() -> str:
+    return "; ".join(
+        f"{row.task}, {row.drafter}, temperature {row.temperature}: "
+        f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f} where {row.expected:.1f} is printed"
+        for row in BLURRED
+    )
+
+
+def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
+    found, kind = rows(record), kind_of(record)
+    first = found[0] if found else None
+    about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
+    lines = [
+        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
+         _with_bare(row.verify_cost, row.bare_verify_cost, 2),
+         _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _spread(_reached(row)), _shown(row.differ, 0))
+        for row in found
+    ]  # fmt: skip
+    head = (
+        "drafter",
+        "verification",
+        "γ",
+        "α",
+        "c (products)",
+        "v (products)",
+        "tokens per call",
+        "predicted",
+        "measured",
+        "measured / predicted",
+        "outputs that differ",
+    )
+    parts = [element("h3", path.name), element("p", about), _note(measured_at(record))]
+    parts.append(_table("Improvement over plain decoding", head, lines))
+    if kind is Measured:
+        parts.append(plots.svg(plots.improvement(record)))
+        if record.get("same_positions"):
+            parts.append(element("p", f"{summaries.same_positions(record['same_positions'])}."))
+    bars = [(_name(row), row.improvement, row.predicted) for row in found if row.improvement]
+    if bars:
+        parts.append(plots.svg(plots.measured(bars)))
+    if kind is Benchmark:
+        parts += [*_against(record.get("against")), *_example(record.get("example"))]
+    return parts
+
+
+def _reached(row: Row) -> Spread | None:
+    """The measured improvement over the predicted one."""
+    if row.improvement is None or not row.predicted:
+        return None
+    return Spread(*(value / row.predicted for value in row.improvement))
+
+
+def _against(against: Mapping[str, Any] | None) -> list[Markup]:
+    """Returns how many times as fast as another implementation ours is."""
+    if not against:
+        return []
+    lines = [(ours, _spread(spread_of(times))) for ours, times in against["improvement"].items()]
+    return [
+        _table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours", "factor"), lines),
+        _note(f"Inputs with other tokens than plain decoding: {len(against['differences'])}."),
+    ]  # fmt: skip
+
+
+def _example(example: Mapping[str, Any] | None) -> list[Markup]:
+    """Returns figures 1 and 5 of one input."""
+    if not example or len(example["arms"]) < 2:
+        return []
+    parts = [
+        element("h4", "As in figure 1: one line per target call"),
+        element("p", example["input"]),
+        _note(*(_piece(kind, text) for kind, text in traces.LEGEND)),
+    ]
+    for arm in example["arms"]:
+        if arm["lines"]:
+            lines = [join(*(_piece(kind, text) for kind, text in line)) for line in arm["lines"]]
+            parts += [element("p", f"γ = {arm['gamma']}"), element("pre", Markup("\n".join(lines)))]
+    timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
+    return [*parts, element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
+
+
+def _piece(kind: str, text: str) -> Markup:
+    return element("span", text, class_=kind)
+
+
+def _arm_name(gamma: int) -> str:
+    return f"γ = {gamma}" if gamma else "plain"
+
+
+def _name(row: Row) -> str:
+    parts = [row.drafter] + [f"γ = {row.gamma}"] * (row.gamma is not None) + [row.verifier] * _is_forced(row)
+    return ", ".join(parts)
+
+
+def _is_forced(row: Row) -> bool:
+    return row.verifier.startswith(FORCED)
+
+
+def _rates(found: Sequence[Row]) -> list[Markup]:
+    """Table 3: the paper's α, then those of the records."""
+    lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
+    ours: dict[tuple[str, str, str], dict[bool, float]] = {}
+    for row in found:
+        if (
+            row.alpha is not None
+            and row.temperature in (0, 1)
+            and row.verifier.partition(",")[0] not in (FORCED, *LOSSY)
+        ):
+            ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, row.alpha)
+    lines += [
+        (target, drafter, sentences, _shown(by.get(True), 3), _shown(by.get(False), 3))
+        for (target, drafter, sentences), by in ours.items()
+    ]
+    return [_table("Table 3. α at temperature 0 and 1", ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
+
+
+def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    """Table 5 of the records whose verifier is lenient: α and improvement by lenience."""
+    by_pair: dict[tuple, dict[float, Row]] = {}
+    for record in found:
+        options = record["options"] if kind_of(record) in (Benchmark, Measured) else {}
+        if options.get("verifier") == "lenient" and options.get("lenience") is not None:
+            for row in rows(record):
+                pair = row.target, row.drafter, row.sentences, row.temperature, row.gamma
+                by_pair.setdefault(pair, {})[options["lenience"]] = row
+    if not by_pair:
+        return []
+    values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
+    cell = lambda row: "-" if row is None else f"{_shown(row.alpha, 3)}, {_spread(row.improvement)}"
+    lines = [
+        (target, drafter, where, f"{temperature:g}", gamma, *(cell(by.get(value)) for value in values))
+        for (target, drafter, where, temperature, gamma), by in by_pair.items()
+    ]
+    head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
+    return [_table("Table 5. α and improvement over lenience", head, lines)]
+
+
+def _estimate(record: Mapping[str, Any]) -> list[Markup]:
+    head = ("drafter", "T", "γ", "α (paper)", "c (paper)", "c", "v", "improvement", "c, plain step of two positions", "v",
+            "improvement", "expected (paper)", "measured (paper)")  # fmt: skip
+    parts = [element("h2", "Estimated, not measured"), element("p", memory_estimate(record))]
+    if lines := time_estimates(record):
+        caption = f"Table 2 by the compiler's estimates: T5-XXL on {placed(record)}, batch {record['batch_size']}"
+        parts.append(_table(caption, head, lines))
+        parts.append(_note(
+            "The compiler's own estimates of single calls; the improvement is what they and the paper's α let expect: "
+            "with the plain step as it is compiled, and as if it took what a call over two positions takes."
+        ))  # fmt: skip
+    return parts
+
+
+# What a complete page has, how a record tells that it is there, and the command for it.
+_EXPECTED = (
+    (
+        "T5-XXL with T5-small on an accelerator",
+        lambda record: (
+            kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl" and not _on_cpu(record)
+        ),
+        "specdec benchmark --preset=t5_1_1/xxl --drafter_preset=t5_1_1/small --gamma=5,7 --forced_alpha=0.62,0.75 --output=gpu.json",
+    ),
+    (
+        "T5X's own decoding beside ours",
+        lambda record: kind_of(record) is Benchmark and bool(record.get("against")),
+        "specdec benchmark --target=ende/target --drafter=ende/drafter --against=t5x --output=t5x.json",
+    ),
+    (
+        "The TPU compiler's estimates",
+        lambda record: estimated(record) and "times" in record,
+        "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times > tpu.json",
+    ),
+)
+
+
+def _on_cpu(record: Mapping[str, Any]) -> bool:
+    return record["machine"]["device"].startswith("cpu")
+
+
+def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    lines = [(what, "not measured", command) for what, there, command in _EXPECTED if not any(map(there, found))]
+    return [_table("Not measured: no such record was given", ("what", "", "command"), lines)] if lines else []
+
+
+def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> Markup:
+    line = lambda values, tag: element("tr", *(element(tag, value) for value in values))
+    return element("table", element("caption", caption), line(head, "th"), *(line(values, "td") for values in lines))
+
+
+def _note(*children: object) -> Markup:
+    return element("p", *children, class_="note")
+
+
+def _drawing(caption: str, figure) -> Markup:
+    return join(element("h3", caption), plots.svg(figure))
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _with_bare(value: float | None, bare: float | None, digits: int) -> str:
+    """A cost and, in parentheses, that of its bare matrix products."""
+    return _shown(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
+
+
+def _spread(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"

@@ -1,0 +1,192 @@
+"""Figures of theory and of records; matplotlib is imported where it draws."""
+
+import io
+import pathlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.analysis import formulas
+from specdec_jax.analysis.report.markup import Markup, printable
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.files.writing import check_output, write_file
+
+FORMATS = (".png", ".pdf", ".svg")
+
+
+def check(path: str) -> None:
+    """Refuses what could not be drawn after everything is measured.
+
+    Raises:
+      ValueError: another format, or no such folder.
+    """
+    if not path.endswith(FORMATS):
+        raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)})")
+    check_output(path, "plot")
+
+
+def save(figure, path: str) -> None:
+    """Writes the figure in the format that the file's name ends in."""
+    file = io.BytesIO()
+    figure.savefig(file, format=pathlib.PurePath(path).suffix[1:], dpi=150)
+    write_file(path, file.getvalue())
+
+
+def svg(figure) -> Markup:
+    """Returns the figure as an element of an HTML page; the same figure gives the same text."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it measures text that the browser draws
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    return Markup(text[text.index("<svg") :])
+
+
+def _drawn(name: str) -> str:
+    """Returns a name as it fits into a figure, on one line."""
+    text = " ".join(printable(name).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+# The paper does not say at which γ and c its curves were drawn.
+_GAMMAS, _COSTS = (1, 3, 5, 7, 10), (0.01, 0.02, 0.05, 0.1)
+
+
+def expected_tokens():
+    """Figure 2: tokens per target call over α, equation (1)."""
+    figure, axes = _figure(("α", "expected tokens per target call"))
+    _over_alpha(axes[0], lambda alpha, gamma: formulas.expected_tokens(alpha, gamma))
+    return figure
+
+
+def optimal_gammas():
+    """Figure 3: the best γ over α for several c, section 3.5."""
+    figure, (axes,) = _figure(("α", "best γ"))
+    alphas = np.linspace(0.0, 0.95, 96)
+    for cost in _COSTS:
+        axes.step(alphas, [formulas.optimal_gamma(alpha, cost) for alpha in alphas], where="mid", label=f"c = {cost:g}")
+    axes.legend()
+    return figure
+
+
+def speed_and_operations():
+    """Figure 4: factors in speed and in arithmetic operations over α, c = ĉ = 0."""
+    figure, axes = _figure(("α", "speed"), ("α", "arithmetic operations"))
+    _over_alpha(axes[0], lambda alpha, gamma: formulas.improvement(alpha, gamma, 0.0))
+    _over_alpha(axes[1], lambda alpha, gamma: formulas.operations(alpha, gamma))
+    return figure
+
+
+def _figure(*labels: tuple[str, str]):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(labels), 3.5), layout="constrained")
+    axes = figure.subplots(1, len(labels), squeeze=False)[0]
+    for one, (x, y) in zip(axes, labels, strict=True):
+        one.set(xlabel=x, ylabel=y)
+        one.grid(alpha=0.3)
+    return figure, axes
+
+
+def _over_alpha(axes, value) -> None:
+    alphas = np.linspace(0.0, 1.0, 101)
+    for gamma in _GAMMAS:
+        axes.plot(alphas, [value(alpha, gamma) for alpha in alphas], label=f"γ = {gamma}")
+    axes.legend()
+
+
+def measured(rows: Sequence[tuple[str, Spread, float | None]]):
+    """Bars of measured improvement with their spread, and what was predicted.
+
+    Args:
+      rows: (name, improvement, predicted or None).
+    """
+    figure, (axes,) = _figure(("improvement over plain decoding", ""))
+    figure.set_size_inches(9, 1.5 + 0.35 * len(rows))
+    places = np.arange(len(rows))[::-1]
+    median, least, most = np.array([spread for _, spread, _ in rows]).T
+    axes.barh(
+        places,
+        median,
+        xerr=[median - least, most - median],
+        capsize=2,
+        color="tab:blue",
+        alpha=0.7,
+        label="measured (median and spread)",
+    )
+    predicted = [(value, place) for (_, _, value), place in zip(rows, places, strict=True) if value is not None]
+    if predicted:
+        axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: α or counted calls, c, v, encoders")
+    axes.axvline(1, color="grey", linewidth=1)
+    axes.set_yticks(places, [_drawn(name) for name, _, _ in rows], parse_math=False)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+_COLOURS = {
+    "target encoder": "tab:purple", "drafter encoder": "tab:pink", "draft step": "tab:orange", "target call": "tab:blue",
+}  # fmt: skip
+
+
+def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
+    """Figure 5: the calls of one input after another, a bar for each arm.
+
+    Args:
+      arms: (name, (what, seconds) of every call).
+    """
+    figure, (axes,) = _figure(("milliseconds", ""))
+    figure.set_size_inches(9, 1.2 + 0.5 * len(arms))
+    axes.grid(False)
+    for place, (_, spans) in enumerate(arms):
+        ends = np.cumsum([seconds for _, seconds in spans])
+        for kind, colour in _COLOURS.items():
+            bars = [
+                (1e3 * (end - seconds), 1e3 * seconds)
+                for (what, seconds), end in zip(spans, ends, strict=True)
+                if what == kind
+            ]
+            label = kind if bars and kind not in axes.get_legend_handles_labels()[1] else None
+            axes.broken_barh(bars, (place - 0.35, 0.7), facecolor=colour, edgecolor="white", linewidth=0.4, label=label)
+    axes.set_yticks(range(len(arms)), [name for name, _ in arms])
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+def improvement(record: Mapping[str, Any]):
+    """What `specdec measure` found: expected improvement by γ, acceptance by position, v by width."""
+    from matplotlib.figure import Figure
+
+    table, accepted = record["table"], record["acceptance"]
+    gammas = [row["gamma"] for row in table]
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    gain, stands, cost = figure.subplots(1, 3)
+    if accepted["alpha"] is not None:
+        gain.plot(gammas, [row["theorem_3_8"] for row in table], "o--", label="from α, v = 1")
+        gain.plot(gammas, [row["with_verify_cost"] for row in table], "o-", label="from α, v measured")
+        stands.plot(gammas, [accepted["alpha"] ** gamma for gamma in gammas], "k:", label="α to the power of i")
+    for name, values in accepted["by_position"].items():
+        gain.plot(
+            gammas, [row["by_position"][name]["with_verify_cost"] for row in table], "s-", label=f"by position, {name}"
+        )
+        errors = [value["standard_error"] or 0.0 for value in values]
+        stands.errorbar(gammas, [value["stands"] for value in values], errors, fmt="s-", capsize=3, label=name)
+    gain.axhline(1, color="grey", linewidth=1)
+    gain.set(xlabel="γ, drafted tokens", ylabel="expected improvement over plain decoding", xticks=gammas)
+    stands.set(xlabel="i", ylabel="P(first i drafted tokens stand)", xticks=gammas, ylim=(0, 1))
+    cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
+    cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
+    cost.axhline(1, color="grey", linewidth=1)
+    for axes in (gain, stands):
+        axes.legend()
+    options = record["options"]
+    figure.suptitle(
+        f"{_drawn(record['target']['name'])} with {_drawn(record['drafter']['name'])}, "
+        f"temperature {options['temperature']:g}, batch {options['batch_size']}: c = {record['cost_ratio']:.3f}",
+        parse_math=False,
+    )
+    return figure

@@ -1,0 +1,151 @@
+"""Records of every kind, read and laid out in rows: one for each way of decoding that was timed."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from specdec_jax.analysis import machine as analysis_machine
+from specdec_jax.analysis.report import record_types
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.files import reading
+from specdec_jax.speculative.verifiers import FORCED
+
+_MOST_BYTES = 1 << 24
+
+
+class Row(NamedTuple):
+    """One way of decoding in one record; None is what it does not say."""
+
+    target: str
+    drafter: str
+    sentences: str
+    temperature: float
+    verifier: str
+    gamma: int | None
+    alpha: float | None
+    cost_ratio: float | None
+    verify_cost: float | None
+    tokens_per_call: float | None
+    predicted: float | None
+    improvement: Spread | None
+    differ: int | None
+    bare_cost_ratio: float | None = None  # c and v of bare matrix products
+    bare_verify_cost: float | None = None
+
+
+def read_records(path: str) -> list[dict[str, Any]]:
+    """The record of a file, or those of a suite, one a line; its kind is told by what it holds.
+
+    Raises:
+      ValueError: it is none.
+    """
+    text = reading.read_text(path, _MOST_BYTES)
+    # A suite's file begins with a whole record, the others are written over many lines.
+    lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
+    try:
+        found = [reading.parse_json(line) for line in lines]
+        for record in found:
+            record_types.check(record)
+    except ValueError as error:
+        kinds = "`specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
+        raise ValueError(f"{path}: {reading.reason(error)}, in a record of {kinds}") from None
+    return found
+
+
+def rows(record: Mapping[str, Any]) -> list[Row]:
+    """What a record says about each way of decoding; an estimate says nothing."""
+    kind = record_types.kind_of(record)
+    if kind is record_types.Estimate:
+        return []
+    if kind is record_types.Compared:
+        return [_compared(record, arm) for arm in record["arms"]]
+    options = record["options"]
+    preset = options.get("preset")
+    files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
+    named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
+    if kind is record_types.Benchmark:
+        bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
+        return [
+            Row(
+                *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
+                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
+                (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), spread_of(arm["improvement"]), len(arm["differences"]),
+                bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
+            )
+            for arm in record["speculative"]
+        ]  # fmt: skip
+    accepted, table = record["acceptance"], record["table"]
+    return [
+        Row(
+            *named, options["temperature"], _named(options), row["gamma"], accepted["alpha"], record["cost_ratio"],
+            row["verify_cost"], row["tokens"], row["with_verify_cost"], None, None,
+        )
+        for row in table
+    ]  # fmt: skip
+
+
+def spread_of(found: Mapping[str, float]) -> Spread:
+    """Returns what a record has written of a `Spread`."""
+    return Spread(found["median"], found["least"], found["most"])
+
+
+def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return _named(options) if arm["forced_alpha"] is None else f"{FORCED}, α = {arm['forced_alpha']:g}"
+
+
+def _named(options: Mapping[str, Any]) -> str:
+    lenience = options.get("lenience")
+    return options["verifier"] + (f", l = {lenience:g}" if lenience is not None else "")
+
+
+def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
+    files = f"{record['sentences']} of {_short(record['input_file'])}"
+    return Row(
+        record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
+        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]), arm["differ"],
+    )  # fmt: skip
+
+
+def _short(path: str | None) -> str:
+    """The file and its folder: no more of the machine that measured."""
+    return "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
+
+
+def estimated(record: Mapping[str, Any]) -> bool:
+    """Whether it is what a compiler says ahead of time (scripts/tpu_aot.py)."""
+    return record_types.kind_of(record) is record_types.Estimate
+
+
+def measured_at(record: Mapping[str, Any]) -> str:
+    machine = record["machine"]
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("python", *analysis_machine.PACKAGES) if name in machine
+    )
+    return f"{analysis_machine.hardware(machine)}; {versions}"
+
+
+def memory_estimate(record: Mapping[str, Any]) -> str:
+    """What the compiler says of a pair's memory."""
+    pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
+    return (
+        f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
+        f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed {record['needed_gb']:.1f} of "
+        f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "
+        f"Arrays over a megabyte that loop bodies copy: {len(record['copied_in_loops'])}."
+    )
+
+
+def placed(record: Mapping[str, Any]) -> str:
+    """The devices that an estimate is for."""
+    return f"{record['mesh'] or 'one device'} of a TPU {record['topology']}"
+
+
+def time_estimates(record: Mapping[str, Any]) -> list[tuple]:
+    """A line for every row of table 2: the paper's numbers, then c, v and improvement by the compiler's estimates, in both
+    ways that scripts/tpu_aot.py has them; none where it was not asked for times."""
+    cells = lambda found: (f"{found['c']:.3f}", f"{found['v']:.2f}", f"{found['improvement']:.2f}")
+    return [
+        (f"{row['task']}, {row['drafter']}", row["temperature"], row["gamma"], f"{row['alpha_paper']:.2f}", f"{row['c_paper']:.2f}",
+         *cells(row["as compiled"]), *cells(row["as for two positions"]), f"{row['expected_paper']:.1f}", f"{row['measured_paper']:.1f}")
+        for row in record.get("times", {"rows": ()})["rows"]
+    ]  # fmt: skip

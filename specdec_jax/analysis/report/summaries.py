@@ -1,0 +1,248 @@
+"""Writes records as text for reading in a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_jax.analysis import machine
+from specdec_jax.analysis.machine import hardware
+from specdec_jax.analysis.tuning import Choice
+
+_HOW = {
+    "scored": "target's own outputs, scored with both models",
+    "counted": "by decoding and counting, since no model's law or the target's own outputs can be scored",
+}
+
+
+def measure_summary(record: Mapping[str, Any]) -> str:
+    """A record as text for reading."""
+    accepted, host, steps = record["acceptance"], record["machine"], record["steps"]
+    alone = record["cost_ratio_alone"]
+    lines = [
+        f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
+        f"batch {record['options']['batch_size']}, temperature {record['options']['temperature']:g}; "
+        f"{machine.hardware(host)}",
+        "",
+        f"alpha    {with_error(accepted['alpha'], accepted['standard_error'])} over {accepted['positions']} tokens "
+        f"({_HOW[accepted['how']]})",
+        *([f"         {same_positions(record['same_positions'])}"] if record["same_positions"] else []),
+        f"c        {record['cost_ratio']:.3f} between target calls"
+        + (f", {alone:.3f} alone" if alone is not None else ", what drafting adds to an iteration"),
+        f"target   {1e3 * steps['target step']['median']:.3f} ms a step",
+        "v        " + ", ".join(f"v({width}) = {value:.3f}" for width, value in record["verify_cost"].items()),
+        "",
+        *table_lines(record),
+    ]
+    best = record["best_gamma"]
+    named = {"v = 1": best["theorem_3_8"], "v measured": best["with_verify_cost"]} | {
+        f"by position, {name}": gamma for name, gamma in best["by_position"].items()
+    }
+    shown = "; ".join(f"{gamma or 'plain decoding'} ({name})" for name, gamma in named.items() if gamma is not None)
+    return "\n".join([*lines, "", f"best gamma: {shown}"])
+
+
+def same_positions(found: Mapping[str, Any]) -> str:
+    """A `Comparison` in words."""
+    difference, error = found["difference"], found["standard_error"]
+    spread = f" ± {error:.4f}, {abs(difference) / error:.1f} standard errors" if error else ""
+    return (
+        f"token verification accepted {found['counted']:.4f} of {found['positions']} tokens, whose mean of Σ min(p, q) is "
+        f"{found['overlap']:.4f}: difference {difference:+.4f}{spread}"
+    )
+
+
+def table_lines(record: Mapping[str, Any]) -> list[str]:
+    """Expected improvement by γ: from α with v = 1 (the paper's) and with the measured v, and by position."""
+    verifiers = list(record["acceptance"]["by_position"])
+    head = [
+        "gamma",
+        "tokens",
+        "v = 1",
+        "v",
+        "with v",
+        *(f"{name}{part}" for name in verifiers for part in ("", " gain")),
+    ]
+    lines = ["".join(f"{name:>12}" for name in head)]
+    for row in record["table"]:
+        values = [row["tokens"], row["theorem_3_8"], row["verify_cost"], row["with_verify_cost"]]
+        for name in verifiers:
+            values += [row["by_position"][name]["tokens"], row["by_position"][name]["with_verify_cost"]]
+        cells = ["-" if value is None else f"{value:.3f}" for value in values]
+        cells[2] += " " if row["timed"] else "~"
+        lines.append("".join(f"{cell:>12}" for cell in [row["gamma"], *cells]))
+    return [
+        "tokens per target call and improvement expected from alpha with v = 1 and with v (~: interpolated); and from how "
+        "often the first i drafted tokens stand:",
+        *lines,
+    ]
+
+
+def with_error(value: float | None, error: float | None) -> str:
+    """`0.780 ± 0.004`, as far as it is known."""
+    if value is None:
+        return "unknown, since nothing was drafted,"
+    return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+_PREDICTIONS = {"with_lengths": "encoders and lengths", "with_counts": "calls as counted"}
+
+
+def benchmark_summary(record: Mapping[str, Any]) -> str:
+    """A record as text for reading."""
+    host, plain, steps = record["machine"], record["plain"], record["steps"]
+    lines = [
+        f"{record['target']['name']} ({record['target']['parameters']:,} parameters, {record['target']['parameter_dtype']})"
+        + (f" with {_drafter(record['drafter'])}" if record["drafter"] else ""),
+        f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {record['options']['repeats']} passes; "
+        f"{hardware(host)}, jax {host['jax']}",
+        "",
+        f"plain          {_seconds(plain['seconds'])}, {plain['tokens']} tokens, "
+        f"{1e3 * plain['seconds_per_token']:.2f} ms each; compilation {plain['compile_seconds']:.1f} s",
+        f"target step    {_seconds(steps['target step'])}; "
+        + ", ".join(f"bare {name} {_seconds(steps[name])}" for name in steps if name.startswith("products")),
+        f"  step over products (the faster) {record['step_over_products']:.3f}, "
+        f"plain decoding over products {record['plain_over_products']:.3f} (encoder apart)",
+    ]
+    if "draft step" in steps:
+        bare = record["bare"]["cost_ratio"]
+        of_products = "" if bare is None else f" ({bare:.3f} of bare products)"
+        lines.append(
+            f"draft step     {_seconds(steps['draft step'])} alone; c = {record['cost_ratio']:.3f}{of_products}"
+        )
+        if "draft pair" in steps:
+            pair = steps["draft pair"]["median"] / steps["draft step"]["median"]
+            lines.append(f"  {pair:.2f} times that over two positions, the first call after a full acceptance")
+        lines += reductions(steps)
+    elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
+        lines.append("draft step     not timed alone (`specdec measure` times whole iterations)")
+    elif record["drafter"]:
+        lines.append("draft step     none, since no model drafts; c is counted as 0")
+    for gamma, v in record["verify_cost"].items():
+        lines.append(f"v({int(gamma) + 1}) = {v:.3f} ({record['bare']['verify_cost'][gamma]:.3f} of bare products)")
+    for gamma, added in record.get("sampling_cost", {}).items():
+        lines.append(
+            f"added to a target call over {int(gamma) + 1} positions by: "
+            + ", ".join(f"{name} {share['median']:.1%}" for name, share in added.items())
+        )
+    for arm in record["speculative"]:
+        lines += ["", *_arm_lines(arm)]
+    if record.get("against"):
+        lines += ["", *_against_lines(record["against"])]
+    return "\n".join(lines)
+
+
+def _against_lines(against: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"{against['name']:<14} {_seconds(against['seconds'])}, {against['tokens']} tokens, "
+        f"{1e3 * against['seconds_per_token']:.2f} ms each; compilation {against['compile_seconds']:.1f} s"
+    ]
+    for ours, times in against["improvement"].items():
+        lines.append(f"  {ours}: {times['median']:.2f} times as fast ({times['least']:.2f} to {times['most']:.2f})")
+    return [*lines, f"  {len(against['differences'])} inputs with other tokens than plain decoding"]
+
+
+def reductions(steps: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """What a cheaper draft step takes of those that lack the shortlist, the 8 bits, or both."""
+    return [
+        f"  {name.removeprefix('draft step, ')} {_seconds(spread)}, of which it takes "
+        f"{steps['draft step']['median'] / spread['median']:.3f}"
+        for name, spread in steps.items()
+        if name.startswith("draft step, ")
+    ]
+
+
+def _drafter(record: Mapping[str, Any]) -> str:
+    return f"{record['name']} ({record['parameters']:,})" if "parameters" in record else record["name"]
+
+
+def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
+    gain, predicted = arm["improvement"], arm["predicted"]
+    forced = (
+        "" if arm["forced_alpha"] is None else f", acceptance forced to {arm['forced_alpha']:g}: outputs mean nothing"
+    )
+    lines = [
+        f"gamma {arm['gamma']}{forced}        {_seconds(arm['seconds'])}, {arm['tokens']} tokens; "
+        f"compilation {arm['compile_seconds']:.1f} s",
+        f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
+    ]
+    alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
+    if alpha is None:
+        lines.append(f"  {calls or 0:.2f} tokens per target call; {_without_alpha(arm['stats'])}; no prediction")
+    elif predicted is None:
+        drafted = f"{arm['mean_gamma']:.2f} drafted for each"
+        lines.append(f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call, {drafted}; no prediction")
+    else:
+        lines += [
+            f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
+            f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
+            f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as counted)",
+            f"  measured over predicted ({_PREDICTIONS[arm['prediction']]}) {arm['measured_over_predicted']:.3f}; "
+            f"most of the time: {arm['limiting_term']}",
+            "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
+        ]
+    if arm["oracle"]:
+        calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in arm["oracle"].values())
+        lines.append(f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)")
+    for item in arm["differences"]:
+        kind = "near-tie" if item["near_tie"] else "not a near-tie"
+        lines.append(
+            f"  differs from plain: input {item['input']}, token {item['position']}, {kind} "
+            f"(margin {item['margin']:.2e}, noise {item['noise']:.2e})"
+        )
+    return lines
+
+
+def _without_alpha(stats: Mapping[str, Any]) -> str:
+    """Says what is known of acceptance where there is no rate."""
+    if not stats["drafted"]:
+        return "nothing was drafted"
+    standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
+    return (
+        f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {standing} "
+        "(block verification judges a draft as a whole: no alpha)"
+    )
+
+
+def _seconds(spread: Mapping[str, float]) -> str:
+    scale, unit = (1, "s") if spread["median"] >= 1 else (1e3, "ms")
+    return f"{scale * spread['median']:.3f} {unit} ({scale * spread['least']:.3f} to {scale * spread['most']:.3f})"
+
+
+def tune_summary(record: Mapping[str, Any]) -> str:
+    """A record as text for reading."""
+    accepted, host, options = record["acceptance"], record["machine"], record["options"]
+    head = f"{'':<16}{'expected':>12}{'measured':>12}   (improvement over plain decoding)"
+    lines = [
+        f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
+        f"batch {options['batch_size']}, temperature {options['temperature']:g}; "
+        f"{machine.hardware(host)}",
+        f"alpha {with_error(accepted['alpha'], accepted['standard_error'])} ({accepted['how']})",
+        "",
+        head,
+    ]
+    for item in record["choices"]:
+        name, gain = Choice(item["gamma"], item["verifier"]), item["improvement"]
+        lines.append(
+            f"{name!s:<16}{item['expected_improvement']:>12.3f}"
+            + (f"{gain['median']:>12.3f}   ({gain['least']:.3f} to {gain['most']:.3f})" if gain else "")
+        )
+    chosen, gain = Choice(**record["chosen"]), record["improvement"]
+    lines.append("")
+    if chosen.gamma:
+        lines.append(
+            f"chosen: {chosen}: {gain['median']:.3f} times plain decoding ({gain['least']:.3f} to {gain['most']:.3f})"
+        )
+    else:
+        lines.append(f"chosen: plain decoding, which is faster than drafting with {options['drafter']}")
+    if record["sweep"]:
+        swept = record["sweep"]
+        lines += ["", f"sweep over {swept['sentences']} other inputs, improvement over plain decoding:"]
+        lines += [
+            f"{name:<16}{spread['median']:>12.3f}   ({spread['least']:.3f} to {spread['most']:.3f})"
+            for name, spread in swept["improvement"].items()
+        ]
+        over = swept["chosen_over_best"]
+        lines.append(
+            f"best: {Choice(**swept['best'])}; time of the chosen over the best {over['median']:.3f} "
+            f"({over['least']:.3f} to {over['most']:.3f})"
+        )
+    return "\n".join([*lines, "", f"written to {options['config']}"])

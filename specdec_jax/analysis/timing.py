@@ -1,0 +1,323 @@
+"""Times single steps on this machine: seconds of a target step, a verify call, a draft step, an encoder.
+
+Every timing runs many steps inside one compiled program, so that dispatch does not count. A step is a decode call
+and the argmax of its logits; the tokens it finds are fed to the next, so that nothing is hoisted or elided.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.decoding.costs import iterated_steps
+from specdec_jax.decoding.inputs import slots
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.request import Request, prepare
+from specdec_jax.models.gpt import GPT
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.speculative import iteration, laws, prefill
+from specdec_jax.speculative.draws import seeded
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.state import DecodeState, Draft, StaticConfig
+
+STEPS = 32
+# Verifiers whose cost is measured.
+SAMPLED = ("token", "block", "gumbel")
+
+
+class Spread(NamedTuple):
+    """Median, least and most of repeated measurements."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values) -> "Spread":
+        return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds of one call, the devices' work included: the median of a few where they are short.
+
+    An untimed call goes before: after a pause the first one also pays for sleeping threads and cold caches, which of more than
+    two seconds is nothing.
+    """
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        return time.perf_counter() - start
+
+    first = once()
+    if first > 2:
+        return first
+    return float(np.median([once() for _ in range(1 if first > 0.5 else 5)]))
+
+
+def rotate(arms: Mapping[str, object], turn: int) -> list[str]:
+    """Names of the arms, beginning with another one every turn: none always comes first."""
+    names = list(arms)
+    return names[turn % len(names) :] + names[: turn % len(names)]
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
+    """Feeds T tokens at the same positions `steps` times, each time those that the last step found.
+
+    Args:
+      tokens: `[B, T]`.
+      positions: `[B]`; positions + T must not exceed the cache's slots.
+
+    Returns: the last tokens `[B, T]`.
+    """
+
+    def body(_, carry):
+        tokens, cache = carry
+        logits, cache = network.decode(tokens, positions, cache)
+        return laws.argmax(logits).astype(jnp.int32), cache
+
+    return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def prefill_cache(network: Network, inputs, input_lengths, *, slots: int):
+    """The cache with which decoding begins; for a decoder-only network after all but the last id of its prompt.
+
+    A network that attends to another's encoder output is given zeros.
+    """
+    if isinstance(network.module, GPT):
+        return prefill.fill_cache(network, inputs[:, :0], input_lengths * 0, inputs, slots)
+    encoded = None
+    if network.encoder_dim is not None:
+        encoded = jnp.zeros((*inputs.shape, network.encoder_dim), network.module.config.dtype)
+    return network.prefill(inputs, input_lengths, slots, encoded=encoded)
+
+
+def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, gamma: int) -> int:
+    """Slots that `generate` would take for inputs of this padded length."""
+    return slots((input_length if decoder_only(target) else 1) + max_new_tokens, gamma)
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
+    """As `decode_steps` for two tokens `[B, 2]`, but with the head on the second alone, as a drafter that catches up has it."""
+
+    def body(_, carry):
+        tokens, cache = carry
+        states, cache = network.decode_states(tokens, positions, cache)
+        token = laws.argmax(network.head(states[:, 1:])).astype(jnp.int32)
+        return jnp.concatenate([tokens[:, 1:], token], axis=1), cache
+
+    return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
+
+
+def step_arm(
+    network: Network, batch: int, input_length: int, slots: int, width: int, stepping: Callable = decode_steps
+) -> Callable[[], object]:
+    """A call of `STEPS` steps over `width` positions of `batch` rows, with inputs of `input_length` tokens.
+
+    Args:
+      stepping: what takes the steps: `decode_steps`, or `pair_steps`, of which `width` must be 2.
+    """
+    inputs, lengths = _inputs(network, batch, input_length)
+    cache = prefill_cache(network, inputs, lengths, slots=slots)
+    tokens = jnp.ones((batch, width), jnp.int32)
+    positions = jnp.full(batch, (slots - width) // 2, jnp.int32)
+    return lambda: stepping(network, tokens, positions, cache, steps=STEPS)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "steps"))
+def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int):
+    """γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in turn.
+
+    What a draft step costs next to target calls is not what it costs alone: they push its weights out of the processor's
+    caches.
+
+    Args:
+      tokens: `[B, G + 1]`. positions: `[B]`. caches: the target's and the drafter's.
+    """
+
+    def draft(_, carry):
+        token, cache = carry
+        logits, cache = drafter.decode(token, positions, cache)
+        return laws.argmax(logits).astype(jnp.int32), cache
+
+    def body(_, carry):
+        tokens, (cache, draft_cache) = carry
+        drafted, draft_cache = jax.lax.fori_loop(0, gamma, draft, (tokens[:, -1:], draft_cache))
+        logits, cache = target.decode(jnp.concatenate([drafted, tokens[:, 1:]], axis=1), positions, cache)
+        return laws.argmax(logits).astype(jnp.int32), (cache, draft_cache)
+
+    return jax.lax.fori_loop(0, steps, body, (tokens, caches))[0]
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def call_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
+    """As `decode_steps`, but for the argmax: the call alone.
+
+    Each next token is made of one logit; all of them are carried, so that the call cannot shrink to that one.
+
+    Returns: the last tokens `[B, T]` and logits `[B, T, V]`.
+    """
+
+    def body(_, carry):
+        tokens, cache, _ = carry
+        logits, cache = network.decode(tokens, positions, cache)
+        return jnp.abs(logits[..., 0] * 1e3).astype(jnp.int32) % network.vocab_size, cache, logits
+
+    logits = jnp.zeros((*tokens.shape, network.vocab_size), jnp.float32)
+    tokens, _, logits = jax.lax.fori_loop(0, steps, body, (tokens, cache, logits))
+    return tokens, logits
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def verified_steps(network: Network, state: DecodeState, *, steps: int):
+    """As `decode_steps` over γ + 1 positions, with the engine's own verification in the place of the argmax.
+
+    The drafter's law is the target's of the step before, one position on; what follows the accepted tokens stands among
+    those fed next, and their number enters the keys of the next draws: so nothing can leave the loop.
+
+    Args:
+      state: from `verified_state`.
+
+    Returns: the last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and target's laws `[B, G + 1, V]` (None for argmax).
+    """
+    program, positions = state.program, state.lengths - 1
+    batch, width = len(positions), program.gamma + 1
+
+    def body(_, carry):
+        tokens, num_accepted, law, cache = carry
+        logits, cache = network.decode(tokens, positions, cache)
+        before = Law(law.logits[:, :-1], law.log_normalizer[:, :-1]) if program.asks_draft_law else None
+        draft = Draft(tokens[:, 1:], jnp.full(batch, program.gamma, jnp.int32), before, jnp.zeros(batch, jnp.int32))
+        verified, law = iteration.verify(state.replace(lengths=state.lengths + num_accepted), draft, logits)
+        at_end = jnp.arange(width) == verified.num_accepted[:, None]
+        return jnp.where(at_end, verified.next_token[:, None], tokens), verified.num_accepted, law, cache
+
+    law = None if program.strict_argmax else Law.of(jnp.zeros((batch, width, program.vocab_size)))
+    carry = (jnp.ones((batch, width), jnp.int32), jnp.zeros(batch, jnp.int32), law, state.target_cache)
+    return jax.lax.fori_loop(0, steps, body, carry)[:3]
+
+
+def verified_state(
+    network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig, verifier: str
+) -> DecodeState:
+    """A state in the middle of `batch` rows of `slots` tokens, for `verified_steps`."""
+    inputs, lengths = _inputs(network, batch, input_length)
+    vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
+    start = (slots - gamma - 1) // 2 + 1
+    state = _prefill_state(
+        network, None, StaticConfig(gamma, config.mode, vocab, verifier), slots, inputs, lengths, rows(0)[:, None], rows(1),
+        fold_keys(seeded(0), np.arange(batch)), config.rows(batch, vocab), None, rows(slots), rows(-1)[:, None],
+        rows(gamma), rows(0).astype(bool),
+    )  # fmt: skip
+    return state.replace(lengths=rows(start))
+
+
+def sampling_arms(
+    network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig
+) -> dict[str, Callable[[], object]]:
+    """Calls of `STEPS` target calls over γ + 1 positions: alone, with argmax, and with each of `SAMPLED` under `config`."""
+    argmax = verified_state(network, batch, input_length, slots, gamma, SamplingConfig(), "token")
+    tokens = jnp.ones((batch, gamma + 1), jnp.int32)
+    arms = {
+        "alone": functools.partial(call_steps, network, tokens, argmax.lengths - 1, argmax.target_cache, steps=STEPS)
+    }
+    states = {"argmax": argmax} | {
+        name: verified_state(network, batch, input_length, slots, gamma, config, name) for name in SAMPLED
+    }
+    return arms | {
+        name: functools.partial(verified_steps, network, state, steps=STEPS) for name, state in states.items()
+    }
+
+
+def paired_arm(
+    target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int
+) -> Callable[[], object]:
+    """A call of `STEPS` times γ draft steps and one target call over γ + 1 positions."""
+    inputs, lengths = _inputs(target, batch, input_length)
+    caches = tuple(prefill_cache(network, inputs, lengths, slots=slots) for network in (target, drafter))
+    tokens = jnp.ones((batch, gamma + 1), jnp.int32)
+    positions = jnp.full(batch, (slots - gamma - 1) // 2, jnp.int32)
+    return functools.partial(paired_steps, target, drafter, tokens, positions, caches, gamma=gamma, steps=STEPS)
+
+
+_prefill_state = jax.jit(prefill.prefill, static_argnames=("program", "slots"))
+
+
+def prefill_arm(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
+    """A call of the encoder and of everything else that happens once per request."""
+    inputs, lengths = _inputs(network, batch, input_length)
+    return lambda: prefill_cache(network, inputs, lengths, slots=slots)
+
+
+def step_arms(
+    target: LanguageModel, drafter, rows: int, lengths: Sequence[int], room: int, gammas: Sequence[int], pairs: Sequence[int]
+) -> dict[str, Callable[[], object]]:  # fmt: skip
+    """Single steps and encoders by name, for `steps_in(name)` steps each.
+
+    Args:
+      drafter: one without a model has no steps of its own.
+      rows: B. lengths: that inputs are padded to. room: slots.
+      gammas: a "verify γ" for each is a target call over γ + 1 positions.
+      pairs: a "draft γ and verify" for each is that with γ draft steps before it. A "draft pair" is the call over two
+        positions with which a model catches up after a full acceptance.
+    """
+    single, longest = target.network, max(lengths)
+    arms = {"target step": step_arm(single, rows, longest, room, 1)}
+    for gamma in gammas:
+        arms[f"verify {gamma}"] = step_arm(target.network, rows, longest, room, gamma + 1)
+    for length in lengths:
+        arms[f"target encoder {length}"] = prefill_arm(target.network, rows, length, room)
+    steps = drafter.steps() if drafter is not None else {}
+    for name, network in steps.items():
+        arms[name] = step_arm(network, rows, longest, room, 1)
+    if steps:
+        drafting = steps["draft step"]
+        for gamma in pairs:
+            arms[f"draft {gamma} and verify"] = paired_arm(target.network, drafting, rows, longest, room, gamma)
+        if drafter.second_model is not None:
+            arms["draft pair"] = step_arm(drafting, rows, longest, room, 2, pair_steps)
+            for length in lengths:
+                arms[f"drafter encoder {length}"] = prefill_arm(drafting, rows, length, room)
+    return arms
+
+
+def steps_in(name: str) -> int:
+    """How many steps a call of the arm of this name makes."""
+    return 1 if "encoder" in name else STEPS
+
+
+def iteration_state(
+    target: LanguageModel, drafter, batch: int, input_length: int, gamma: int, **options
+) -> tuple[DecodeState, Request]:
+    """A state in the middle of `batch` rows whose drafter has nothing to catch up with; options as for `generate`."""
+    inputs, lengths = _inputs(target.network, batch, input_length)
+    options |= dict(input_lengths=lengths, max_input_length=input_length, eos_ids=())
+    state, request = prepare(target, inputs, drafter=drafter, gamma=gamma, **options)
+    new = max(0, int(request.limits[0]) - gamma - 1) // 2
+    middle = jnp.full(batch, int(request.prefix_lengths[0]) + new, jnp.int32)
+    state = iterated_steps(request.network, request.drafter, state.replace(lengths=middle), np.int32(1))
+    return state, request
+
+
+def iteration_arm(state: DecodeState, request: Request) -> Callable[[], object]:
+    """A call of `STEPS` iterations."""
+    return functools.partial(iterated_steps, request.network, request.drafter, state, np.int32(STEPS))
+
+
+def call_arm(state: DecodeState, request: Request) -> Callable[[], object]:
+    """A call of `STEPS` times the target call and the verification of such an iteration, without its draft."""
+    return functools.partial(verified_steps, request.network, state, steps=STEPS)
+
+
+def _inputs(network: Network, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(0).integers(2, network.vocab_size, (batch, length), np.int32)
+    return ids, np.full(batch, length, np.int32)

@@ -1,0 +1,79 @@
+"""The iterations of one input, as text (the paper's Figure 1) and as time (its Figure 5)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec_jax.analysis import predictions
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.decoding.trace import TraceStep, trace
+from specdec_jax.models.language_model import LanguageModel
+
+# What the kinds of text in a line are called, each in the style of its kind.
+LEGEND = (
+    ("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
+    ("committed", "; the target's own: "), ("corrected", "correction"), ("committed", " after a rejection, "),
+    ("bonus", "bonus"), ("committed", " where nothing was rejected"),
+)  # fmt: skip
+
+
+def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
+    """Returns one line per target call: (kind, text) of what was committed before, of the drafted tokens that were
+    accepted and rejected, and of the target's own: a correction after a rejection, a bonus where nothing was
+    rejected."""
+    found, committed = [], ""
+    for step in steps:
+        accepted = "".join(surface(token, target) for token in step.accepted)
+        rejected = "" if step.rejected is None else surface(step.rejected, target)
+        own = "" if step.corrected is None else surface(step.corrected, target)
+        kind = "bonus" if step.rejected is None else "corrected"
+        parts = [("committed", committed), ("accepted", accepted), ("rejected", rejected), (kind, own)]
+        found.append([(kind, text) for kind, text in parts if text])
+        committed += accepted + own
+    return found
+
+
+def surface(token: int, target: LanguageModel) -> str:
+    return " [END]" if token in target.eos_ids else target.vocabulary.piece(token)
+
+
+def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]) -> list[tuple[str, float]]:
+    """(what, seconds) of every call that the iterations made, by the medians of single steps; γ = 0 is plain decoding.
+
+    Where a model drafts, the first step after a full acceptance is a call over two positions.
+
+    Args:
+      padded: length that the input is padded to.
+      times: as `measure.step_arms` names them.
+    """
+    call = times[f"verify {gamma}" if gamma else "target step"].median
+    draft = predictions.draft_seconds(gamma, times) if gamma and "draft step" in times else None
+    pair = draft and draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median
+    encoders = ("target encoder", "drafter encoder") if gamma else ("target encoder",)
+    found = [(name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times]
+    whole = False
+    for step in steps:
+        if draft is not None and step.gamma:
+            found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (step.gamma - 1)
+        found.append(("target call", call))
+        whole = 0 < step.gamma == len(step.accepted)
+    return found
+
+
+def example(
+    target: LanguageModel, drafter, gammas: Sequence[int], batches, times: Mapping[str, Spread], options
+) -> dict[str, Any] | None:
+    """The first input that has any text, decoded plainly and with every γ of `gammas`; None where there is none such."""
+    batch = next((batch for batch in batches if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()), None)
+    if batch is None:
+        return None
+    arms = []
+    for gamma in (0, *gammas):
+        steps = trace(
+            target, batch.inputs[0], drafter=drafter if gamma else None, gamma=gamma, key=batch.keys,
+            **options.decoding(plain=not gamma),
+        )  # fmt: skip
+        arms.append({
+            "gamma": gamma, "lines": lines(steps, target) if gamma else [],
+            "spans": spans(steps, gamma, batch.padded, times),
+        })  # fmt: skip
+    return {"input": batch.inputs[0], "arms": arms}

@@ -1,0 +1,194 @@
+"""Chooses γ and the verifier by measurement.
+
+What is expected of every γ follows from acceptance on a sample, the output lengths, and the time of whole iterations; the
+best few by that and plain decoding are then timed in turn on the same sentences, and the fastest is taken.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec_jax.analysis import acceptance, machine, timing
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis.acceptance import Acceptance
+from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.setup import TuneSetup
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.decoding import costs
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.progress import track
+from specdec_jax.decoding.request import plan
+
+# Choices that are timed beside plain decoding.
+_COMPARED = 5
+
+
+class Choice(NamedTuple):
+    """A way of decoding: γ, 0 for plain, and the verifier."""
+
+    gamma: int
+    verifier: str
+
+    def __str__(self) -> str:
+        return f"gamma {self.gamma}, {self.verifier}" if self.gamma else "plain"
+
+
+def expected_seconds(
+    accepted: Acceptance, padded: Sequence[int], choice: Choice, times: Mapping[str, Spread], step: float
+) -> float:
+    """Seconds for all batches: encoders, iterations, less the draft steps by which the last ones are shorter.
+
+    A drafter that catches up after a full acceptance is counted as if its first call were over one position, not two.
+
+    Args:
+      padded: input length of each batch.
+      times: of iterations and encoders, as from `step_times`.
+      step: seconds of one draft step.
+    """
+    seconds = sum(times[f"target encoder {size}"].median for size in padded)
+    iteration = iteration_seconds(choice, times)
+    if not choice.gamma:
+        return seconds + iteration * sum(int(lengths.max()) for lengths in accepted.lengths)
+    seconds += sum(times[f"drafter encoder {size}"].median for size in padded if f"drafter encoder {size}" in times)
+    for work in accepted.work[choice.verifier, choice.gamma]:
+        seconds += work.calls * iteration + (work.draft_calls - choice.gamma * work.calls) * step
+    return seconds
+
+
+def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
+    """Seconds of one iteration; where a verifier was timed with the longest draft only, as those of the verifier that was
+    timed throughout and what it adds to that draft, shared out among its tokens."""
+    if f"iteration, {choice}" in times:
+        return times[f"iteration, {choice}"].median
+    names = [
+        name.removeprefix("iteration, gamma ").split(", ") for name in times if name.startswith("iteration, gamma ")
+    ]
+    longest = max(int(gamma) for gamma, _ in names)
+    other = next(verifier for gamma, verifier in names if int(gamma) == choice.gamma)
+    seconds = lambda *of: times[f"iteration, {Choice(*of)}"].median
+    added = seconds(longest, choice.verifier) - seconds(longest, other)
+    return seconds(choice.gamma, other) + added * choice.gamma / longest
+
+
+def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
+    """What is worth timing: plain decoding and the best few of the others, which differ by less than single steps scatter."""
+    drafting = sorted((choice for choice in expected if choice.gamma), key=lambda choice: expected[choice])
+    return [*(choice for choice in expected if not choice.gamma), *drafting[:_COMPARED]]
+
+
+def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str, Any]) -> None:
+    """Lets `gamma="auto"` begin with the acceptance that was measured, wherever it chooses γ for such inputs."""
+    key = plan(target, inputs, drafter=drafter, **decoding).costs_key
+    if key is not None:
+        costs.keep(key, costs.known(key)._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
+
+
+def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup) -> dict[str, Any]:
+    """The record; `others` are the batches of the sweep, none for no sweep."""
+    analysis_arms.check_prompts(target, drafter, [*batches, *others], options)
+    gammas = sorted(set(options.gamma))
+    accepted = acceptance.measure_acceptance(target, drafter, batches, options.verifiers, gammas[-1], options)
+    choices = [Choice(0, options.verifiers[0])] + [Choice(g, name) for name in options.verifiers for g in gammas]
+    times = step_times(target, drafter, batches, choices, options)
+    last = choices[-1]
+    added = times[f"iteration, {last}"].median - times[f"call, {last}"].median
+    step = max(0.0, added / last.gamma) if drafter.second_model is not None else 0.0
+    padded = [batch.padded for batch in batches]
+    expected = {choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices}
+    first = min(choices, key=lambda choice: expected[choice])
+    measured = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
+    chosen = fastest(measured)
+    plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
+    return {
+        **machine.head(target, drafter, batches, options),
+        "acceptance": accepted.record(),
+        "steps": {name: spread._asdict() for name, spread in times.items()},
+        "draft_seconds": step,
+        "choices": [
+            {
+                **choice._asdict(),
+                "calls": sum(work.calls for work in accepted.work[choice.verifier, choice.gamma]) if choice.gamma else None,
+                "expected_seconds_per_token": expected[choice] / tokens,
+                "expected_improvement": expected[plain] / expected[choice],
+                "seconds_per_token": Spread.of(measured[choice])._asdict() if choice in measured else None,
+                "improvement": _ratio(measured, plain, choice) if choice in measured else None,
+            }
+            for choice in choices
+        ],
+        "expected_best": first._asdict(),
+        "chosen": chosen._asdict(),
+        "improvement": _ratio(measured, plain, chosen),
+        "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
+    }  # fmt: skip
+
+
+def step_times(target, drafter, batches: Sequence[Batch], choices: Sequence[Choice], options) -> dict[str, Spread]:
+    """Seconds of an iteration of the choices, of a call of the last without its draft, and of the encoders.
+
+    Every iteration is a program to compile: of further verifiers only the one with the longest draft is timed.
+    """
+    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
+    arms, last = {}, choices[-1]
+    timed = [choice for choice in choices if choice.gamma in (0, last.gamma) or choice.verifier == choices[0].verifier]
+    for choice in track(timed, len(timed), "compiling iterations"):
+        how = options.decoding(plain=not choice.gamma)
+        how |= {"verifier": choice.verifier} if choice.gamma else {}
+        state = timing.iteration_state(
+            target, drafter if choice.gamma else None, rows, lengths[-1], choice.gamma, **how
+        )  # fmt: skip
+        arms[f"iteration, {choice}"] = timing.iteration_arm(*state)
+    arms[f"call, {last}"] = timing.call_arm(*state)
+    room = state[0].tokens.shape[1]
+    for length in lengths:
+        arms[f"target encoder {length}"] = timing.prefill_arm(target.network, rows, length, room)
+        if drafter.second_model is not None:
+            arms[f"drafter encoder {length}"] = timing.prefill_arm(drafter.second_model.network, rows, length, room)
+    analysis_arms.warm_up({}, arms, batches)
+    return analysis_arms.time_steps(arms, options.repeats)
+
+
+def time_choices(
+    target, drafter, choices: Sequence[Choice], batches: Sequence[Batch], options, what: str
+) -> dict[Choice, np.ndarray]:
+    """Seconds per token of each pass, of every choice, in turn on the same sentences."""
+
+    def arm(choice: Choice) -> Arm:
+        how = options.decoding(plain=not choice.gamma)
+        how |= {"drafter": drafter, "verifier": choice.verifier} if choice.gamma else {}
+        return Arm(choice.gamma, lambda batch: generate(
+            target, batch.inputs, gamma=choice.gamma, key=batch.keys, **how
+        ))  # fmt: skip
+
+    arms = {str(choice): arm(choice) for choice in choices}
+    analysis_arms.warm_up(arms, {}, batches)
+    for turn in range(options.repeats):
+        analysis_arms.one_pass(arms, batches, turn, f"{what}, pass {turn + 1} of {options.repeats}")
+    return {choice: arms[str(choice)].seconds_per_token for choice in choices}
+
+
+def fastest(seconds: Mapping[Choice, np.ndarray]) -> Choice:
+    """Returns the choice with the greatest median improvement over plain decoding; of equals the first.
+
+    A machine whose speed drifts from pass to pass moves the seconds of all choices, and no pass's ratio.
+    """
+    plain = next(choice for choice in seconds if not choice.gamma)
+    return max(seconds, key=lambda choice: _ratio(seconds, plain, choice)["median"])
+
+
+def _ratio(seconds: Mapping[Choice, np.ndarray], above: Choice, below: Choice) -> dict[str, float]:
+    """Times over times, pass by pass."""
+    return Spread.of(seconds[above] / seconds[below])._asdict()
+
+
+def sweep(target, drafter, choices, chosen: Choice, batches, options) -> dict[str, Any]:
+    """Wall time of every choice on other sentences, and of the chosen one over the best: 1 if it is the best."""
+    seconds = time_choices(target, drafter, choices, batches, options, "sweep")
+    best = fastest(seconds)
+    return {
+        "sentences": machine.count_inputs(target, batches),
+        "seconds_per_token": {str(choice): Spread.of(times)._asdict() for choice, times in seconds.items()},
+        "improvement": {str(choice): _ratio(seconds, choices[0], choice) for choice in choices},
+        "best": best._asdict(),
+        "chosen_over_best": _ratio(seconds, chosen, best),
+    }

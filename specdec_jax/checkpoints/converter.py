@@ -1,0 +1,169 @@
+"""Writes models: `save` and `convert`, in this package's format, Hugging Face's and T5X's."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from specdec_jax.checkpoints import huggingface, int8, own, t5x
+from specdec_jax.checkpoints.allocator import returning_freed_memory
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track, check
+from specdec_jax.checkpoints.loader import check_stored, complete, open_checkpoint, resolve
+from specdec_jax.files.writing import new_folder
+from specdec_jax.models import layouts
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.parameters import parameter_count
+from specdec_jax.models.t5 import T5Config
+
+FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
+
+
+def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
+    """Writes a model that `load` reads, in `dtype`, as for `convert`: kernels in 8 bits are widened, unless that is "int8".
+
+    The vocabulary's file goes into the folder, unless, for "specdec", the folder above holds the same file. The folder appears
+    whole or not at all; an earlier model folder of this package there is replaced.
+
+    Args:
+      format: as for `convert`.
+
+    Raises:
+      ValueError: `path` is something else than a model folder, or the format cannot hold the model.
+    """
+    folder = pathlib.Path(path).absolute()
+    check = own.check_free if _check_format(format) == "specdec" else _check_empty
+    check(folder)
+    leaves = {"/".join(names): _leaf(value) for names, value in layouts.stored_parameters(model.network.params)}
+    checkpoint = Checkpoint(
+        model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint
+    )
+    _write(checkpoint, folder, check, format, dtype)
+
+
+def _leaf(value: layouts.Plain) -> Leaf:
+    if isinstance(value, Int8Kernel):
+        return int8.product(Leaf.of(value.values), Leaf.of(value.scales[None]))
+    return Leaf.of(value)
+
+
+class Written(NamedTuple):
+    """What `convert` wrote.
+
+    Attributes:
+      folder: for T5X the `checkpoint_<step>` directory.
+      dtype: of the parameters there. stored: of those in the source, several where they differ.
+      parameters: how many numbers. size: bytes of all files.
+    """
+
+    folder: pathlib.Path
+    dtype: str
+    stored: tuple[str, ...]
+    parameters: int
+    size: int
+
+
+def convert(
+    source, output, format: str = "huggingface", dtype=None, *, config: T5Config | None = None, vocabulary=None,
+    track: Track = iter,
+) -> Written:  # fmt: skip
+    """Writes a checkpoint in another format; parameters pass through memory one at a time.
+
+    Vocabulary, start token and EOS ids are kept. A T5X checkpoint gets them, and the configuration, in a config.json of this
+    package beside the parameters, since the format has no place for them; optimizer states are neither read nor written.
+
+    Args:
+      source: whatever `load` reads.
+      output: a folder that does not exist or is empty. It appears whole or not at all. For T5X one named
+        `checkpoint_<step>` is the checkpoint itself, any other gets `checkpoint_<step>` inside, with the source's step if that
+        is T5X's, else 1.
+      format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes today), "t5x_legacy", or
+        "specdec", this package's own.
+      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8 bits, those that are
+        stored so with the very integers, the rest in float32. Drafters and heads that were trained on a target's states do not fit the rounded
+        one. None: bfloat16 if all parameters are stored so, else float32.
+      config, vocabulary: as for `load`.
+      track: given the parameters' names, yields them: for a progress bar.
+
+    Raises:
+      ValueError: as for `load`; `output` holds something, or the format cannot hold the model.
+    """
+    _check_format(format)
+    if dtype is not None:
+        check_stored(dtype, format)
+    target = pathlib.Path(output).absolute()
+    _check_empty(target)
+    folder = resolve(source)
+    checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
+    found = t5x.find(folder)
+    step = t5x.step_of(found) if found else None
+    with returning_freed_memory():
+        return _write(checkpoint, target, _check_empty, format, dtype, step, track)
+
+
+def _check_format(format: str) -> str:
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
+    return format
+
+
+def _check_empty(folder: pathlib.Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        kind = "a folder that is not empty" if folder.is_dir() else "a file"
+        raise ValueError(f"{folder}: got {kind}, expected nothing there")
+
+
+def _write(
+    checkpoint: Checkpoint, target: pathlib.Path, check_free: Callable[[pathlib.Path], None], format: str, dtype,
+    step: int | None = None, track: Track = iter,
+) -> Written:  # fmt: skip
+    """Writes a checkpoint whose special ids are known, and makes sure that the format says of it what it should."""
+    if format != "specdec" and (checkpoint.config.encoder_dim is not None or isinstance(checkpoint.config, GPTConfig)):
+        kind = "a decoder-only model" if isinstance(checkpoint.config, GPTConfig) else "one without an encoder"
+        raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
+    stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))
+    default = "bfloat16" if stored == ("bfloat16",) else "float32"
+    dtype = default if dtype is None else check_stored(dtype, format)
+    computing = "float32" if dtype == "int8" else dtype
+    checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, dtype=computing))
+    inner = pathlib.PurePath()
+    if format.startswith("t5x") and t5x.step_of(target) is None:
+        inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes a step 0 for none
+    with new_folder(target, check_free) as temporary:
+        folder = temporary / inner
+        folder.mkdir(exist_ok=True)
+        if format == "specdec":
+            own.write_folder(checkpoint, dtype, folder, track)
+        elif format == "huggingface":
+            huggingface.write_folder(checkpoint, dtype, folder, track)
+        else:
+            number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
+            write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
+            own.write_description(checkpoint, folder, "t5x")
+            write(checkpoint.leaves, dtype, folder, number, track)
+        _check_written(open_checkpoint(folder, None), checkpoint, format)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Written(target / inner, dtype, stored, parameter_count(checkpoint.config), size)
+
+
+def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
+    """Raises ValueError where a format has no way to say something of a model, as Hugging Face's ByT5 of no sentinels."""
+
+    def said(checkpoint: Checkpoint) -> dict:
+        config, vocabulary = checkpoint.config, checkpoint.vocabulary
+        shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        if isinstance(config, T5Config) and config.scale_decoder_outputs is None:
+            shape["scale_decoder_outputs"] = config.logits_via_embedding
+        for name in ("dropout_rate", "dtype", "matmul_dtype"):  # of training, and of the parameters
+            shape.pop(name, None)
+        ids = dict(
+            start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint
+        )
+        return shape | ids | dict(vocabulary=vocabulary and vocabulary.fingerprint())
+
+    check(written, "what was written")
+    ours, theirs = said(checkpoint), said(written)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise ValueError(f"format: got {name}={value!r}, which {format} would give back as {theirs[name]!r}")

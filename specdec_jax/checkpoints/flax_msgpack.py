@@ -1,0 +1,193 @@
+"""Flax's msgpack files, one array at a time: the headers are walked first, then each array is read from its own place.
+
+The usual reader holds the whole file, and every array once more. Layout: nested maps from strings to arrays; an array
+is an extension of code 1 whose data is the msgpack of (shape, name of the dtype, bytes); above 1 GiB it is a map of such
+arrays, flat (`flax.serialization`).
+"""
+
+import math
+import pathlib
+import struct
+from typing import Any, BinaryIO, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.checkpoints.leaves import FLOATS, Leaf, fill_rows
+from specdec_jax.files.reading import check_file, shown
+from specdec_jax.models.parameters import flatten
+
+_CHUNKED = "__msgpack_chunked_array__"
+
+
+_VALUES = 1_000_000  # in a file; T5X's checkpoint of 24 + 24 layers has some 20,000
+_DEPTH = 100
+_STRING = 4096
+# What an array may be made of: parameters, and what a training state has beside them.
+_DTYPES = {
+    name: np.dtype(jnp.bfloat16 if name == "bfloat16" else name)
+    for name in (*FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+}
+
+
+class Array(NamedTuple):
+    """Where an array lies: shape, dtype, and (offset in the file, elements) of its parts in order."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: tuple[tuple[int, int], ...]
+
+
+def open_file(path: pathlib.Path) -> dict[str, Leaf]:
+    """Every array of the file by its `/`-joined name.
+
+    Raises:
+      ValueError: the file is truncated, or holds something else than nested maps of arrays of floating-point numbers.
+    """
+    tree = read_tree(path)
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: got {shown(tree)}, expected Flax parameters")
+    return {name: leaf(path, name, array) for name, array in flatten(tree).items()}
+
+
+def read_tree(path: pathlib.Path) -> Any:
+    """What the file holds, with an `Array` for each array: no array is read.
+
+    Raises:
+      ValueError: the file is truncated, or has something that Flax does not write.
+    """
+    check_file(path, 2**63)
+    try:
+        with open(path, "rb") as file:
+            walk = _Walk(file, path.stat().st_size)
+            tree = walk.value(0)
+            if file.tell() != walk.size:
+                raise ValueError(f"{walk.size} bytes where the headers say {file.tell()}")
+    except ValueError as error:
+        raise ValueError(f"{path}: got no readable msgpack ({error}), expected Flax's (truncated?)") from None
+    return tree
+
+
+_INTEGERS = {0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
+_FLOATS = {0xCA: "f", 0xCB: "d"}
+_STRINGS = {0xD9: "B", 0xDA: "H", 0xDB: "I"}
+_BYTES = {0xC4: "B", 0xC5: "H", 0xC6: "I"}
+_EXTENSIONS = {0xC7: "B", 0xC8: "H", 0xC9: "I"}
+_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_LISTS = {0xDC: "H", 0xDD: "I"}
+_MAPS = {0xDE: "H", 0xDF: "I"}
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+
+
+class _Walk:
+    """A file that is gone through once; every method raises ValueError at what is not sound."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self._file, self.size, self._left = file, size, _VALUES
+
+    def _read(self, length: int) -> bytes:
+        found = self._file.read(length)
+        if len(found) < length:
+            raise ValueError("the file ends in the middle of a value")
+        return found
+
+    def _number(self, form: str):
+        return struct.unpack(f">{form}", self._read(struct.calcsize(f">{form}")))[0]
+
+    def value(self, depth: int) -> Any:
+        """The value at the file's place; bytes as (offset, length), never read."""
+        self._left -= 1
+        if self._left < 0 or depth > _DEPTH:
+            raise ValueError(f"more than {_VALUES:,} values, or {_DEPTH} in each other")
+        code = self._number("B")
+        if code < 0x80 or code >= 0xE0:
+            return code if code < 0x80 else code - 0x100
+        if code in _CONSTANTS:
+            return _CONSTANTS[code]
+        if code <= 0x8F or code in _MAPS:
+            return self._map(code & 0xF if code <= 0x8F else self._number(_MAPS[code]), depth)
+        if code <= 0x9F or code in _LISTS:
+            count = code & 0xF if code <= 0x9F else self._number(_LISTS[code])
+            return [self.value(depth + 1) for _ in range(count)]
+        if code <= 0xBF or code in _STRINGS:
+            return self._string(code & 0x1F if code <= 0xBF else self._number(_STRINGS[code]))
+        if code in _INTEGERS or code in _FLOATS:
+            return self._number((_INTEGERS | _FLOATS)[code])
+        if code in _BYTES:
+            return self._skip(self._number(_BYTES[code]))
+        if code in _EXTENSIONS or code in _FIXED_EXTENSIONS:
+            length = _FIXED_EXTENSIONS.get(code) or self._number(_EXTENSIONS[code])
+            return self._extension(self._file.tell() + 1 + length, depth)
+        raise ValueError(f"unexpected type 0x{code:02x}")
+
+    def _string(self, length: int) -> str:
+        if length > _STRING:
+            raise ValueError(f"a string of {length:,} bytes")
+        return self._read(length).decode("utf-8")
+
+    def _skip(self, length: int) -> tuple[int, int]:
+        offset = self._file.tell()
+        if length > self.size - offset:
+            raise ValueError(f"{length:,} bytes where the file has {self.size - offset:,}")
+        self._file.seek(length, 1)
+        return offset, length
+
+    def _map(self, count: int, depth: int):
+        tree: dict[str, Any] = {}
+        for _ in range(count):
+            key = self.value(depth + 1)
+            if not isinstance(key, str) or not key.isprintable() or key in tree:
+                raise ValueError(f"the key {shown(key)}, expected printable strings, each once")
+            tree[key] = self.value(depth + 1)
+        return _joined(tree) if _CHUNKED in tree else tree
+
+    def _extension(self, end: int, depth: int) -> Array:
+        kind = self._number("b")
+        found = self.value(depth + 1) if kind in (1, 3) else None  # array, scalar
+        if not (isinstance(found, list) and len(found) == 3 and _is_shape(found[0]) and isinstance(found[2], tuple)):
+            raise ValueError(f"an extension of kind {kind} that is no array")
+        shape, dtype, (offset, length) = tuple(found[0]), _DTYPES.get(str(found[1])), found[2]
+        if dtype is None or self._file.tell() != end or length != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{length:,} bytes for {shown(found[1])} of shape {shown(shape)}")
+        return Array(shape, dtype, ((offset, math.prod(shape)),))
+
+
+def _is_shape(value) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _listed(tree) -> list:
+    """The list that Flax writes as a map from "0", "1", …; empty where it is none."""
+    keys = [str(i) for i in range(len(tree))] if isinstance(tree, dict) else []
+    return [tree[key] for key in keys] if tree and set(keys) == set(tree) else []
+
+
+def _joined(tree: dict[str, Any]) -> Array:
+    """The array that a map of its parts stands for."""
+    shape, chunks = _listed(tree.get("shape")), _listed(tree.get("chunks"))
+    if not (chunks and all(isinstance(chunk, Array) and chunk.dtype == chunks[0].dtype for chunk in chunks)):
+        raise ValueError("an array in parts that are none")
+    parts = tuple(part for chunk in chunks for part in chunk.parts)
+    if not _is_shape(shape) or math.prod(shape) != sum(count for _, count in parts):
+        raise ValueError(f"parts that do not make an array of shape {shown(shape)}")
+    return Array(tuple(shape), chunks[0].dtype, parts)
+
+
+def leaf(path: pathlib.Path, name: str, array) -> Leaf:
+    """The parameter `name` out of what `read_tree` gave for it."""
+    if not isinstance(array, Array) or array.dtype.name not in FLOATS:
+        got = f"numbers of {array.dtype}" if isinstance(array, Array) else shown(array)
+        raise ValueError(f"{path}: parameter {name}: got {got}, expected an array of {' or '.join(FLOATS)}")
+    width = math.prod(array.shape[1:])
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        pieces, position, (start, stop) = [], 0, (start * width, stop * width)
+        for offset, count in array.parts:
+            begin, end = max(start - position, 0), min(stop - position, count)
+            if begin < end:
+                pieces.append(np.fromfile(path, array.dtype, end - begin, offset=offset + begin * array.dtype.itemsize))
+            position += count
+        return np.concatenate(pieces).reshape(-1, *array.shape[1:])
+
+    read = lambda dtype, transpose: fill_rows(array.shape, dtype, read_rows, transpose)
+    return Leaf(array.shape, read, array.dtype.name)

@@ -1,0 +1,229 @@
+"""Loads models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
+
+import dataclasses
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specdec_jax.checkpoints import huggingface, own, t5x
+from specdec_jax.checkpoints.allocator import returning_freed_memory
+from specdec_jax.checkpoints.leaves import Checkpoint, check
+from specdec_jax.checkpoints.memory import check_memory
+from specdec_jax.checkpoints.weights import kernels_of, read_params
+from specdec_jax.models.language_model import LanguageModel, check_ids, t5_only
+from specdec_jax.models.network import ModelConfig
+from specdec_jax.models.sharding import ShardingRules
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+
+BUNDLED = pathlib.Path(__file__).parent.parent / "bundled"
+DTYPES = ("float32", "bfloat16")
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
+_VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
+
+
+def bundled() -> tuple[str, ...]:
+    """Names of the models that come with the package, for `load`: "ende/target", "ende/drafter"."""
+    return tuple(sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json")))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def load(
+    path,
+    dtype=None,
+    *,
+    config: T5Config | None = None,
+    vocabulary: Vocabulary | str | pathlib.Path | None = None,
+    mesh: Mesh | None = None,
+    replicate: bool = False,
+    quantize: str | None = None,
+    say: Callable[[str], None] = _say,
+) -> LanguageModel:
+    """A model of any format this package knows, recognised by the folder's contents.
+
+    Parameters are read one at a time, so that peak memory stays near the size of the weights in `dtype`.
+
+    Args:
+      path: a Hugging Face folder; a T5X `checkpoint_<step>` or the folder of several (the newest is taken); a folder
+        that `save` wrote; or one of `bundled()`.
+      dtype: of parameters and computation. "float32" multiplies at float32 precision on every device (on
+        accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`); "bfloat16" multiplies bfloat16
+        operands; normalisation, softmax and logits are float32 in both. None: float32 on a CPU, bfloat16 on an
+        accelerator.
+      config: for a T5X checkpoint, which does not hold one: None infers it from the parameters, taking a gated
+        feed-forward block for gelu (give it for UL2's silu).
+      vocabulary: overrides the checkpoint's; a `Vocabulary`, or the path of a SentencePiece model (with T5's 100
+        sentinels where the embedding has room for them) or of a tokenizer.json. A T5X checkpoint has none, unless a
+        `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; without one a model takes ids only.
+      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model"; every process reads what its
+        own devices hold (all of a parameter where the format has no parts). None: the default device has all.
+      replicate: with a mesh, every device holds the whole model, and only rows are divided: for drafters.
+      quantize: weights in 8 bits, multiplied with inputs rounded to 16: a quarter of the bytes that a step on a CPU reads. They
+        take float32, a CPU, no mesh, and the package's own kernel (`specdec demo` says whether it is there). None: kernels that
+        are stored in 8 bits stay so where that can be had, which changes no number but by the rounding of inputs; all others
+        are in `dtype`. "int8": every kernel, the head's too, is rounded while it is read, unless it is stored so: the model is then
+        another one, and the law of what it decodes is that of the rounded model. "none": all are in `dtype`.
+      say: where the line about the chosen dtype goes; standard error.
+
+    Raises:
+      ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
+        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory; heads or a
+        feed-forward width that the mesh does not divide; `quantize="int8"` where it cannot be had.
+    """
+    if replicate and mesh is None:
+        raise ValueError("replicate: got it without a mesh, expected one")
+    rules = None if mesh is None else ShardingRules(mesh, replicate)
+    folder = resolve(path)
+    checkpoint = open_checkpoint(folder, config)
+    checkpoint = complete(checkpoint, vocabulary, folder)
+    kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
+    dtype = choose_dtype(dtype, path, say, kernels)
+    if rules is not None:
+        rules.check(checkpoint.config)
+    check_memory(checkpoint.config, dtype, folder, rules, kernels)
+    network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
+    with returning_freed_memory():
+        params = read_params(checkpoint, dtype, rules, kernels)
+        return LanguageModel(
+            network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
+            name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint, rules=rules,
+        )  # fmt: skip
+
+
+def complete(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkpoint:
+    """The checkpoint with the vocabulary that is to be used and with special ids, all checked; nothing is read."""
+    check(checkpoint, folder)
+    vocabulary = _choose_vocabulary(vocabulary, checkpoint)
+    start = 0 if checkpoint.start_token is None else checkpoint.start_token
+    eos_ids = checkpoint.eos_ids  # () says that nothing ends a sequence
+    if eos_ids is None:
+        eos_ids = vocabulary.eos_ids if vocabulary else (1,)
+    try:
+        check_ids(checkpoint.config, vocabulary, start, eos_ids)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return dataclasses.replace(checkpoint, vocabulary=vocabulary, start_token=start, eos_ids=tuple(eos_ids))
+
+
+def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
+    """A checkpoint's vocabulary (`vocabulary` overrides it) and its start token; no parameter is read."""
+    checkpoint = open_checkpoint(resolve(path), None)
+    return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
+
+
+def load_shape(path) -> ModelConfig:
+    """A checkpoint's configuration; no parameter is read."""
+    return open_checkpoint(resolve(path), None).config
+
+
+def check_stored(dtype, format: str) -> str:
+    """`dtype` of what is written in this format."""
+    return _check_dtype(dtype, (*DTYPES, "int8") if format == "specdec" else DTYPES)
+
+
+def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in known:
+        raise ValueError(f"dtype: got {name}, expected {' or '.join(known)}")
+    return name
+
+
+def _known_dtype(dtype) -> str:
+    """`dtype`, or the default of the machine."""
+    if dtype is not None:
+        return _check_dtype(dtype)
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+_IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded": ", with weights rounded to 8 bits"}
+
+
+def choose_dtype(dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None) -> str:
+    """`dtype`, or the default of the machine, which `say` is then told with `path` and what `kernels_of` gave."""
+    chosen = _known_dtype(dtype)
+    if dtype is None:
+        platform = jax.default_backend()
+        kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
+        say(
+            f"loading {path} in {chosen}, the default on {kind}{_IN_8_BITS.get(kernels or '', '')} "
+            "(dtype=, or --dtype on the command line, chooses another)"
+        )
+    return chosen
+
+
+def resolve(path) -> pathlib.Path:
+    """Returns the folder of a checkpoint that `load` is given; ValueError where there is none."""
+    folder = pathlib.Path(path)
+    if folder.is_dir():
+        return folder
+    if str(path) in bundled():
+        return BUNDLED / str(path)
+    names = ", ".join(bundled()) or "none are there"
+    kind = "a file" if folder.exists() else "no such path"
+    expected = f"a checkpoint folder or a bundled name ({names})"
+    if kind != "a file" and _HUB_NAME.fullmatch(str(path)):
+        local = shlex.quote(folder.name)
+        expected += (
+            ". If a model on the Hugging Face Hub is meant, download it into a folder and give that: "
+            f"`pip install huggingface_hub; hf download {path} --local-dir {local}`, then {local}"
+        )
+    raise ValueError(f"{path}: got {kind}, expected {expected}")
+
+
+def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
+    """Recognises the format by contents; nothing of the parameters is read."""
+    step = t5x.find(folder)
+    if step is not None:
+        if own.is_folder(step, "t5x"):  # `save` wrote it
+            described = own.open_description(step)
+            checkpoint = t5x.open_step(step, config or t5_only(str(step / "config.json"), described.config))
+            return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
+        checkpoint = t5x.open_step(step, config)
+        return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
+    if config is not None:
+        raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (a config.json says it here)")
+    if own.is_folder(folder):
+        return own.open_folder(folder)
+    if own.is_folder(folder, "heads"):
+        raise ValueError(f"{folder}: got heads, which only draft for their target, expected a model")
+    if huggingface.is_folder(folder):
+        return huggingface.open_folder(folder)
+    expected = "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save wrote"
+    raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")
+
+
+def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
+    places = [place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES]
+    path = next((place for place in places if place.is_file()), None)
+    return _read_vocabulary(path, config) if path else None
+
+
+def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) -> Vocabulary:
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json")
+    if path.suffix == ".json":
+        return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
+    pieces = SentencePieceVocabulary.load(path)
+    # T5's 32,000 pieces lie below 32,128 logits, of which 100 are sentinels; mT5's file holds its sentinels itself.
+    return SentencePieceVocabulary(pieces.model, 100) if config.vocab_size - pieces.size >= 100 else pieces
+
+
+def _choose_vocabulary(given, checkpoint: Checkpoint) -> Vocabulary | None:
+    if given is None or isinstance(given, Vocabulary):
+        return given or checkpoint.vocabulary
+    return _read_vocabulary(given, checkpoint.config, checkpoint.eos_ids or ())

@@ -1,0 +1,180 @@
+"""This package's own folders: config.json, a vocabulary file here or in the folder above, Orbax arrays in params/.
+
+Models, and heads, which have no vocabulary. A config.json without params/ says of a T5X checkpoint what that does not hold.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable
+
+import numpy as np
+
+from specdec_jax.checkpoints import int8, tensorstore_arrays
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track
+from specdec_jax.files import reading
+from specdec_jax.files.writing import new_folder, write_file
+from specdec_jax.models.fields import build
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.heads import HeadsConfig
+from specdec_jax.models.parameters import flatten
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+    Vocabulary,
+    check_extra_ids,
+)
+
+FORMAT, VERSION = "specdec_jax", 1
+_CONFIGS = {"t5": T5Config, "gpt": GPTConfig}
+
+
+def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
+    """Whether `folder` holds a model, the heads of one (`kind` "heads"), or what is to be known of a T5X checkpoint ("t5x")."""
+    try:
+        content = reading.read_json(folder / "config.json")
+    except ValueError:
+        return False
+    return content.get("format") == FORMAT and content.get("kind", "model") == kind
+
+
+def open_folder(folder: pathlib.Path) -> Checkpoint:
+    """Opens a folder that `write_folder` wrote, without reading its parameters."""
+    stored = tensorstore_arrays.open_ocdbt(folder / "params", dtypes_of=int8.dtypes_of)
+    return dataclasses.replace(open_description(folder), leaves=int8.join(stored, folder))
+
+
+def open_description(folder: pathlib.Path) -> Checkpoint:
+    """All that `write_description` wrote; no leaves."""
+    path, content = folder / "config.json", _read_record(folder)
+    architecture = content.get("architecture", "t5")  # the first models were all T5s, and do not say so
+    if not isinstance(architecture, str) or architecture not in _CONFIGS:
+        expected = f"one of {', '.join(_CONFIGS)}"
+        raise ValueError(f"{path}: architecture: got {reading.shown(architecture)}, expected {expected}")
+    config = build(_CONFIGS[architecture], content.get("model"), path)
+    eos_ids, entry, encoder = (content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint"))
+    for name, value, kind, expected in (
+        ("eos_ids", [] if eos_ids is None else eos_ids, list, "a list of ids"),
+        ("vocabulary", {} if entry is None else entry, dict, "an object"),
+        ("encoder_fingerprint", "" if encoder is None else encoder, str, "a string"),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
+    vocabulary = None if entry is None else _open_vocabulary(folder, entry)
+    return Checkpoint(
+        config, {}, vocabulary, content.get("start_token"), None if eos_ids is None else tuple(eos_ids), encoder
+    )
+
+
+def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
+    """The shape of the heads that `write_heads` wrote, the fingerprint of their target, and their parameters, not yet read."""
+    if not is_folder(folder, "heads"):
+        raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
+    path, content = folder / "config.json", _read_record(folder)
+    config, fingerprint = build(HeadsConfig, content.get("heads"), path), content.get("target_fingerprint")
+    if not isinstance(fingerprint, str):
+        raise ValueError(f"{path}: target_fingerprint: got {reading.shown(fingerprint)}, expected a string")
+    return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
+
+
+def _read_record(folder: pathlib.Path) -> dict:
+    path = folder / "config.json"
+    content = reading.read_json(path)
+    if content.get("version") != VERSION:
+        raise ValueError(f"{path}: got version {reading.shown(content.get('version'))}, expected {VERSION}")
+    return content
+
+
+def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
+    kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
+    if kind == "bytes":
+        return ByteVocabulary(check_extra_ids(extra_ids, file))
+    if kind not in ("sentencepiece", "tokenizer_json"):
+        raise ValueError(f"{file}: vocabulary: got kind {reading.shown(kind)}, expected one of this package")
+    # A pair of models shares the parent's.
+    places = [reading.inside(place, entry.get("file"), file) for place in (folder, folder.absolute().parent)]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder}: got no vocabulary {places[0].name}, expected it there or in the folder above")
+    if kind == "sentencepiece":
+        return SentencePieceVocabulary.load(path, check_extra_ids(extra_ids, file))
+    return TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
+
+
+def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:
+    """All that decides how text becomes ids and ids become text, of which the pieces are but a part."""
+    entry, contents = _describe_vocabulary(vocabulary)
+    return json.dumps(entry).encode() + contents
+
+
+def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, bytes]:
+    """The entry of config.json and the contents of the vocabulary's file."""
+    if vocabulary is None:
+        return None, b""
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        entry = {"kind": "sentencepiece", "file": "spiece.model", "extra_ids": vocabulary.extra_ids}
+        return entry, vocabulary.model
+    if isinstance(vocabulary, TokenizerJsonVocabulary):
+        entry = {"kind": "tokenizer_json", "file": "tokenizer.json", "eos_ids": list(vocabulary.eos_ids)}
+        return entry, vocabulary.text.encode("utf-8")
+    if isinstance(vocabulary, ByteVocabulary):
+        return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
+    raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that this package can store")
+
+
+def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+    """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" is of matrices (`eight_bits.py`)."""
+    write_description(checkpoint, folder)
+    names = track(list(checkpoint.leaves))
+    leaves = checkpoint.leaves
+    stored = lambda name: int8.written(name, leaves[name]) if dtype == "int8" else {name: leaves[name].load(dtype)}
+    _write_params((item for name in names for item in stored(name).items()), folder)
+
+
+def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
+    """Writes config.json with everything but the parameters, and the vocabulary's file unless the folder above holds the same."""
+    entry, contents = _describe_vocabulary(checkpoint.vocabulary)
+    architecture = next(name for name, shape in _CONFIGS.items() if isinstance(checkpoint.config, shape))
+    record = {
+        **_head(kind), "architecture": architecture, "model": dataclasses.asdict(checkpoint.config),
+        "start_token": checkpoint.start_token,
+        "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
+    }  # fmt: skip
+    if checkpoint.encoder_fingerprint is not None:
+        record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
+    _write_record(record, folder)
+    if contents and not _same(folder.parent / entry["file"], contents):
+        write_file(folder / entry["file"], contents)
+
+
+def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
+    """Writes heads on the target with this fingerprint; earlier ones there are replaced, anything else is refused."""
+    with new_folder(folder, lambda place: check_free(place, "heads")) as temporary:
+        heads = {"heads": dataclasses.asdict(config), "target_fingerprint": fingerprint}
+        _write_record(_head("heads") | heads, temporary)
+        _write_params(((name, np.asarray(array)) for name, array in flatten(params).items()), temporary)
+
+
+def check_free(folder: pathlib.Path, kind: str = "model") -> None:
+    """Raises ValueError where `folder` is something else than a folder of this kind."""
+    if folder.exists() and not is_folder(folder, kind):
+        raise ValueError(f"{folder}: got something that is no {kind} folder of this package, expected nothing there")
+
+
+def _head(kind: str) -> dict:
+    return {"format": FORMAT, "version": VERSION} | ({} if kind == "model" else {"kind": kind})
+
+
+def _write_record(record: dict, folder: pathlib.Path) -> None:
+    write_file(folder / "config.json", json.dumps(record, indent=1) + "\n")
+
+
+def _same(path: pathlib.Path, contents: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == contents
+
+
+def _write_params(arrays: Iterable[tuple[str, np.ndarray]], folder: pathlib.Path) -> None:
+    (folder / "params").mkdir()
+    tensorstore_arrays.write_ocdbt(((tuple(name.split("/")), array) for name, array in arrays), folder / "params")

@@ -1,0 +1,108 @@
+"""Tensors of safetensors files, read by rows with plain file reads, written one at a time.
+
+A memory map would be simpler, but the pages it touches count as the process's memory beside the parameters.
+"""
+
+import json
+import math
+import pathlib
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from specdec_jax.checkpoints.leaves import Leaf, Track, fill_rows
+from specdec_jax.files import reading
+from specdec_jax.files.writing import naming, write_file
+
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+_CODES = {np.dtype(dtype).name: code for code, dtype in _DTYPES.items()}
+SHARD_BYTES = 5 * 10**9  # of tensors in one file, as transformers cuts them
+
+
+def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
+    """Every tensor of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
+
+    Raises:
+      ValueError: a shard or a tensor is missing, or a file is damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return _open_file(folder / "model.safetensors")
+    shard_of = reading.read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict):
+        raise ValueError(f"{index}: got weight_map {reading.shown(shard_of)}, expected the file of each tensor")
+    reading.check_names(shard_of, index)
+    shards = {name: reading.inside(folder, shard, index) for name, shard in shard_of.items()}
+    tensors: dict[pathlib.Path, dict[str, Leaf]] = {}
+    for shard in sorted(set(shards.values())):
+        tensors[shard] = _open_file(shard)
+    for name, shard in shards.items():
+        if name not in tensors[shard]:
+            raise ValueError(f"{shard}: got no tensor {name}, expected it as {index.name} names it")
+    return {name: leaf for leaves in tensors.values() for name, leaf in leaves.items()}
+
+
+def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
+    """Tensors of one file; the package `safetensors` checks its header: lengths, and that the tensors fill the file."""
+    reading.check_file(path, 2**63)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(path.stat().st_size, reading.MOST_BYTES):
+            raise ValueError(f"{path}: got a header of {length:,} bytes, expected a safetensors file (truncated?)")
+        header = file.read(length)
+    try:
+        with safetensors.safe_open(path, "numpy"):
+            entries = reading.parse_json(
+                header.decode()
+            )  # which, unlike the package, refuses a name that is there twice
+    except (safetensors.SafetensorError, ValueError) as error:
+        got = reading.reason(error).removeprefix("got ")
+        raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)") from None
+    reading.check_names(entries, path)
+    return {name: _leaf(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
+
+
+def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
+    shape, code, offset = tuple(entry["shape"]), entry["dtype"], base + entry["data_offsets"][0]
+    if code not in _DTYPES:
+        raise ValueError(f"{path}: tensor {name}: got dtype {code}, expected one of {', '.join(_DTYPES)}")
+    dtype, width = np.dtype(_DTYPES[code]), math.prod(shape[1:])
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        place = offset + start * width * dtype.itemsize
+        return np.fromfile(path, dtype, (stop - start) * width, offset=place).reshape(stop - start, *shape[1:])
+
+    read = lambda dtype, transpose: fill_rows(shape, dtype, read_rows, transpose)
+    return Leaf(shape, read, dtype.name)
+
+
+def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+    """Writes `model.safetensors`, or shards of at most `SHARD_BYTES` and their index; tensors larger than that stand alone."""
+    size = lambda name: math.prod(tensors[name].shape) * jnp.dtype(dtype).itemsize
+    shards: list[list[str]] = [[]]
+    for name in tensors:
+        if shards[-1] and sum(map(size, shards[-1])) + size(name) > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(name)
+    one, count = len(shards) == 1, len(shards)
+    files = ["model.safetensors" if one else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    file_of = {}
+    for file, names in zip(files, shards):
+        header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            begin, end = end, end + size(name)
+            entry = {"dtype": _CODES[dtype], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+            header |= {name: entry}
+            file_of[name] = file
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
+        write_file(folder / file, struct.pack("<Q", len(text)) + text)
+    for name in track(list(tensors)):
+        with naming(folder / file_of[name]), open(folder / file_of[name], "ab") as stream:
+            stream.write(np.ascontiguousarray(tensors[name].load(dtype)).reshape(-1).view(np.uint8).data)
+    if not one:
+        index = {"metadata": {"total_size": sum(map(size, tensors))}, "weight_map": file_of}
+        write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1) + "\n")

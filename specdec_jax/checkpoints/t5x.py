@@ -1,0 +1,211 @@
+"""T5X checkpoints, read and written without t5x: legacy (msgpack beside zarr arrays) and Orbax (OCDBT), scanned layers too."""
+
+import functools
+import math
+import pathlib
+import re
+from typing import NamedTuple
+
+import numpy as np
+from flax import serialization
+
+from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track
+from specdec_jax.files.reading import check_file, check_folder, inside, shown
+from specdec_jax.files.writing import write_file
+from specdec_jax.models.fields import build
+from specdec_jax.models.parameters import flatten, unflatten
+from specdec_jax.models.t5 import T5Config
+
+_STEP = re.compile(r"checkpoint_(\d+)")
+_MOST_LAYERS = 1000  # as a configuration may have
+_TABLE_SIZE = 1 << 22  # of the position tables of all layers; T5 11B's have 98,304 numbers
+
+
+def find(folder: pathlib.Path) -> pathlib.Path | None:
+    """The `checkpoint_<step>` directory that `folder` is or holds (the newest), or None."""
+    if _is_step(folder):
+        return folder
+    steps = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and _is_step(child)]
+    return max(steps, key=lambda child: int(_STEP.fullmatch(child.name)[1]), default=None)
+
+
+def _is_step(folder: pathlib.Path) -> bool:
+    return (folder / "checkpoint").is_file() or (folder / "state").is_dir()
+
+
+def step_of(folder: pathlib.Path) -> int | None:
+    """The step that the name `checkpoint_<step>` says, or None."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoint:
+    """Opens a `checkpoint_<step>` directory without reading its parameters.
+
+    Args:
+      folder: holds `checkpoint` (legacy) or `state/` (Orbax).
+      config: shape of the network; None infers it from the parameters (`infer_config`).
+    """
+    if (folder / "checkpoint").is_file():
+        leaves = _open_legacy(folder)
+    else:
+        leaves = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
+    if not leaves:
+        raise ValueError(f"{folder}: got no parameters under 'target', expected those of a T5X checkpoint")
+    leaves = _unstack(leaves, folder)
+    return Checkpoint(config or infer_config(leaves, folder), leaves)
+
+
+def _open_legacy(folder: pathlib.Path) -> dict[str, Leaf]:
+    path = folder / "checkpoint"
+    contents = flax_msgpack.read_tree(path)
+    version = contents.get("version", 0) if isinstance(contents, dict) else 0
+    if version not in (2, 3):
+        raise ValueError(f"{path}: got checkpoint version {shown(version)}, expected 3")
+    state = contents.get("optimizer", contents)
+    target = state.get("target") if isinstance(state, dict) else None
+    if not isinstance(target, dict):
+        raise ValueError(f"{path}: got no 'target', expected the parameters of a T5X checkpoint")
+    return {name: _legacy_leaf(name, value, path) for name, value in flatten(_mark_arrays(target)).items()}
+
+
+class _Spec(NamedTuple):
+    """A TensorStore spec, kept apart from the nested dicts around it."""
+
+    spec: dict
+
+
+def _mark_arrays(tree):
+    """The tree with every spec wrapped, so that `flatten` stops there."""
+    if not isinstance(tree, dict):
+        return tree
+    if {"driver", "kvstore"} <= tree.keys():
+        return _Spec(tree)
+    return {key: _mark_arrays(value) for key, value in tree.items()}
+
+
+def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
+    if not isinstance(value, _Spec):
+        return flax_msgpack.leaf(path, name, value)
+    spec, store = value.spec, value.spec["kvstore"]
+    if spec["driver"] != "zarr" or not isinstance(store, dict):
+        raise ValueError(f"{path}: parameter {name}: got driver {shown(spec['driver'])}, expected zarr")
+    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
+    array = inside(path.parent, store.get("path", spec.get("path")), path)  # at the top before TensorStore 0.1.14
+    check_folder(array)
+    if (array / ".zarray").exists():
+        check_file(array / ".zarray")
+    kvstore = {"driver": "file", "path": f"{array.resolve()}/"}
+    return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
+
+
+def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
+    """Parameters of `scalable_t5` as those of unrolled layers; others as they are.
+
+    There the layers lie on axis 1 under `decoder/decoder` and `encoder/encoder`, kernels may keep heads and features
+    apart (`[D, layers, H, K]`, `out [H, layers, K, D]`), and every layer has a position table of its own.
+    """
+    flat = {}
+
+    @functools.lru_cache(maxsize=1)  # the layers of one parameter are read one after the other
+    def stacked(name: str, dtype) -> np.ndarray:
+        return leaves[name].load(dtype)
+
+    for name, leaf in leaves.items():
+        stack, *path = name.split("/")
+        if stack not in ("encoder", "decoder") or path[:1] != [stack]:
+            flat[name] = leaf
+        elif path[1:2] == ["relpos_bias"]:
+            flat["/".join([stack, *path[1:]])] = _shared_table(leaf, name, folder)
+        else:
+            if len(path) < 3 or len(leaf.shape) < 2 or leaf.shape[1] > _MOST_LAYERS:
+                expected = f"at most {_MOST_LAYERS} layers on axis 1"
+                raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected {expected}")
+            for i in range(leaf.shape[1]):
+                flat["/".join([stack, f"layers_{i}", *path[1:]])] = _layer(
+                    leaf, functools.partial(stacked, name), i, path[-2]
+                )
+    return flat
+
+
+def _layer(stack: Leaf, read_stack, i: int, module: str) -> Leaf:
+    """Layer `i` of a stacked parameter, heads and features joined."""
+    shape = (stack.shape[0], *stack.shape[2:])
+    if len(shape) == 3:
+        shape = (shape[0] * shape[1], shape[2]) if module == "out" else (shape[0], shape[1] * shape[2])
+
+    def read(dtype, transpose: bool) -> np.ndarray:
+        array = np.ascontiguousarray(read_stack(dtype)[:, i]).reshape(shape)
+        return np.ascontiguousarray(array.T) if transpose else array
+
+    return Leaf(shape, read, stack.dtype)
+
+
+def _shared_table(leaf: Leaf, name: str, folder: pathlib.Path) -> Leaf:
+    """A stacked `[H, layers, buckets]` position table as one `[H, buckets]`, where all layers agree."""
+    if math.prod(leaf.shape) > _TABLE_SIZE:
+        raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected a relative position table")
+    tables = leaf.load(np.float32)
+    if tables.ndim != 3 or not (tables == tables[:, :1]).all():
+        raise ValueError(
+            f"{folder}: parameter {name}: got a relative position table of its own for each layer (as umT5), "
+            "expected one that all layers share"
+        )
+    shape = (tables.shape[0], tables.shape[2])
+    read = lambda dtype, transpose: (tables[:, 0].T if transpose else tables[:, 0]).astype(dtype)
+    return Leaf(shape, read, leaf.dtype)
+
+
+def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
+    """The configuration that parameter shapes tell; gated feed-forward is taken for gelu, the distance limit is 128."""
+
+    def shape(name: str, rank: int) -> tuple[int, ...]:
+        if name not in leaves:
+            raise ValueError(f"{path}: parameter {name}: got none, expected one (it tells the shape of the network)")
+        got = leaves[name].shape
+        if len(got) != rank:
+            raise ValueError(f"{path}: parameter {name}: got shape {got}, expected {rank} axes")
+        return got
+
+    def layers(stack: str) -> int:
+        numbers = [int(match[1]) for name in leaves if (match := re.match(rf"{stack}/layers_(\d{{1,6}})/", name))]
+        return max(numbers, default=0) + 1
+
+    vocab_size, emb_dim = shape("token_embedder/embedding", 2)
+    num_heads, num_buckets = shape("decoder/relpos_bias/rel_embedding", 2)
+    inner = shape("decoder/layers_0/self_attention/query/kernel", 2)[1]
+    if not num_heads or inner % num_heads:
+        raise ValueError(f"{path}: got query kernels of width {inner}, expected a multiple of the {num_heads} heads")
+    gated = "decoder/layers_0/mlp/wi_0/kernel" in leaves
+    fields = dict(
+        vocab_size=vocab_size, emb_dim=emb_dim, num_heads=num_heads, head_dim=inner // num_heads,
+        num_encoder_layers=layers("encoder"), num_decoder_layers=layers("decoder"),
+        mlp_dim=shape("decoder/layers_0/mlp/wo/kernel", 2)[0],
+        mlp_activations=("gelu", "linear") if gated else ("relu",),
+        logits_via_embedding="decoder/logits_dense/kernel" not in leaves, num_buckets=num_buckets,
+    )  # fmt: skip
+    return build(T5Config, fields, path)
+
+
+def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:
+    """Writes the contents of a `checkpoint_<step>` directory in the legacy format, without optimizer states."""
+    target = {}
+    for name in track(list(leaves)):
+        path = "target." + name.replace("/", ".")
+        target[name] = tensorstore_arrays.write_zarr(leaves[name].load(dtype), folder, path)
+    state = {"step": np.asarray(step, np.int32)}  # T5X asks it for its dtype
+    contents = {"version": 3, "optimizer": {"state": state, "target": unflatten(target)}}
+    write_file(folder / "checkpoint", serialization.msgpack_serialize(contents))
+
+
+def write_orbax(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:
+    """As `write_legacy`, in the format that T5X writes today."""
+
+    def arrays():
+        yield ("state", "step"), np.asarray(step, np.int32)
+        for name in track(list(leaves)):
+            yield ("target", *name.split("/")), leaves[name].load(dtype)
+
+    (folder / "state").mkdir()
+    tensorstore_arrays.write_ocdbt(arrays(), folder / "state")

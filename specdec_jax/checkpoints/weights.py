@@ -1,0 +1,116 @@
+"""A checkpoint's parameters, read one at a time: as floating-point numbers, or with kernels in 8 bits."""
+
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.checkpoints import int8
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf
+from specdec_jax.models import panels
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.network import ModelConfig
+from specdec_jax.models.parameters import parameter_shapes, unflatten
+from specdec_jax.models.sharding import ShardingRules
+from specdec_jax.models.sharding import read as read_shards
+
+_EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
+
+
+def kernels_of(
+    checkpoint: Checkpoint, quantize: str | None, dtype: str, rules: ShardingRules | None = None
+) -> str | None:
+    """Returns how kernels are to be kept: "stored", in the 8 bits that they are stored in, "rounded" to 8 bits, or None, in
+    `dtype`.
+
+    Args:
+      quantize: as for `checkpoints.load`.
+
+    Raises:
+      ValueError: `quantize` is not known, or cannot be had here.
+    """
+    panels.check_quantize(quantize, dtype, rules is not None)
+    if quantize == "none" or rules is not None or not _stored(checkpoint) or not panels.usable(dtype):
+        return "rounded" if quantize == "int8" else None
+    return "stored"
+
+
+def _stored(checkpoint: Checkpoint) -> bool:
+    """Whether all kernels, and with them an embedding that is the head, are stored in 8 bits."""
+    names = [name for name in checkpoint.leaves if _is_kernel(name)]
+    names += [_EMBEDDING] if checkpoint.config.logits_via_embedding else []
+    return all(int8.fits(name, checkpoint.leaves[name]) for name in names)
+
+
+def _is_kernel(name: str) -> bool:
+    return name.endswith("/kernel")
+
+
+def read_params(
+    checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
+) -> dict:
+    """Returns the parameters as a nested dict of arrays on the default device, or in parts on a mesh, read one at a time.
+
+    Args:
+      kernels: as from `kernels_of`; in 8 bits they are `Int8Kernel`s, and an embedding that is the head too is there as a
+        kernel beside it.
+    """
+    params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
+    # The largest first: what a read needs beside its result then adds to the little that is already there.
+    for name in sorted(checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)):
+        leaf = checkpoint.leaves[name]
+        if kernels and _is_kernel(name):
+            params[name] = _in_8_bits(name, leaf)
+            continue
+        params[name] = _read(name, leaf, jnp.dtype(dtype), rules)
+        if kernels and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
+            params[_HEAD] = _in_8_bits(_HEAD, leaf.transposed())
+    return unflatten(params)
+
+
+def _read(name: str, leaf: Leaf, dtype: np.dtype, rules: ShardingRules | None) -> jax.Array:
+    if rules is None:
+        array = jax.device_put(leaf.load(dtype))
+    else:
+        sharding = rules.of_parameter(name, leaf.shape)
+        array = read_shards(sharding, leaf.shape, functools.partial(leaf.load_part, dtype))
+    return array.block_until_ready()
+
+
+def _in_8_bits(name: str, leaf: Leaf) -> Int8Kernel:
+    """A kernel `[D, F]`: its very integers where it is stored so, else rounded."""
+    if leaf.parts and int8.fits(name, leaf):
+        values, scales = leaf.parts
+        found = Int8Kernel(jax.device_put(values.load(np.int8)), jax.device_put(scales.load(np.float32)[0]))
+    else:
+        found = Int8Kernel.of(jax.device_put(leaf.load(np.float32)))
+    return jax.block_until_ready(found)
+
+
+def required_bytes(
+    config: ModelConfig, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
+) -> int:
+    """Returns the memory of a device that loading takes: the parameters, or its part of them, and the largest twice more while
+    the loop's layout is made of it. The CPU's devices are one memory. `kernels`: as from `kernels_of`."""
+    shapes = parameter_shapes(config)
+    if rules is not None:
+        shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
+    if config.logits_via_embedding and rules is None and panels.usable(dtype):
+        shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}  # a copy of the embedding, read by columns
+    sizes = _sizes(shapes, jnp.dtype(dtype).itemsize)
+    if kernels:
+        sizes |= _sizes_in_8_bits(shapes)
+    together = len(rules.mesh.local_devices) if rules is not None and jax.default_backend() == "cpu" else 1
+    return sum(sizes.values()) * together + 2 * max(sizes.values())
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, int]:
+    return {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
+
+
+def _sizes_in_8_bits(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Bytes of the kernels, with a scale of 4 for each output."""
+    return {name: math.prod(shape) + 4 * shape[-1] for name, shape in shapes.items() if _is_kernel(name)}

@@ -1,0 +1,1 @@
+"""The command line `specdec`: one file for every command; the only room that knows flags and gin."""

@@ -1,0 +1,201 @@
+"""Options of `specdec benchmark`, the models and inputs that they name, and one comparison."""
+
+import dataclasses
+import importlib.util
+import json
+
+import numpy as np
+
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.benchmark import benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.checkpoints import loader
+from specdec_jax.commands import sentences as sentences_command
+from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.drafters.named import without_model
+from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import PRESETS, check_positions
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.sampling import SamplingConfig
+
+AGAINST = ("t5x",)
+
+
+def check_against(name: str | None, sampling: SamplingConfig) -> None:
+    """Refuses what cannot be compared, before a model is loaded."""
+    if name is None:
+        return
+    if name not in AGAINST:
+        raise ValueError(f"against: got {name!r}, expected {' or '.join(AGAINST)}")
+    if not sampling.mode.greedy or sampling.mode.processes:
+        raise UnsupportedCombination(f"against: got {name!r} with sampling or processors, expected argmax alone")
+    if importlib.util.find_spec("t5x") is None:
+        raise ValueError(f"against: got {name!r}, which is not installed, expected it with its dependencies")
+
+
+class CheckFailed(RuntimeError):
+    """What was measured contradicts what must hold; the record is written all the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkOptions(DecodingOptions):
+    """Options of `specdec benchmark`."""
+
+    gamma: tuple[int, ...] = option((4,), "tokens drafted per target call; several, comma-separated, are timed in turn")
+    input_file: str | None = option(
+        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
+    )
+    limit: int = option(0, "take only the first lines of the input; 0: all")
+    batch_size: int = option(1, "sentences decoded together")
+    repeats: int = option(3, "passes over the sentences; medians and spread are over them")
+    preset: str | None = option(
+        None, "time a target of this shape with random weights instead of --target: " + ", ".join(PRESETS)
+    )
+    drafter_preset: str | None = option(None, "the same for the drafter, instead of --drafter")
+    input_length: int | None = option(None, "with --preset: length of the input, in tokens (default: 64)")
+    forced_alpha: tuple[float, ...] = option(
+        (),
+        "accept drafted tokens by coin with this probability, whatever the models say, so that whole decodes can be timed "
+        "with random weights; several, comma-separated, are timed in turn",
+    )
+    against: str | None = option(
+        None,
+        "time another implementation in turn with ours, argmax, same weights and inputs: t5x, which must be installed",
+    )
+    suite: str | None = option(
+        None,
+        "paper: measure every row that the paper reports, one record a line in --output, and go on after a kill; --drafter "
+        "and --drafter_preset then take several, comma-separated",
+    )
+    report: str | None = option(
+        None,
+        "with --suite: HTML file for the records beside the paper's tables and figures",
+    )
+    output: str | None = option(None, "file that the JSON record is written to")
+    json: bool = option(False, "print the JSON record instead of the summary")
+
+    def check(self) -> None:
+        for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
+            if preset and preset not in PRESETS:
+                raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
+        for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
+            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter)):
+                raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
+        if self.drafter_preset and not self.preset:
+            raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
+        if self.drafter_preset and type(PRESETS[self.drafter_preset]) is not type(PRESETS[self.preset]):
+            got, expected = (
+                f"drafter_preset: got {self.drafter_preset!r}",
+                f"a shape of the same family as {self.preset!r}",
+            )
+            raise ValueError(f"{got}, expected {expected}")
+        if self.input_length is not None and not self.preset:
+            raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
+        if self.report:
+            raise ValueError(f"report: got {self.report!r} without a suite, expected --suite (or `specdec figures`)")
+        if self.drafter and self.drafter_preset:
+            raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
+        super().check() if not self.preset else self.check_decoding()
+        self._check_forced()
+        check_against(self.against, self.sampling())
+        if not self.gamma:
+            raise ValueError("gamma: got no value, expected at least one")
+        for gamma in self.gamma:
+            check_gamma(gamma)
+            at_least(1, gamma=gamma)  # γ = 0 is the plain arm
+            self.gamma_of(gamma)
+        at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length)
+        at_least(0, limit=self.limit)
+        if self.preset and self.preset_length > self.max_input_length:
+            raise ValueError(
+                f"input_length: got {self.preset_length}, expected at most max_input_length = {self.max_input_length}"
+            )
+        for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
+            if preset:
+                check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
+        check_output(self.output)
+
+    def _check_forced(self) -> None:
+        for alpha in self.forced_alpha:
+            if not 0 < alpha <= 1:
+                raise ValueError(f"forced_alpha: got {alpha}, expected a number in (0, 1]")
+        if self.forced_alpha and not (self.drafter or self.drafter_preset):
+            raise UnsupportedCombination("forced_alpha: got it for plain decoding, expected a drafter")
+        if self.preset and self.drafter and not self.forced_alpha:
+            raise UnsupportedCombination(
+                f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both: "
+                "with random weights nothing else is timed of it"
+            )
+        if self.forced_alpha and (self.verifier != "block" or self.gamma_policy != "fixed"):
+            got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
+            raise UnsupportedCombination(f"forced_alpha: got it with {got}, expected neither: nothing is verified")
+
+    @property
+    def preset_length(self) -> int:
+        return 64 if self.input_length is None else self.input_length
+
+    @property
+    def samples_preset(self) -> bool:
+        """Whether the cost of sampling is measured."""
+        return bool(self.preset) and self.temperature > 0
+
+
+def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm]:
+    """The implementations that `--against` names, by name."""
+    if not options.against:
+        return {}
+    from specdec_jax.interop import t5x
+
+    return {options.against: t5x.benchmark_arm(target, options.max_new_tokens)}
+
+
+def run(options: BenchmarkOptions) -> None:
+    """`specdec benchmark`."""
+    options.check()
+    target, drafter, batches = load(options)
+    record, problems = benchmark(target, drafter, batches, options, others_of(options, target))
+    text = json.dumps(record, indent=1)
+    try:
+        print(text if options.json else summaries.benchmark_summary(record))
+    finally:  # if one of the two fails, the record is in the other
+        if options.output:
+            write_file(options.output, text + "\n")
+    if problems:
+        raise CheckFailed("; ".join(problems))
+
+
+def load(
+    options: BenchmarkOptions, target: LanguageModel | None = None
+) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
+    """The target, unless it is given, the drafter and the inputs that the options name."""
+    if options.preset:
+        return _preset(options, target)
+    sentences = sentences_command.sentences_of(options.input_file, options.limit)
+    target, drafter = options.load(target)
+    return target, drafter, analysis_arms.batches_of(target, sentences, options)
+
+
+def _preset(
+    options: BenchmarkOptions, target: LanguageModel | None
+) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
+    def model(preset: str, drafts: bool = False) -> LanguageModel:
+        quantize = None if drafts else options.quantize
+        kernels = "rounded" if quantize == "int8" else None
+        dtype = loader.choose_dtype(options.dtype, preset, kernels=kernels)
+        config = dataclasses.replace(PRESETS[preset], dtype=dtype)
+        random = LanguageModel.random(config, name=preset, rules=options.placement(drafts), quantize=quantize)
+        random.eos_ids = ()  # every output has full length
+        return random
+
+    assert options.preset
+    target = target or model(options.preset)
+    if options.drafter_preset:
+        drafter: Drafter | None = options.reduced(model(options.drafter_preset, drafts=True))
+    else:
+        drafter = options.load(target)[1]
+    shape = (options.batch_size, options.preset_length)
+    ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
+    return target, drafter, analysis_arms.cut(ids, ids, options.batch_size, options.seed)

@@ -1,0 +1,73 @@
+"""`specdec convert`: a checkpoint in another format."""
+
+import dataclasses
+import pathlib
+import sys
+
+from specdec_jax.checkpoints import converter, loader, t5x
+from specdec_jax.commands.options import option
+from specdec_jax.decoding.progress import track
+from specdec_jax.models.layers import ACTIVATIONS
+from specdec_jax.models.t5 import T5Config
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `specdec convert`."""
+
+    source: str | None = option(
+        None, "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a bundled name"
+    )
+    output: str | None = option(
+        None,
+        "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the folder that is to hold it",
+    )
+    format: str | None = option(
+        None, "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec"
+    )
+    dtype: str | None = option(
+        None,
+        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits; not for a target whose drafter or heads were trained "
+        "on its states); none: bfloat16 "
+        "if all parameters are stored so, else float32",
+    )
+    vocabulary: str | None = option(
+        None, "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too"
+    )
+    gated_activation: str | None = option(
+        None,
+        "activation of a T5X source's gated feed-forward, which the source does not name: silu for UL2 (default: gelu)",
+    )
+
+    def check(self) -> None:
+        for name in ("source", "output", "format"):
+            if not getattr(self, name):
+                formats = f" (one of {', '.join(converter.FORMATS)})" if name == "format" else ""
+                raise ValueError(f"{name}: got nothing, expected --{name}{formats}")
+
+
+def run(options: ConvertOptions) -> None:
+    """`specdec convert`."""
+    options.check()
+    config = None
+    if options.gated_activation:
+        if options.gated_activation not in ACTIVATIONS:
+            raise ValueError(f"gated_activation: got {options.gated_activation!r}, expected one of {ACTIVATIONS}")
+        if t5x.find(pathlib.Path(options.source)) is None:
+            raise ValueError(f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only")
+        shape = loader.load_shape(options.source)
+        if not isinstance(shape, T5Config) or len(shape.mlp_activations) == 1:
+            raise ValueError("gated_activation: got it for a checkpoint without gates, expected none")
+        config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
+    written = converter.convert(
+        options.source, options.output, options.format, options.dtype, config=config, vocabulary=options.vocabulary,
+        track=lambda names: track(names, len(names), "parameters"),
+    )  # fmt: skip
+    kept = set(written.stored) == {written.dtype} or written.dtype == "float32" and "float64" not in written.stored
+    kept |= written.dtype == "int8" in written.stored
+    source = ", ".join(written.stored) + ("" if kept else ", rounded")
+    print(
+        f"{written.folder}: {options.format}, {written.parameters:,} parameters in {written.dtype} "
+        f"(from {source}), {written.size / 1e6:,.1f} MB",
+        file=sys.stderr,
+    )

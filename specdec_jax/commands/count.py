@@ -1,0 +1,81 @@
+"""`specdec count`: an n-gram table out of the outputs in text files."""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Iterator
+
+from specdec_jax.checkpoints import loader
+from specdec_jax.commands.options import at_least, option
+from specdec_jax.decoding.progress import track
+from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.files.writing import check_output
+from specdec_jax.training import text_files
+
+
+@dataclasses.dataclass(frozen=True)
+class CountOptions:
+    """Options of `specdec count`."""
+
+    target: str | None = option(None, "model that the table is to draft for; its vocabulary splits the text")
+    vocabulary: str | None = option(
+        None, "SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)"
+    )
+    input_file: tuple[str, ...] = option(
+        (), "UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable"
+    )
+    order: int = option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
+    continuations: int = option(8, "how many of the most frequent next tokens are kept for each context")
+    sampled: bool = option(False, "draw drafts from the frequencies instead of taking the most frequent token")
+    output: str | None = option(None, "file (.npz) that the table is written to, for --drafter")
+
+    def check(self) -> None:
+        if not self.target:
+            expected = " or ".join(["a checkpoint's folder", *loader.bundled()])
+            raise ValueError(f"target: got nothing, expected {expected}")
+        if not self.input_file:
+            raise ValueError("input_file: got nothing, expected a UTF-8 text file")
+        for path in self.input_file:
+            if not pathlib.Path(path).is_file():
+                raise ValueError(f"input_file: got {path!r}, which is no file, expected a UTF-8 text file")
+        if not self.output or not self.output.endswith(".npz"):
+            raise ValueError(f"output: got {self.output!r}, expected the name of a file that ends in .npz")
+        at_least(1, order=self.order, continuations=self.continuations)
+        check_output(self.output)
+
+
+def run(options: CountOptions) -> None:
+    """`specdec count`."""
+    options.check()
+    vocabulary, start_token = loader.load_vocabulary(options.target, options.vocabulary)
+    if vocabulary is None:
+        raise ValueError(
+            f"target: got {options.target} without a vocabulary, expected one (spiece.model or tokenizer.json)"
+        )
+    lines = [line for path in options.input_file for line in _outputs(path)]
+    end = list(vocabulary.eos_ids[:1])
+    sequences = [vocabulary.encode(line) + end for line in track(lines, len(lines), "lines")]
+    drafter = NGramDrafter.count(
+        sequences, vocabulary.size, options.order, start_token=start_token, continuations=options.continuations,
+        sampled=options.sampled, vocabulary=vocabulary,
+    )  # fmt: skip
+    assert options.output
+    drafter.save(options.output)
+    tokens, contexts = sum(map(len, sequences)), len(drafter.table.starts) - 1
+    print(f"{options.output}: {len(lines)} outputs of {tokens} tokens, {contexts} contexts", file=sys.stderr)
+
+
+def _outputs(path: str) -> Iterator[str]:
+    """The last of one or two columns of every line that has any text there.
+
+    Raises:
+      ValueError: more columns, or the file cannot be read.
+    """
+    for number, line in enumerate(text_files.read_lines(path), 1):
+        columns = line.split("\t")
+        if len(columns) > 2:
+            raise ValueError(
+                f"{path}, line {number}: got {len(columns)} columns, expected one (outputs) or two (source, tab, output)"
+            )
+        if columns[-1].strip():
+            yield columns[-1]

@@ -1,0 +1,162 @@
+"""`specdec demo`: speculative decoding as one can see it, after the paper's Figure 1, and the time it takes."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from specdec_jax.analysis import timing, traces
+from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.sentences import built_in, check_text
+from specdec_jax.decoding import costs
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.inputs import bucket, encode
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.progress import track, waiting
+from specdec_jax.decoding.results import GenerationResult
+from specdec_jax.decoding.trace import trace
+from specdec_jax.models import native
+from specdec_jax.speculative.auto import MAXIMUM
+from specdec_jax.speculative.draws import seeded
+
+# Styles in a terminal, and marks where there are no colours (wdiff's, and one for the bonus).
+_STYLES = {
+    "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
+}  # fmt: skip
+_MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
+_SENTENCES = 8  # of the built-in ones
+_NEXT = """
+next: specdec demo "A sentence of your own."
+      specdec generate --help      decodes files, with models of your own
+      specdec benchmark --help     times a pair carefully, with its acceptance rate and what limits it"""
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoOptions(DecodingOptions):
+    """Options of `specdec demo`."""
+
+    target: str | None = option("ende/target", "model whose output you want: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(
+        "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
+    )
+    # A number, so that there is something to see: nothing is drafted where that would not pay.
+    gamma: int | str = option(4, AUTO_HELP)
+    repeats: int = option(3, "timed passes over the sentences")
+
+    def check(self) -> None:
+        super().check()
+        if not self.drafter:
+            raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
+        check_gamma(self.gamma)
+        at_least(1, repeats=self.repeats, gamma=1 if isinstance(self.gamma, str) else self.gamma)
+        self.gamma_of(self.gamma)
+
+
+def run(options: DemoOptions, arguments: Sequence[str]) -> None:
+    """`specdec demo`: a trace of every sentence, then the wall time of plain and speculative decoding."""
+    options.check()
+    check_text("sentence", arguments)
+    sentences = list(arguments) or built_in()[:_SENTENCES]
+    console = Console()
+    colours = console.is_terminal and "NO_COLOR" not in os.environ
+    show = lambda parts: console.print(render(parts, colours), soft_wrap=True)
+    with waiting(f"loading {options.target} and {options.drafter}"):
+        target, drafter = options.load()
+        ids = encode(target, sentences, options.max_input_length)
+    most = options.gamma if options.gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
+    print(
+        f"{options.drafter} drafts up to {most} tokens, {options.target} checks them all in one call and adds one of "
+        "its own. One line for each such call:"
+    )
+    show(traces.LEGEND)
+    console.file.flush()
+    keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
+    speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
+    drafted = 0
+    shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
+    for number, sentence in enumerate(sentences):
+        new = shapes.setdefault(bucket(len(ids[number])), number) == number
+        with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():
+            steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
+        drafted += sum(step.gamma for step in steps)
+        console.print(Text(f"\n{sentence}"), soft_wrap=True)
+        for parts in traces.lines(steps, target):
+            show(parts)
+        console.file.flush()
+    print()
+    if not drafted and options.gamma == "auto":
+        print(
+            "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the same)\n"
+        )
+    decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
+    arms: dict[str, Callable[[int], GenerationResult]] = {
+        "plain": lambda number: decode(number, **options.decoding(plain=True)),
+        "speculative": lambda number: decode(number, **speculative),
+    }
+    numbers = [number for number, text in enumerate(sentences) if text.strip()]
+    if not numbers:
+        print("nothing to time: no sentence has any text")
+        return
+    for number in {*shapes.values()} & {*numbers}:
+        with compiling("plain decoding", len(ids[number])):
+            for arm in arms.values():
+                arm(number)
+    kernel = [native.state()] if jax.default_backend() == "cpu" else []
+    print(comparison(arms, numbers, options.repeats), *kernel, _NEXT, sep="\n")
+
+
+def compiling(what: str, tokens: int):
+    """Returns a context that says what compiles."""
+    return waiting(f"compiling {what} (up to {bucket(tokens)} tokens)")
+
+
+def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
+    """A line with styles, or with marks; leading spaces stay outside of both."""
+    line = Text()
+    for kind, text in parts:
+        space = text[: len(text) - len(text.lstrip(" "))]
+        line.append(space)
+        body = text[len(space) :] or "␣"  # a token may be a space alone
+        line.append(body, _STYLES[kind]) if colours else line.append(_MARKS[kind].format(body))
+    return line
+
+
+def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
+    """Returns the times of both arms on the same sentences, interleaved, in the pass whose ratio is in the middle.
+
+    Args:
+      arms: from the number of a sentence to its result, "plain" and "speculative"; compiled.
+      numbers: of the sentences that have anything to decode.
+      repeats: passes.
+    """
+    seconds: dict[str, list[float]] = {name: [0.0] * repeats for name in arms}
+    results: dict[str, list[GenerationResult]] = {}
+    for repeat in range(repeats):
+        results = {name: [] for name in arms}
+        for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}"):
+            for name in timing.rotate(arms, repeat + number):
+                start = time.perf_counter()
+                results[name].append(arms[name](number))
+                seconds[name][repeat] += time.perf_counter() - start
+    tokens = {name: int(sum(result.lengths.sum() for result in results[name])) for name in arms}
+    calls = sum(result.stats.target_calls for result in results["speculative"])
+    per_token = {name: np.array(seconds[name]) / tokens[name] for name in arms}
+    ratios = per_token["plain"] / per_token["speculative"]
+    middle, passes = int(np.argsort(ratios)[repeats // 2]), "passes" if repeats > 1 else "pass"
+    lines = [
+        f"{name:<12} {1e3 * per_token[name][middle]:8.4g} ms a token: {tokens[name]} tokens in "
+        f"{seconds[name][middle]:.4g} s"
+        for name in arms
+    ]
+    return "\n".join([
+        *lines,
+        f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to {max(ratios):.2f}); the times "
+        "are that pass's",
+        f"{tokens['speculative'] / calls:.2f} tokens per target call",
+    ])  # fmt: skip

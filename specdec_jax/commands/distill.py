@@ -1,0 +1,247 @@
+"""`specdec distill`: a drafter learns from what its target writes (sequence level), and from its laws there (token level).
+
+Both happen in one folder and both go on after a kill: first the target's outputs are written, in files of a fixed
+number of sources each, then `train.fit` runs on them.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import rich.console
+
+from specdec_jax.checkpoints import loader, own
+from specdec_jax.commands.options import at_least, option
+from specdec_jax.files import reading
+from specdec_jax.files.reading import digest
+from specdec_jax.files.writing import alone, write_file
+from specdec_jax.models import vocabularies
+from specdec_jax.models.language_model import t5_only
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.training import batches, text_files, train
+from specdec_jax.training import config as training_config
+from specdec_jax.training import corpus as training_corpus
+from specdec_jax.training.losses import DIVERGENCES
+from specdec_jax.training.outputs import plan_jobs, write_outputs
+
+_SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+_RECORD = "distill.json"
+# What decides the outputs, beside the sources.
+_DECIDING = (
+    "target", "max_sources", "greedy", "samples", "temperature", "max_new_tokens", "batch_size", "shard_size", "seed",
+    "dtype",
+)  # fmt: skip
+_CONTENTS = ("vocabulary's contents", "target's contents")
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Settings of `specdec distill`; each field's help is in its metadata."""
+
+    target: str | None = option(None, "model to learn from: a checkpoint's folder or a bundled name")
+    drafter: str | None = option(
+        None, "model to start from, of the target's vocabulary; a new one is made with --drafter_shape instead"
+    )
+    drafter_shape: tuple[int, ...] = option(
+        (),
+        f"{', '.join(_SHAPE)} of a new drafter, comma-separated; the rest is as in the target; with 0 "
+        "encoder layers it attends to the target's encoder output",
+    )
+    source_files: tuple[str, ...] = option(
+        (), "UTF-8 text, gzip or not, a source a line (what follows a tab is ignored); repeatable"
+    )
+    validation_files: tuple[str, ...] = option((), "the same for validation; repeatable")
+    data_dir: str = option("", "folder to which the names of those files are relative")
+    output_dir: str | None = option(None, "folder of the run; a run that is there goes on")
+    max_sources: int = option(0, "sources to take from each file, evenly spread; 0: all")
+    greedy: bool = option(True, "train and validate on the target's argmax output for every source")
+    samples: int = option(0, "train and validate on this many samples of the target for every source")
+    temperature: float = option(1.0, "temperature of those samples")
+    max_new_tokens: int = option(64, "maximum length of an output, in tokens; of a longer one the beginning is learnt")
+    batch_size: int = option(64, "sources decoded together")
+    shard_size: int = option(2048, "sources whose outputs are written together: what a kill loses at most")
+    distill_weight: float = option(1.0, "w in (1 - w) * cross-entropy + w * divergence, for every token")
+    divergence: str = option("forward_kl", f"divergence from the target's law: {', '.join(DIVERGENCES)} (1 - alpha)")
+    distill_temperature: float = option(
+        1.0, "temperature of the target's law in the divergence; below 1 its argmax counts more"
+    )
+    select: str = option(
+        "loss", "which parameters are kept, by validation: loss, acceptance (alpha at temperature 1), agreement (at 0)"
+    )
+    steps: int = option(2000, "optimiser steps in all")
+    warmup_steps: int = option(100, "linear warm-up at the start")
+    decay_steps: int = option(500, "linear decay to zero at the end")
+    learning_rate: float = option(0.01, "size of a step relative to the root mean square of the array it changes")
+    batch_tokens: int = option(4096, "padded pieces of one side of a batch")
+    buckets: tuple[int, ...] = option(
+        (8, 10, 12, 14, 16, 20, 24, 32, 48, 64), "padded lengths, ascending; longer sources are left out"
+    )
+    seed: int = option(0, "seed of the samples, the drafter's initial parameters and the order of the batches")
+    log_every: int = option(20, "steps between two records")
+    save_every: int = option(100, "steps between two checkpoints")
+    evaluate_every: int = option(200, "steps between two validations")
+    dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
+    matmul_dtype: str | None = option(None, "dtype to which the operands of products are rounded in training")
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before a model is loaded.
+
+        Raises:
+          ValueError: with what was got and what was expected.
+        """
+        for name, expected in (
+            ("target", " or ".join(["a checkpoint's folder", *loader.bundled()])),
+            ("output_dir", "a folder for the run"),
+            ("source_files", "at least one UTF-8 text file"),
+            ("validation_files", "at least one UTF-8 text file"),
+        ):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: got nothing, expected {expected}")
+        for name in ("source_files", "validation_files"):
+            for path in self.paths(name):
+                if not path.is_file():
+                    raise ValueError(f"{name}: got {str(path)!r}, which is no file, expected a UTF-8 text file")
+        if bool(self.drafter) == bool(self.drafter_shape):
+            got = "both" if self.drafter else "nothing"
+            raise ValueError(f"drafter, drafter_shape: got {got}, expected one of them")
+        if self.drafter_shape and len(self.drafter_shape) != len(_SHAPE):
+            raise ValueError(f"drafter_shape: got {self.drafter_shape}, expected {', '.join(_SHAPE)}")
+        at_least(1, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, shard_size=self.shard_size)
+        at_least(0, max_sources=self.max_sources, samples=self.samples)
+        if not self.greedy and not self.samples:
+            raise ValueError(
+                "samples: got 0 without greedy outputs, expected at least 1: there is nothing to learn from"
+            )
+        if self.samples and not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature: got {self.temperature}, expected a positive number (greedy is 0)")
+        batches.check_buckets(self.buckets, self.batch_tokens)
+        if self.max_new_tokens > self.buckets[-1]:
+            expected = f"at most the longest bucket, {self.buckets[-1]}"
+            raise ValueError(f"max_new_tokens: got {self.max_new_tokens}, expected {expected}")
+
+    def paths(self, name: str) -> list[pathlib.Path]:
+        """`source_files` or `validation_files` with their folder."""
+        return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
+
+    def shape(self, target: T5Config) -> T5Config:
+        """The drafter's."""
+        network = t5_only("drafter", loader.load_shape(self.drafter)) if self.drafter else target
+        shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
+        if shape and not shape["num_encoder_layers"]:
+            shape["encoder_dim"] = target.emb_dim
+        return dataclasses.replace(network, **shape, dtype="float32", matmul_dtype=self.matmul_dtype)
+
+    def training(
+        self, model: T5Config, vocabulary_size: int, train_files, validation_files
+    ) -> training_config.TrainConfig:
+        """The settings of the second stage."""
+        same = (
+            "output_dir", "steps", "warmup_steps", "decay_steps", "learning_rate", "batch_tokens", "buckets",
+            "distill_weight", "divergence", "distill_temperature", "select", "seed", "log_every", "save_every",
+            "evaluate_every", "dtype",
+        )  # fmt: skip
+        return training_config.TrainConfig(
+            model=model, train_files=train_files, validation_files=validation_files, data_dir=str(self.output_dir),
+            initialise_from=self.drafter, vocabulary_size=vocabulary_size, teacher=self.target, label_smoothing=0.0,
+            **{name: getattr(self, name) for name in same},
+        )  # fmt: skip
+
+
+def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> dict:
+    """`specdec distill`: writes the target's outputs, trains on them, writes the model `output_dir/model`.
+
+    Args:
+      begun: called once nothing is left that could refuse the run, before an output is written and before
+        the first step.
+
+    Returns: the parameters of the last step.
+    Raises:
+      ValueError: bad settings or files, before anything compiles; settings that contradict outputs that are there.
+      KeyboardInterrupt: after a signal; the same settings go on from there.
+    """
+    config.check()
+    assert config.target and config.output_dir
+    target = t5_only("target", loader.load_shape(config.target))
+    model = config.shape(target)
+    if target.encoder_dim is not None or model.encoder_dim not in (None, target.emb_dim):
+        got = "no encoder" if target.encoder_dim is not None else f"an encoder of width {target.emb_dim}"
+        expected = f"one of width {model.encoder_dim}" if model.encoder_dim else "one of its own"
+        raise ValueError(f"target: got {config.target} with {got}, expected {expected}")
+    vocabulary = _vocabulary(config)
+    parts = {"train": _sources(config, config.paths("source_files"))}
+    for number, path in enumerate(config.paths("validation_files"), 1):
+        parts[f"validation-{number}"] = _sources(config, [path])
+    jobs = plan_jobs(config, vocabulary, parts)
+    training = config.training(
+        model, vocabulary.size,
+        [job.path.name for job in jobs if job.path.name.startswith("outputs-train")],
+        [job.path.name for job in jobs if job.path.name.startswith("outputs-validation")],
+    )  # fmt: skip
+    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
+    used = sum(len(job.texts) for job in jobs) // kinds
+    console.print(
+        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like padding",
+        markup=False,
+    )
+    output = pathlib.Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
+    with alone(output):
+        _record(config, parts, contents)
+        target_model = loader.load(config.target, config.dtype)
+        _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
+        if not all(job.path.exists() for job in jobs):
+            begun()
+            write_outputs(config, target_model, jobs, console)
+    return train.fit(training, begun)
+
+
+def _vocabulary(config: DistillConfig) -> vocabularies.Vocabulary:
+    """The target's; refuses what `train.fit` would refuse hours later."""
+    vocabulary, start_token = loader.load_vocabulary(config.target)
+    corpus = training_corpus.Pairs(config.buckets, ())
+    training_corpus.check_special("target", vocabulary, start_token, corpus)
+    if config.drafter:
+        pieces, start_token = loader.load_vocabulary(config.drafter)
+        training_corpus.check_special("drafter", pieces, start_token, corpus)
+        if pieces.fingerprint() != vocabulary.fingerprint():
+            raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
+        width, expected = (loader.load_shape(path).vocab_size for path in (config.drafter, config.target))
+        if width != expected:
+            raise ValueError(f"drafter: got {width} logits, expected {expected}, as many as the target's")
+    return vocabulary
+
+
+def _sources(config: DistillConfig, paths) -> list[str]:
+    sources = []
+    for path in paths:
+        lines = [line.partition("\t")[0] for line in text_files.read_lines(path)]
+        count = min(config.max_sources or len(lines), len(lines))
+        sources += [lines[i * len(lines) // count] for i in range(count)]
+    return sources
+
+
+def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]) -> None:
+    """Writes what decides the outputs, or compares it with that of the run that goes on.
+
+    Args:
+      contents: of models and vocabulary, as far as they are known; what was not recorded of them before
+        is taken as it is.
+    """
+    path = pathlib.Path(config.output_dir, _RECORD)
+    settings: dict[str, Any] = {name: getattr(config, name) for name in _DECIDING}
+    settings["longest bucket"] = config.buckets[-1]
+    for part, texts in parts.items():
+        found = hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+        settings[f"{part} sources"] = f"{len(texts)} lines, {found[:16]}"
+    before = contents | (reading.read_json(path) if path.exists() else settings)
+    settings |= {name: before[name] for name in _CONTENTS if name in before} | contents
+    for name in before | settings:
+        got, expected = settings.get(name), before.get(name)
+        if got != expected:
+            raise ValueError(f"{name}: got {got}, expected {expected}: the outputs in {path.parent} are of that")
+    write_file(path, json.dumps(settings, indent=1) + "\n")

@@ -1,0 +1,45 @@
+"""Runs `specdec figures`: one HTML page of the paper's figures and of what was measured here."""
+
+import dataclasses
+import pathlib
+
+from specdec_jax.analysis.report.page import report
+from specdec_jax.analysis.report.record_types import MOST_ITEMS
+from specdec_jax.analysis.report.rows import read_records
+from specdec_jax.commands.options import option
+from specdec_jax.files.writing import check_output, write_file
+
+
+@dataclasses.dataclass(frozen=True)
+class FiguresOptions:
+    """Options of `specdec figures`."""
+
+    records: tuple[str, ...] = option(
+        (),
+        "file with a record of `specdec benchmark` or `measure`, scripts/compare_drafters.py or scripts/tpu_aot.py --times; repeatable",
+    )
+    output: str = option("report.html", "HTML file that is written; it needs nothing beside it")
+
+    def check(self) -> None:
+        check_page("output", self.output)
+
+
+def check_page(name: str, path: str) -> None:
+    """Refuses a page that could not be written; `name` is the option that asked for it.
+
+    Raises:
+      ValueError: no name of an HTML file in a folder that exists.
+    """
+    if not path.endswith(".html"):
+        raise ValueError(f"{name}: got {path!r}, expected the name of a file that ends in .html")
+    check_output(path, name)
+
+
+def run(options: FiguresOptions) -> None:
+    """`specdec figures`."""
+    options.check()
+    read = [(pathlib.Path(path), record) for path in options.records for record in read_records(path)]
+    if len(read) > MOST_ITEMS:
+        raise ValueError(f"records: got {len(read)} records, expected at most {MOST_ITEMS}")
+    write_file(options.output, report(read))
+    print(f"wrote {options.output}")

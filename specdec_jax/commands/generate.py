@@ -1,0 +1,331 @@
+"""`specdec generate`: many sentences, or the examples of a task, decoded; outputs in order."""
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec_jax.checkpoints import own
+from specdec_jax.commands.journal import Journal
+from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option, same_file
+from specdec_jax.commands.sentences import check_text, read_sentences
+from specdec_jax.decoding.checks import UnsupportedCombination, check_limits, check_prompts, check_stop
+from specdec_jax.decoding.inputs import encode
+from specdec_jax.decoding.jobs import Output, decode_all, decode_stream, refills, rows_for
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.progress import Progress
+from specdec_jax.decoding.request import Plan, plan
+from specdec_jax.decoding.results import Stats
+from specdec_jax.decoding.stream import stream
+from specdec_jax.files.reading import digest
+from specdec_jax.files.writing import check_output, new_file, passes_through
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.auto import Auto
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.draws import seeded
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions(DecodingOptions):
+    """Options of `specdec generate`."""
+
+    gamma: int | str = option("auto", AUTO_HELP)
+    batch_size: int | None = option(None, "sentences decoded together (default: 8, with --stream 1)")
+    num_samples: int = option(1, "outputs for every sentence, one after the other")
+    stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
+    deadline: float | None = option(
+        None,
+        "seconds for each batch, after which its outputs are taken as far as they are; its rows are not refilled then",
+    )
+    input_file: str | None = option(
+        None,
+        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt: English that comes with the package",
+    )
+    output_file: str | None = option(
+        None,
+        "file for the outputs instead of standard output; what is finished is kept beside it (.partial), so that the same "
+        "command goes on after a kill",
+    )
+    task: str | None = option(
+        None, "seqio task or mixture to decode instead of sentences: for every example a JSON object as T5X's infer writes it, "
+        "with the prediction's ids, then the task's metrics; inputs are cut to --max_input_length"
+    )  # fmt: skip
+    split: str | None = option(None, "split of --task (default: test)")
+    module_import: tuple[str, ...] = option((), "Python module that registers --task; repeatable")
+    score_targets: bool = option(False, "add the log-likelihood of the targets to the lines of --task")
+    tfds_data_dir: str | None = option(
+        None, "folder in which TensorFlow Datasets keeps the data of --task (default: its own)"
+    )
+    json: bool = option(False, "one JSON object a line: text, tokens, log-probabilities, why it ended, statistics")
+    stream: bool = option(False, "print each output while it is decoded; with --json, one object for each piece")
+
+    def check(self) -> None:
+        super().check()
+        check_gamma(self.gamma)
+        self.gamma_of(self.gamma)
+        at_least(1, batch_size=self.rows, num_samples=self.num_samples)
+        check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
+        check_text("stop", check_stop(self.stop, self.deadline))
+        check_output(self.output_file, "output_file")
+        if self.output_file and self.stream:
+            raise UnsupportedCombination(
+                f"stream: got it with output_file={self.output_file!r}, expected one of the two"
+            )
+        if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
+            raise ValueError(f"output_file: got {self.output_file!r}, which is the input, expected another file")
+        if self.stream and self.rows * self.num_samples > 1:
+            got = f"batch_size={self.rows}, num_samples={self.num_samples}"
+            raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
+        self._check_task()
+
+    def _check_task(self) -> None:
+        """Refuses what has no meaning for a task, or none without one."""
+        if not self.task:
+            for name in ("split", "module_import", "score_targets", "tfds_data_dir"):
+                if getattr(self, name):
+                    raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} without a task, expected --task")
+            return
+        for name, usual in dict(input_file=None, json=False, stream=False, num_samples=1).items():
+            if getattr(self, name) != usual:
+                raise UnsupportedCombination(
+                    f"{name}: got {getattr(self, name)!r} with task={self.task!r}, expected {usual or 'none'}"
+                )
+
+    @property
+    def drafts(self) -> bool:
+        return super().drafts and self.gamma != 0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether results are kept beside the output file, for a run after a kill."""
+        return bool(self.output_file) and not passes_through(self.output_file)
+
+    @property
+    def rows(self) -> int:
+        return self.batch_size if self.batch_size is not None else 1 if self.stream else 8
+
+
+def stats_record(stats: Stats) -> dict:
+    """A `Stats` without its rows as JSON values."""
+    values = stats._replace(per_row=None)._asdict()
+    del values["per_row"]
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+class _Sentences(NamedTuple):
+    """What is decoded: ids of every input, what tells each apart as text, and the lines of output for it.
+
+    A seqio task's job has the same interface.
+    """
+
+    inputs: list[list[int]]
+    contents: Sequence[str]
+    as_json: bool
+
+    def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
+        return [_line(output, self.as_json) for output in outputs]
+
+
+def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
+    """`specdec generate`."""
+    options.check()
+    if options.task:
+        _run_task(options, arguments)
+        return
+    sentences = read_sentences(arguments, options.input_file)
+    target, drafter = options.load()
+    job = _Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
+    check_prompts(target, drafter if options.drafts else None, list(map(len, job.inputs)), options.max_new_tokens)
+    decoding = _decoding(options, drafter)
+    if options.stream:
+        _print_pieces(target, job.inputs, options, decoding)
+    elif options.resumes:
+        _write_file(target, job, options, decoding)
+    else:
+        for _ in _passed_on(_decoded(target, job, options, decoding), options.output_file):
+            pass
+
+
+def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
+    """The examples of a seqio task instead of sentences, then its metrics."""
+    if arguments:
+        raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
+    try:
+        from specdec_jax.interop import seqio_jobs
+    except ImportError as error:
+        raise ValueError(
+            f"task: got {options.task!r} without seqio ({error}), expected the extra: pip install '.[seqio]'"
+        ) from error
+    split = options.split or "test"
+    tasks = seqio_jobs.find(options.task, split, options.module_import, options.tfds_data_dir)
+    target, drafter = options.load()
+    job = seqio_jobs.Job(
+        tasks, split, target, input_length=options.max_input_length, output_length=options.max_new_tokens,
+        batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
+    )  # fmt: skip
+    decoding = _decoding(options, drafter)
+    if options.resumes:
+        _write_file(target, job, options, decoding, job.finish)
+    else:
+        job.finish(list(_passed_on(_decoded(target, job, options, decoding), options.output_file)), None)
+
+
+def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
+    """Arguments of `generate`."""
+    return options.decoding() | dict(
+        drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline
+    )
+
+
+def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any]) -> Iterator[str]:
+    """Lines of all outputs in the order of the inputs."""
+    outputs = decode_all(
+        target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
+    )
+    total, quiet = len(job.inputs) * options.num_samples, sys.stdout.isatty()
+    with Progress("sentences", total, lines=False, quiet=quiet) as progress:
+        for number, output in enumerate(outputs):
+            yield from job.lines(number // options.num_samples, [output])
+            progress.advance()
+
+
+def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
+    """Yields every line when it is written, to standard output or to a file that passes on what it is given."""
+    if not output_file:
+        for line in lines:
+            print(line, flush=True)
+            yield line
+        return
+    print(
+        f"{output_file}: no regular file: outputs go there in order, and a run that is killed begins anew",
+        file=sys.stderr,
+    )
+    with new_file(output_file) as file:
+        for line in lines:
+            file.write(line.encode() + b"\n")
+            file.flush()
+            yield line
+
+
+def _line(output: Output, as_json: bool) -> str:
+    if as_json:
+        return _json({**output._asdict(), "stats": stats_record(output.stats)})
+    return _one_line(output.text)
+
+
+def _write_file(
+    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any],
+    finish: Callable[[Iterable[str], str], None] | None = None,
+) -> None:  # fmt: skip
+    """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again.
+
+    `finish` is called with all lines before, so that a kill does not spare it; the file is written even if it fails.
+    """
+    inputs = job.inputs
+    rows = rows_for(target, options.rows, len(inputs))
+    how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
+    checked = plan(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
+    settings = _deciding(options, target, decoding["drafter"], job.contents)
+    found = {"costs": _costs(checked)} if how["gamma"] == "auto" else {}
+    with Journal(options.output_file, settings, len(inputs), found) as journal:
+        if found:  # by what was measured when the job began, so that every input gets what it would have got then
+            how |= _by_costs(journal.found["costs"], options)
+        with Progress("sentences", len(inputs)) as progress:
+            if journal.done:
+                progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
+                progress.skip(len(journal.done))
+            refill = refills(rows, len(inputs), options.deadline)
+            outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
+            for number, rows_of_one in outputs:
+                journal.add(number, job.lines(number, rows_of_one))
+                progress.advance()
+            progress.report()
+        try:
+            if finish:
+                finish(journal.lines(), options.output_file)
+        except ValueError:  # of hours of decoding all is there
+            journal.finish()
+            raise
+        journal.finish()
+
+
+def _costs(job: Plan) -> dict[str, Any]:
+    """What `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
+    if job.policy is None:
+        return {"gamma": job.program.gamma}
+    policy: Any = job.policy
+    begun = {name: float(getattr(policy, name)[0]) for name in ("acceptance", "weight", "look")}
+    return {"costs": policy.costs[0].tolist(), **begun}
+
+
+def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
+    """Arguments of `generate` for what `_costs` gave; raises ValueError for what it never gives."""
+    match record:
+        case {"gamma": 0}:
+            nothing = dict(lenience=None, typical_epsilon=None, typical_delta=None, verifier="block")
+            return nothing | options.decoding(plain=True) | dict(drafter=None, gamma=0)
+        case {"gamma": int(gamma)}:
+            return {"gamma": gamma}
+        case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if len(record) == 4:
+            return {"gamma": Auto(**{**record, "costs": tuple(costs)})}
+    raise ValueError(f"{options.output_file}.partial: got {str(record)[:80]!r}, expected costs of iterations")
+
+
+def _deciding(
+    options: GenerateOptions, target: LanguageModel, drafter: Drafter | None, sentences: Sequence[str]
+) -> dict[str, Any]:
+    """What decides the lines of an output file: settings, models and sentences, by their contents."""
+    apart = (
+        *("target", "drafter", "shortlist", "vocabulary", "dtype", "quantize", "input_file", "output_file", "stream"),
+        *("module_import", "tfds_data_dir"),
+    )
+    settings = {
+        field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in apart
+    }
+    return settings | {
+        "versions": {name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
+        "dtype": target.config.dtype,
+        "target in 8 bits": target.quantized,
+        "split": (options.split or "test") if options.task else None,
+        "special ids": [target.start_token, *target.eos_ids],
+        "target": digest([target.contents.encode(), own.vocabulary_contents(target.vocabulary)]),
+        "drafter": None if drafter is None else drafter.contents,
+        "sentences": digest(text.encode() for text in sentences),
+    }
+
+
+def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:
+    """Every sentence alone, its text printed as it is committed."""
+    keys = fold_keys(seeded(options.seed), np.arange(len(inputs)))
+    for number, ids in enumerate(inputs):
+        held = ""  # spaces at the end: with a line end after them they become one
+        for piece in stream(target, [ids], key=keys[number : number + 1], **decoding):
+            if options.json:
+                print(_json({**piece._asdict(), "row": number}), flush=True)
+                continue
+            text = held + piece.text
+            held = text[len(text.rstrip()) :]
+            print(_one_line(text.rstrip()), end="", flush=True)
+        if not options.json:
+            print(_one_line(held))
+
+
+def _json(record: dict[str, Any]) -> str:
+    """One line; −inf, which JSON lacks, becomes null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not np.isfinite(value) else value
+
+    return json.dumps({name: finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False)
+
+
+def _one_line(text: str) -> str:
+    """`text` with spaces for line ends: one line per sentence, whatever the model wrote."""
+    return re.sub(r"\s*[\r\n]+\s*", " ", text)

@@ -1,0 +1,160 @@
+"""A long job's output file: results are kept as they are finished, and put together in order at the end."""
+
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specdec_jax.files.writing import lock, naming, new_file, passes_through
+
+# Seconds between two calls that bring what was written to the disk; to the system it goes at once.
+_SYNC = 1.0
+
+
+class Journal:
+    """Results in `<output>.partial`, in the order in which they were finished, until `finish` writes the output file.
+
+    The first line holds the settings; each other one the number of an input and its lines of output, as JSON. A process that is
+    killed loses nothing that was added, but for a line that was being written. The output file appears whole or not
+    at all; where it is a symbolic link, the journal lies beside the file that it leads to.
+
+    Attributes:
+      path: of the journal.
+      done: numbers of the inputs whose results are there.
+      found: what the process that began it had found out.
+    """
+
+    def __init__(self, output, settings: Mapping[str, Any], total: int, found: Mapping[str, Any] | None = None):
+        """Begins a journal, or goes on with the one that is there.
+
+        Args:
+          output: the file to be written.
+          settings: what decides the results, JSON values.
+          total: number of inputs.
+          found: what this process has found out and results depend on, JSON values; where a journal is there, its own hold.
+
+        Raises:
+          ValueError: a journal of other settings, a damaged one, or one that another process is writing.
+          OSError: with the journal's name, what the system says.
+        """
+        self._output, self._total = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output), total
+        self.path = self._output.with_name(self._output.name + ".partial")
+        if passes_through(self.path):
+            raise ValueError(f"{self.path}: got no regular file, expected a journal or nothing there")
+        self._places: dict[int, int] = {}  # where in the file the line of each input begins
+        self._synced = 0.0
+        # Without a buffer: what could not be written is not tried again when the file is closed.
+        self._file = open(self.path, "ab", buffering=0)
+        try:
+            lock(self._file.fileno(), self.path)
+            plain = lambda values: json.loads(json.dumps(values))
+            self.found = plain(dict(found or {}))
+            self._read(plain({**settings, "inputs": total}))
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def done(self) -> frozenset[int]:
+        return frozenset(self._places)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._file.close()
+
+    def add(self, number: int, lines: Sequence[str]) -> None:
+        """Keeps the lines of one input, none of which contains a line end."""
+        self._places[number] = self._append([number, list(lines)])
+
+    def lines(self) -> Iterator[str]:
+        """The lines of all inputs, in order; each input must be there."""
+        with open(self.path, "rb") as file:
+            for number in range(self._total):
+                file.seek(self._places[number])
+                yield from json.loads(file.readline())[1]
+
+    def finish(self) -> None:
+        """Writes the output file, all inputs in order, and removes the journal."""
+        missing = self._total - len(self._places)
+        if missing:
+            raise ValueError(f"{self.path}: got {len(self._places)} results, expected {self._total}")
+        with new_file(self._output) as file:
+            for line in self.lines():
+                file.write(line.encode() + b"\n")
+        self.path.unlink()
+
+    def _append(self, record: Any) -> int:
+        """Writes a line; returns where it begins."""
+        rest = _line(record)
+        with naming(self.path):
+            place = self._file.seek(0, os.SEEK_END)
+            while rest:  # of a disk that becomes full a part is written
+                rest = rest[self._file.write(rest) :]
+            if time.monotonic() - self._synced > _SYNC:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
+        return place
+
+    def _read(self, settings: dict[str, Any]) -> None:
+        """Takes over what is there; a last line that a kill cut short goes."""
+        end = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n") and (number or self._begins(line, settings)):
+                    break
+                record = self._record(number, line)
+                if number:
+                    self._places[record[0]] = end
+                else:
+                    self._compare(record, settings)
+                end += len(line)
+        self._file.truncate(end)
+        if not end:
+            try:
+                self._append({**settings, **self.found})
+            except OSError:
+                self.path.unlink()  # it would hold nothing
+                raise
+
+    def _record(self, number: int, line: bytes) -> Any:
+        """What line `number` holds: the settings if it is the first one, else the number of an input and its lines."""
+        try:
+            record = json.loads(line)
+            if number:
+                place, lines = record
+                if (
+                    type(place) is not int
+                    or not 0 <= place < self._total
+                    or not all(isinstance(text, str) for text in lines)
+                ):
+                    raise ValueError
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(
+                f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the file to begin anew"
+            ) from None
+        return record
+
+    def _begins(self, line: bytes, settings: dict[str, Any]) -> bool:
+        """Whether a first line that was cut short may be one of these settings, whatever had been found out."""
+        own = _line(settings)[:-2]  # without the bracket and the end of the line
+        return own.startswith(line) or line.startswith(own)
+
+    def _compare(self, before: Any, settings: dict[str, Any]) -> None:
+        before = before if isinstance(before, dict) else {}
+        missing = self.found.keys() - before.keys()
+        self.found = {name: before.pop(name) for name in self.found.keys() - missing}
+        settings = settings | dict.fromkeys(missing, "what was found out")
+        for name in {**settings, **before}:
+            if before.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{self.path}: got results with {name} {before.get(name)!r}, expected {settings.get(name)!r}; remove the "
+                    "file to begin anew"
+                )
+
+
+def _line(record: Any) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,390 @@
+"""The command line `specdec`: flags (absl), gin, the compilation cache and errors.
+
+A command is a frozen dataclass of options and a function. Flags are made from the dataclass's fields; gin binds the same
+fields by dynamic registration; a flag wins over gin, gin over the default.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import pathlib
+import re
+import signal
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from tokenize import TokenError
+from typing import Any, NamedTuple
+
+import gin
+import jax
+from absl import flags
+
+import specdec_jax
+from specdec_jax.commands import help_page
+from specdec_jax.commands.benchmark import CheckFailed
+from specdec_jax.files import user_cache, writing
+
+
+class Command(NamedTuple):
+    """One command of the command line.
+
+    Attributes:
+      summary: one line for the help.
+      module: module of this package, imported when the command is used.
+      options: name of the frozen dataclass of options in it.
+      run: name of the function in it that takes the options, and the positional arguments if there are any.
+      arguments: how the positional arguments are called in the help; "" takes none.
+      by_flags: whether the options have flags of their own; otherwise they come from gin alone.
+    """
+
+    summary: str
+    module: str
+    options: str
+    run: str = "run"
+    arguments: str = ""
+    by_flags: bool = True
+
+    def load(self) -> tuple[type, Callable]:
+        module = importlib.import_module(f"specdec_jax.{self.module}")
+        return getattr(module, self.options), getattr(module, self.run)
+
+
+COMMANDS = {
+    "demo": Command(
+        "Shows and times speculative decoding.", "commands.demo", "DemoOptions", arguments="[sentence ...]"
+    ),
+    "generate": Command(
+        "Decodes sentences from arguments, a file or standard input, or the examples of a seqio task.",
+        "commands.generate",
+        "GenerateOptions",
+        arguments="[sentence ...]",
+    ),
+    "benchmark": Command("Times plain against speculative decoding.", "commands.suite", "BenchmarkOptions"),
+    "measure": Command("Measures acceptance and cost, and what they promise.", "commands.measure", "MeasureOptions"),
+    "figures": Command(
+        "Draws the paper's tables and figures, and what was measured.", "commands.figures", "FiguresOptions"
+    ),
+    "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "commands.tune", "TuneOptions"),
+    "count": Command("Counts an n-gram table to draft with.", "commands.count", "CountOptions"),
+    "convert": Command(
+        "Writes a checkpoint in another format: Hugging Face, T5X, our own.", "commands.convert", "ConvertOptions"
+    ),
+    "distill": Command(
+        "Trains a drafter on a target's outputs and laws, or resumes that.", "commands.distill", "DistillConfig"
+    ),
+    "train": Command(
+        "Trains a model or resumes a run; settings come from gin.",
+        "training.train",
+        "TrainConfig",
+        run="fit",
+        by_flags=False,
+    ),
+    "train_heads": Command(
+        "Trains heads on a target, to draft with; settings come from gin.",
+        "training.heads",
+        "HeadsTrainConfig",
+        run="fit",
+        by_flags=False,
+    ),
+}
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, 1 (a check failed, or whoever read the output has gone), 2 (bad
+    input, or what the system refuses), 130 (interrupted), 143 (terminated)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(argv)
+        _flush()
+        return code
+    except KeyboardInterrupt as error:
+        number = next(iter(error.args), signal.SIGINT)  # the signal that it was
+        _say("terminated" if number == signal.SIGTERM else "interrupted")
+        return 128 + number
+    except (ValueError, OSError, EOFError, ImportError, flags.Error, CheckFailed) as error:
+        if isinstance(error, BrokenPipeError) and error.filename in (None, "standard output"):
+            return 1
+        if "--debug" in argv:
+            raise
+        with contextlib.suppress(OSError):  # what is said next matters more
+            _flush()
+        _say(f"error: {' '.join(str(error).split())}")
+        return 1 if isinstance(error, CheckFailed) else 2
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"specdec: {text}", file=sys.stderr)
+    _flush(sys.stderr)
+
+
+def _flush(*streams) -> None:
+    """Empties the buffers of standard error and standard output, while what fails can still be said.
+
+    Raises:
+      OSError: standard output is closed, its disk is full, or whoever read it has gone.
+    """
+    for stream in streams or (sys.stderr, sys.stdout):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter's last flush must not fail too
+            if stream is sys.stdout:
+                raise
+
+
+def _main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("--help", "-h", "--version"):
+        text = f"specdec {specdec_jax.__version__}" if argv[:1] == ["--version"] else _overview()
+        print(text, file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        raise UsageError(f"unknown command: got {name!r}, expected one of {', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    cls, run = command.load()
+    fields = dataclasses.fields(cls) if command.by_flags else ()
+    rest, bindings = _split_gin(rest)
+    values = _define_flags(cls, fields)
+    arguments = _parsed(values, rest)
+    if values.help:
+        print(help_page.page(name, command.summary, command.arguments, cls, [field.name for field in fields], values))
+        return 0
+    if arguments and not command.arguments:
+        raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
+    given = _given(cls, fields, values)
+    options = _options(name, cls, given, values, bindings)
+    settings = _operative(options, given if values.gin_file or bindings else None)
+    _use_compilation_cache(values.compilation_cache_dir)
+
+    def record() -> None:
+        if path := _beside_output(options):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writing.write_file(path, settings)
+
+    if hasattr(options, "output_dir"):  # takes hours, and may be killed
+        run(options, begun=record)
+        return 0
+    run(options, *([arguments] if command.arguments else []))
+    record()
+    return 0
+
+
+# Flags.
+
+
+def _define_flags(cls: type, fields) -> flags.FlagValues:
+    """Flags of one command, apart from absl's global ones, so that commands do not see each other's."""
+    values = flags.FlagValues()
+    values.set_gnu_getopt(True)  # flags may follow sentences
+    kinds = typing.get_type_hints(cls)
+    for field in fields:
+        _define_flag(values, field, kinds[field.name])
+    common: dict[str, Any] = {"flag_values": values}
+    flags.DEFINE_multi_string(
+        "gin_file", [],
+        "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust", **common,
+    )  # fmt: skip
+    flags.DEFINE_list("gin_search_paths", ["."], "folders in which gin files are looked up, comma-separated", **common)
+    flags.DEFINE_string(
+        "compilation_cache_dir", None,
+        "folder in which compiled programs are kept between runs; empty: nowhere (default: specdec_jax in your cache folder)",
+        **common,
+    )  # fmt: skip
+    flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)
+    flags.DEFINE_boolean("help", False, "show this help", short_name="h", **common)
+    return values
+
+
+def _parsed(values: flags.FlagValues, arguments: list[str]) -> list[str]:
+    """Reads the flags; returns the arguments that are none."""
+    try:
+        return values(["specdec", *arguments])[1:]
+    except flags.IllegalFlagValueError as error:
+        kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
+        found = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
+        expected = kinds.get(values[found[1]].flag_type()) if found else None
+        if not expected:
+            raise
+        raise UsageError(f"{found[1]}: got {found[2]!r}, expected {expected}") from None
+
+
+def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
+    if isinstance(kind, types.UnionType):  # `T | None`, or a number or a word
+        parts = [part for part in typing.get_args(kind) if part is not type(None)]
+        kind = str if str in parts else parts[0]
+    define: dict[Any, Callable[..., Any]] = {
+        str: flags.DEFINE_string,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        bool: flags.DEFINE_boolean,
+    }
+    default, text = field.default, field.metadata["help"]
+    if kind == tuple[str, ...]:
+        flags.DEFINE_multi_string(field.name, list(default), text, flag_values=values)
+    elif typing.get_origin(kind) is tuple:
+        flags.DEFINE_list(field.name, [str(item) for item in default], text, flag_values=values)
+    else:
+        shown = str(default) if kind is str and default is not None else default
+        define[kind](field.name, shown, text, flag_values=values)
+
+
+def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
+    """The options that the command line names, as opposed to defaults."""
+    given, kinds = {}, typing.get_type_hints(cls)
+    for field in fields:
+        if values[field.name].present:
+            value = values[field.name].value
+            if isinstance(values[field.name].parser, flags.ListParser):
+                value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
+            if kinds[field.name] == int | str and re.fullmatch(r"[+-]?\d+", value):
+                value = int(value)
+            given[field.name] = tuple(value) if isinstance(value, list) else value
+    return given
+
+
+def _numbers(name: str, items: list[str], kind: type) -> tuple[int | float, ...]:
+    try:
+        return tuple(kind(item) for item in items)
+    except ValueError:
+        expected = {int: "integers", float: "numbers"}[kind]
+        raise UsageError(f"{name}: got {','.join(items)!r}, expected comma-separated {expected}") from None
+
+
+# gin.
+
+
+def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Takes `--gin.NAME=value` out of the arguments, as T5X does; returns (the rest, `NAME=value` …)."""
+    rest: list[str] = []
+    bindings: list[str] = []
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return rest + arguments[index:], bindings
+        if not argument.startswith("--gin."):
+            rest.append(argument)
+        elif "=" in argument:
+            bindings.append(argument.removeprefix("--gin."))
+        else:
+            raise UsageError(f"got {argument!r}, expected --gin.NAME=value")
+    return rest, bindings
+
+
+def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValues, bindings: list[str]) -> Any:
+    """A command's options out of defaults, gin and the flags that were given."""
+    if not (values.gin_file or bindings):
+        try:
+            return cls(**given)
+        except TypeError:  # fields without a default
+            raise UsageError(f"specdec {name}: got no settings, expected --gin_file or --gin.NAME=value") from None
+    for file in values.gin_file:
+        if not any(pathlib.Path(folder, file).is_file() for folder in values.gin_search_paths):
+            raise UsageError(f"gin_file: got {file!r}, expected a file in {', '.join(values.gin_search_paths)}")
+    gin.clear_config()
+    for folder in values.gin_search_paths:
+        gin.add_config_file_search_path(folder)
+    try:
+        _register(cls)
+        gin.parse_config_files_and_bindings(values.gin_file, bindings)
+        options = gin.get_configurable(cls)()
+        if given:  # only then, so that gin counts what a flag overrules as used
+            options = dataclasses.replace(options, **given)
+    except RecursionError as error:
+        where = ", ".join(values.gin_file) or "--gin.NAME=value"
+        raise UsageError(f"gin: {where}: got settings nested too deeply or in a circle, expected plain ones") from error
+    except (ValueError, SyntaxError, ImportError, NameError, AttributeError, TypeError, OSError, TokenError) as error:
+        text = str(error).partition(" in config string")[0][:500]
+        named = not values.gin_file or any(file in text for file in values.gin_file)
+        raise UsageError(f"gin: {text if named else ', '.join(values.gin_file) + ': ' + text}") from error
+    for field, kind in typing.get_type_hints(cls).items():
+        value = getattr(options, field)
+        if not _fits(value, kind):
+            raise UsageError(f"gin: {field}: got {value!r}, expected {getattr(kind, '__name__', kind)}")
+    used = gin.operative_config_str()
+    for binding in bindings:
+        key = binding.partition("=")[0].strip()
+        scope, slash, binding_name = key.rpartition("/")
+        tail = re.escape(".".join(binding_name.split(".")[-2:]))
+        if not re.search(rf"^{re.escape(scope + slash)}(\S*[./])?{tail} =", used, re.MULTILINE):
+            raise UsageError(f"gin: got --gin.{key}, expected a name that `specdec {name}` uses")
+    return options
+
+
+def _operative(options: Any, given: dict[str, Any] | None) -> str:
+    """The settings as a gin file that gives them again.
+
+    Args:
+      given: what flags have overruled in gin's operative configuration; None if there is none, since all came from flags.
+    """
+    cls = type(options)
+    *package, module = cls.__module__.split(".")
+    name, text = f"{module}.{cls.__name__}", ""
+    if given is None:
+        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(cls)}
+        text = f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import {module}\n\n"
+    else:
+        text = gin.operative_config_str()
+        found = re.search(rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE)  # as gin calls it in there
+        name = found[1] if found else name
+        text += "\n# Flags, which overrule what is above:\n" if given else ""
+    return text + "".join(f"{name}.{field} = {value!r}\n" for field, value in given.items())
+
+
+def _beside_output(options: Any) -> pathlib.Path | None:
+    """Where a run's settings are written: `operative.gin` in its folder, or its output file's name and `.gin`."""
+    if folder := getattr(options, "output_dir", None):
+        return pathlib.Path(folder, "operative.gin")
+    file = getattr(options, "output_file", None) or getattr(options, "output", None)
+    if not file or writing.passes_through(file):
+        return None
+    path = pathlib.Path(file).absolute()  # a folder may end in "/"
+    return path.with_name(f"{path.name}.gin")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value that gin bound, which checks no types, is of a field's type."""
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _register(cls: type) -> None:
+    """Makes `--gin.NAME=value` know the options without a gin file that imports them; once, gin's registry is global."""
+    try:
+        gin.get_configurable(cls)
+    except (KeyError, ValueError):
+        gin.external_configurable(cls, module=cls.__module__)
+
+
+# The rest of the edge.
+
+
+def _use_compilation_cache(folder: str | None) -> None:
+    """Keeps compiled programs on disk: a second start finds them."""
+    if folder is None:
+        folder = str(user_cache.folder())
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _overview() -> str:
+    lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family and GPT-like models.", ""]
+    lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

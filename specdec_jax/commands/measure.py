@@ -1,0 +1,87 @@
+"""Runs `specdec measure`: α, c and v of a target and a drafter on this machine."""
+
+import dataclasses
+import json
+
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis.expectations import measure
+from specdec_jax.analysis.report import plots
+from specdec_jax.analysis.report.summaries import measure_summary
+from specdec_jax.commands import sentences as sentences_command
+from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.files.writing import check_output, write_file
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureOptions(DecodingOptions):
+    """Options of `specdec measure`."""
+
+    gamma_max: int = option(8, "give the improvement for every number of drafted tokens up to this one")
+    widths: tuple[int, ...] = option(
+        (2, 3, 5, 9),
+        "widths of the target calls that are timed, in positions, up to gamma_max + 1; v is interpolated in between",
+    )
+    input_file: str | None = option(
+        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
+    )
+    limit: int = option(0, "take only the first lines of the input; 0: all")
+    batch_size: int = option(1, "sentences decoded together")
+    compare_alpha: bool = option(
+        False, "also decode by token verification with gamma_max, and compare alpha by counting with alpha by the models' laws on "
+        "the same positions; only for a drafting model in full precision without a shortlist"
+    )  # fmt: skip
+    repeats: int = option(3, "passes over the single steps; medians and spread are over them")
+    output: str | None = option(None, "file that the JSON record is written to")
+    json: bool = option(False, "print the JSON record instead of the summary")
+    plot: str | None = option(None, "file (.png, .pdf or .svg) for a figure")
+
+    def check(self) -> None:
+        check_measured(self)
+        check_gamma(self.gamma_max)
+        at_least(1, gamma_max=self.gamma_max)
+        for width in self.widths:
+            at_least(2, widths=width)
+        if self.compare_alpha and self.max_new_tokens == 1:
+            raise UnsupportedCombination(
+                "compare_alpha: got it with max_new_tokens=1, expected at least 2: nothing is drafted before the last token"
+            )
+        check_output(self.output)
+        if self.plot:
+            plots.check(self.plot)
+
+    @property
+    def timed_gammas(self) -> list[int]:
+        """γ whose target calls are timed: those of the widths up to γ_max + 1, and γ_max itself."""
+        return sorted({width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max})
+
+
+def check_measured(options) -> None:
+    """What `measure` and `tune` check alike, for options with a batch size, repeats and a limit."""
+    DecodingOptions.check(options)
+    if not options.drafter:
+        raise ValueError("drafter: got nothing, expected what `specdec generate --help` lists for --drafter")
+    if options.gamma_policy != "fixed":
+        raise UnsupportedCombination(
+            f"gamma_policy: got {options.gamma_policy!r}, expected fixed: gamma is what is chosen"
+        )
+    if options.mesh:
+        raise UnsupportedCombination(f"mesh: got {options.mesh!r}, expected none: what is measured here is one device")
+    at_least(1, batch_size=options.batch_size, repeats=options.repeats)
+    at_least(0, limit=options.limit)
+
+
+def run(options: MeasureOptions) -> None:
+    """`specdec measure`."""
+    options.check()
+    sentences = sentences_command.sentences_of(options.input_file, options.limit)
+    target, drafter = options.load()
+    record = measure(target, drafter, analysis_arms.batches_of(target, sentences, options), options)
+    text = json.dumps(record, indent=1)
+    try:
+        print(text if options.json else measure_summary(record))
+        if options.plot:
+            plots.save(plots.improvement(record), options.plot)
+    finally:  # if one fails, the record is in another
+        if options.output:
+            write_file(options.output, text + "\n")

@@ -1,0 +1,60 @@
+"""Sentences from arguments, a file or standard input, as ids."""
+
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from specdec_jax.checkpoints import loader
+from specdec_jax.training import text_files
+
+BUILT_IN = "ende/sentences.txt"  # of one padded length, so that few shapes compile
+
+
+def built_in() -> list[str]:
+    """Returns the English sentences that come with the package."""
+    return list(text_files.read_lines(loader.BUNDLED / BUILT_IN))
+
+
+def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str]:
+    """Sentences from the command line, a file (`BUILT_IN` names the one of the package), or standard input, where
+    nothing else is named.
+
+    Raises:
+      ValueError: two sources, a missing or empty one, or one that is not UTF-8.
+    """
+    if arguments and input_file:
+        raise ValueError(f"got sentences and --input_file={input_file}, expected one of the two")
+    if arguments:
+        check_text("sentence", arguments)
+        return list(arguments)
+    if input_file in (None, "-"):
+        if sys.stdin.isatty():
+            raise ValueError("got no sentences, expected them as arguments, in --input_file or on standard input")
+        sentences = list(text_files.lines_of(sys.stdin.buffer, "standard input"))
+    elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
+        sentences = built_in()
+    else:
+        if not pathlib.Path(input_file).is_file():
+            raise ValueError(f"input_file: got {input_file!r}, which is no file, expected a UTF-8 text file")
+        sentences = list(text_files.read_lines(input_file))
+    if not sentences:
+        raise ValueError(f"got no lines from {input_file or 'standard input'}, expected at least one sentence")
+    return sentences
+
+
+def check_text(name: str, texts: Sequence[str]) -> None:
+    """Refuses arguments whose bytes were not UTF-8: Python lets them through as lone surrogates.
+
+    Raises:
+      ValueError: which one.
+    """
+    for number, text in enumerate(texts, 1):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} {number}: got {ascii(text)}, which is not UTF-8, expected UTF-8 text") from None
+
+
+def sentences_of(input_file: str | None, limit: int) -> list[str]:
+    """The first `limit` (0: all) lines of a file, or the built-in sentences."""
+    return (read_sentences([], input_file) if input_file else built_in())[: limit or None]

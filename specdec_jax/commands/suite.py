@@ -1,0 +1,203 @@
+"""Measures what the paper reports, row after row (`specdec benchmark --suite=paper`), and goes on after a kill."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from specdec_jax.analysis import arms, machine
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import page as report_page
+from specdec_jax.analysis.report import paper, summaries
+from specdec_jax.analysis.report import rows as report_rows
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import figures
+from specdec_jax.commands.benchmark import BenchmarkOptions, CheckFailed, others_of
+from specdec_jax.commands.journal import Journal
+from specdec_jax.decoding.progress import Progress
+from specdec_jax.files.reading import digest
+from specdec_jax.files.writing import check_output, passes_through, write_file
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.t5 import T5Config
+
+SUITES = ("paper",)
+
+
+def run(options: BenchmarkOptions) -> None:
+    """`specdec benchmark`."""
+    if options.suite is None:
+        benchmark_command.run(options)
+    else:
+        _run(options)
+
+
+def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
+    """One benchmark for every row of the suite, which times its arms and plain decoding in turn.
+
+    With checkpoints, for every drafter, all of `options.gamma` in each: temperature 0 (with T5X beside it where that is
+    installed) and 1, both by the paper's algorithm 1, and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1
+    and 5). With a preset, whose weights are random, for every drafter and γ: the temperature that is given, acceptance forced
+    to each of `options.forced_alpha`.
+
+    Raises:
+      ValueError: what no row can be made of, or a row that `BenchmarkOptions.check` refuses.
+    """
+    _check(options)
+    drafters: list[dict[str, Any]] = [
+        {"drafter_preset": name, "drafter": None} for name in _names(options.drafter_preset)
+    ]
+    drafters += [{"drafter": name, "drafter_preset": None} for name in _names(options.drafter)]
+    if options.preset:
+        how: list[dict[str, Any]] = [{"temperature": options.temperature}]
+        # Each γ by itself: the programs of a large model for all of them take more memory mappings than a process may have.
+        drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gamma]
+    else:
+        lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
+        how = [dict(temperature=0.0, verifier="token"), dict(temperature=1.0, verifier="token"), *lenient]
+    made = [
+        dataclasses.replace(options, suite=None, output=None, report=None, **drafter, **one)
+        for drafter in drafters
+        for one in how
+    ]
+    for row in made:
+        row.check()
+    return made
+
+
+def _check(options: BenchmarkOptions) -> None:
+    if options.suite not in SUITES:
+        raise ValueError(f"suite: got {options.suite!r}, expected {' or '.join(SUITES)}")
+    if not options.output:
+        raise ValueError(f"output: got nothing with suite={options.suite!r}, expected the file of its records")
+    check_output(options.output)
+    if passes_through(options.output):
+        raise ValueError(f"output: got {options.output!r}, expected a regular file: its records are read again")
+    if options.report:
+        figures.check_page("report", options.report)
+        if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
+            raise ValueError(f"report: got {options.report!r}, expected another file than output")
+    if not (_names(options.drafter) or _names(options.drafter_preset)):
+        raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
+    if not options.gamma:
+        raise ValueError("gamma: got no value, expected at least one")
+    if options.preset and not options.forced_alpha:
+        raise ValueError("forced_alpha: got nothing with suite and preset, expected numbers: the weights are random")
+    default = BenchmarkOptions()
+    for name in (
+        "verifier",
+        "lenience",
+        "against",
+        "json",
+        *(() if options.preset else ("temperature", "forced_alpha")),
+    ):
+        if getattr(options, name) != getattr(default, name):
+            raise ValueError(
+                f"{name}: got {getattr(options, name)!r} with suite={options.suite!r}, which sets it itself"
+            )
+
+
+def _names(text: str | None) -> list[str]:
+    return [name for name in (text or "").split(",") if name]
+
+
+def _run(options: BenchmarkOptions) -> None:
+    made = rows(options)
+    target, contents = _opened(made)
+    settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": machine.machine(),
+                "contents": contents}  # fmt: skip
+    failed: list[str] = []
+    with Journal(options.output, settings, len(made)) as journal, Progress("rows", len(made), quiet=True) as progress:
+        if journal.done:
+            progress.message(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
+            progress.skip(len(journal.done))
+        for number, row in enumerate(made):
+            if number in journal.done:
+                continue
+            print(_title(row), flush=True)
+            target, record, problems = _measured(row, target)
+            if problems:  # not kept, so that the next run measures it again
+                failed += [f"{_title(row)}: {problem}" for problem in problems]
+            else:
+                journal.add(number, [json.dumps(record)])
+            print(summaries.benchmark_summary(record) + "\n", flush=True)
+            progress.advance()
+            # A program of a large model takes thousands of memory mappings on a CPU, of which Linux gives a process 65,530.
+            jax.clear_caches()
+        if failed:
+            raise CheckFailed("; ".join(failed))
+        journal.finish()
+    found = report_rows.read_records(options.output)
+    print(_table([line for record in found for line in report_rows.rows(record)]))
+    if options.report:
+        page = report_page.report([(pathlib.Path(options.output), record) for record in found])
+        write_file(options.report, page)
+        print(f"wrote {options.output} and {options.report}")
+    else:
+        print(f"wrote {options.output}; `specdec figures --records={options.output}` draws it")
+
+
+def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[str]]:
+    """Opens every drafter once, before anything is timed; returns the target and what tells models and inputs apart.
+
+    Raises:
+      ValueError: a drafter that is not there or does not fit, or inputs that are too long.
+    """
+    target, contents = None, [f"T5X: {importlib.util.find_spec('t5x') is not None}"]
+    for row in {(row.drafter, row.drafter_preset): row for row in made}.values():
+        if row.drafter_preset:  # random weights, which the shape decides
+            continue
+        target, drafter, batches = benchmark_command.load(row, target)
+        arms.check_prompts(target, drafter, batches, row)
+        contents.append(drafter.contents)
+        if len(contents) == 2:
+            ids = digest(str(batch.ids).encode() for batch in batches)
+            contents += [digest([target.contents.encode()]), ids]
+    return target, contents
+
+
+def _measured(row: BenchmarkOptions, target: LanguageModel | None) -> tuple[LanguageModel, dict, list[str]]:
+    target, drafter, batches = benchmark_command.load(row, target)
+    if _with_t5x(row, target):
+        row = dataclasses.replace(row, against="t5x")
+    record, problems = analysis_benchmark.benchmark(target, drafter, batches, row, others_of(row, target))
+    return target, record, problems
+
+
+def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
+    """Whether T5X can decode the row too: argmax, a model that it knows, and its being installed."""
+    config = target.config
+    if row.temperature > 0 or row.sampling().mode.processes or not isinstance(config, T5Config):
+        return False
+    known = (
+        target.start_token == 0 and len(target.eos_ids) <= 1 and (config.num_buckets, config.max_distance) == (32, 128)
+    )
+    known &= config.scale_decoder_outputs in (None, config.logits_via_embedding)
+    return known and importlib.util.find_spec("t5x") is not None
+
+
+def _title(row: BenchmarkOptions) -> str:
+    target, drafter = row.preset or row.target, row.drafter_preset or row.drafter
+    lenience = "" if row.lenience is None else f", lenience {row.lenience:g}"
+    gammas = ", ".join(map(str, row.gamma))
+    return f"== {target} with {drafter}, gamma {gammas}, temperature {row.temperature:g}{lenience}"
+
+
+def _table(found: Sequence[report_rows.Row]) -> str:
+    """Rows as in table 2 and 4: expected is theorem 3.8 with the measured v, encoders and lengths."""
+    shown = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"
+    lines = [f"{'drafter':<28} T  verification          γ  α      c      v     expected  measured"]
+    for row in found:
+        gain = (
+            "-"
+            if row.improvement is None
+            else (f"{row.improvement.median:.2f} ({row.improvement.least:.2f} to {row.improvement.most:.2f})")
+        )
+        lines.append(
+            f"{row.drafter:<28} {row.temperature:g}  {row.verifier:<20} {row.gamma:>2}  {shown(row.alpha, 3):<5}  "
+            f"{shown(row.cost_ratio, 3):<5}  {shown(row.verify_cost, 2):<4}  {shown(row.predicted, 2):<8}  {gain}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""Runs `specdec tune`: picks γ, and the verifier where it matters, and writes it down for the other commands."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis.expectations import verifiers_of
+from specdec_jax.analysis.report.summaries import tune_summary
+from specdec_jax.analysis.tuning import Choice, keep_acceptance, tune
+from specdec_jax.commands import sentences as sentences_command
+from specdec_jax.commands.measure import check_measured
+from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.network import decoder_only
+from specdec_jax.speculative.verifiers import LOSSY
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneOptions(DecodingOptions):
+    """Options of `specdec tune`."""
+
+    gamma: tuple[int, ...] = option((1, 2, 3, 4, 5, 6, 7, 8), "the numbers of drafted tokens to choose from")
+    choose_verifier: bool = option(
+        True, "above temperature 0, choose between block and token verification where --verifier is one of them"
+    )
+    input_file: str | None = option(
+        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
+    )
+    limit: int = option(64, "tune on the first lines of the input; 0: on all")
+    sweep: int = option(
+        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not"
+    )
+    batch_size: int = option(1, "sentences decoded together")
+    repeats: int = option(3, "passes over steps and sentences; medians and spread are over them")
+    config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")
+    output: str | None = option(None, "file that the JSON record is written to")
+    json: bool = option(False, "print the JSON record instead of the summary")
+
+    def check(self) -> None:
+        check_measured(self)
+        if not self.gamma:
+            raise ValueError("gamma: got no value, expected at least one")
+        for gamma in self.gamma:
+            check_gamma(gamma)
+            at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
+        at_least(0, sweep=self.sweep)
+        if self.sweep and not (self.limit and self.input_file):
+            raise ValueError(f"got --sweep={self.sweep}, expected it with --input_file and a --limit above 0")
+        if not self.config:
+            raise ValueError("config: got nothing, expected the name of a gin file to write")
+        check_output(self.config, "config")
+        check_output(self.output)
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        return verifiers_of(self) if self.choose_verifier else (self.verifier,)
+
+
+def run(options: TuneOptions) -> None:
+    """`specdec tune`."""
+    options.check()
+    sentences = sentences_command.sentences_of(options.input_file, 0)
+    sample = sentences[: options.limit or None]
+    rest = sentences[len(sample) : len(sample) + options.sweep]
+    if len(rest) < options.sweep:
+        raise ValueError(
+            f"sweep: got {options.sweep}, expected at most the {len(rest)} lines after the first {len(sample)}"
+        )
+    target, drafter = options.load()
+    if not decoder_only(target) and not any(text.strip() for text in sample):
+        raise ValueError("input_file: got no sentence with any text to tune on, expected at least one")
+    batches, others = (analysis_arms.batches_of(target, lines, options) if lines else [] for lines in (sample, rest))
+    record = tune(target, drafter, batches, others, options)
+    text = json.dumps(record, indent=1)
+    try:
+        write_file(options.config, gin_file(record, options))
+        alpha = record["acceptance"]["alpha"]
+        if alpha is not None and drafter is not None:
+            keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
+        print(text if options.json else tune_summary(record))
+    finally:  # if one fails, the record is in another
+        if options.output:
+            write_file(options.output, text + "\n")
+
+
+def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
+    """Settings of `generate` and `benchmark`: all that tuning was asked for, with the choice."""
+    chosen, gain, host = Choice(**record["chosen"]), record["improvement"], record["machine"]
+    of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
+    skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())
+    settings = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(DecodingOptions)
+        if field.name not in skipped and getattr(options, field.name) != field.default
+    }
+    if chosen.gamma:
+        why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({gain['least']:.2f} to {gain['most']:.2f})"
+        settings |= {"drafter": options.drafter, "verifier": chosen.verifier}
+    else:
+        why = f"plain decoding was faster than drafting with {options.drafter}, so there is no drafter"
+        settings |= {"drafter": None}
+        if options.verifier not in LOSSY:
+            settings["verifier"] = options.verifier
+    settings["batch_size"] = options.batch_size
+    lines = [
+        f"# Written by `specdec tune` on {host['processor']}, {host['device']}, with {record['sentences']} sentences;",
+        f"# {why}.",
+        "",
+        "from __gin__ import dynamic_registration",
+        "",
+        "from specdec_jax.commands import benchmark",
+        "from specdec_jax.commands import generate",
+        "",
+    ]
+    if chosen.gamma:
+        lines += [f"GAMMA = {chosen.gamma}", ""]
+    for name, gamma in (("generate.GenerateOptions", "%GAMMA"), ("benchmark.BenchmarkOptions", "(%GAMMA,)")):
+        lines.append(f"{name}:")
+        lines += [f"  {field} = {value!r}" for field, value in settings.items()]
+        lines += [f"  gamma = {gamma}"] * bool(chosen.gamma) + [""]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""From the arguments of `generate` to its result: requests, the decode loop, streams and long jobs."""

@@ -1,0 +1,126 @@
+"""Refuses what does not go together: a target and a drafter, a policy of γ, a verifier, limits, prompts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import check_positions
+from specdec_jax.speculative import verifiers
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.verifiers import Settings
+
+
+class UnsupportedCombination(ValueError):
+    """Options that are sound one by one, but make no sense together."""
+
+
+def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
+    """Refuses prompts of `lengths [B]` ids that with up to `limits` new ones need more positions than the target or a model
+    that drafts has; models with an encoder take any.
+
+    For callers that decode in parts, which would find the longest prompt late: `plan` looks at its own inputs.
+    """
+    longest = int(max(np.maximum(lengths, 1) + limits))
+    for model in (target, *(drafter.models if drafter is not None else ())):
+        check_positions(model.config, longest, "inputs" if model is target else "drafter")
+
+
+def check_pair(target: LanguageModel, drafter: Drafter) -> None:
+    """Refuses a drafter that cannot draft for `target`: of another vocabulary (PITFALLS row 28), kind, mesh or model."""
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter: got {type(drafter).__name__}, expected a Drafter, such as ModelDrafter(model)")
+    drafter.check(target)
+
+
+def check_policy(gamma, drafter) -> None:
+    """Refuses a policy of γ that reads laws with a drafter that has none: its tokens are copied, counted or blind."""
+    if isinstance(gamma, Policy) and gamma.reads_law and not (drafter is not None and drafter.tells_law):
+        raise UnsupportedCombination(
+            f"gamma: got {type(gamma).__name__}, which reads the drafter's laws, with {type(drafter).__name__}, which "
+            "tells none, expected an integer or a policy that reads none (Heuristic, Renewal)"
+        )
+
+
+# Medusa's constants of typical acceptance.
+_EPSILON, _DELTA = 0.09, 0.3
+
+
+def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta, forced_alpha=None) -> Settings | None:
+    """Checks the verifier and what goes with it; returns what one that does not keep the law is asked for."""
+    names = tuple(verifiers.VERIFIERS)
+    if verifier not in (*names, verifiers.FORCED):
+        raise ValueError(f"verifier: got {verifier!r}, expected one of {', '.join(names)}")
+    for name, value, owner in (
+        ("lenience", lenience, "lenient"), ("typical_epsilon", epsilon, "typical"), ("typical_delta", delta, "typical"),
+        ("forced_alpha", forced_alpha, verifiers.FORCED),
+    ):  # fmt: skip
+        if value is not None and verifier != owner:
+            raise UnsupportedCombination(f"{name}: got {value} with verifier={verifier!r}, expected {owner!r}")
+    if verifier not in (*verifiers.LOSSY, verifiers.FORCED):
+        return None
+    if not width:
+        raise UnsupportedCombination(
+            f"verifier: got {verifier!r} for plain decoding, expected a drafter and gamma of at least 1"
+        )
+    if verifier == "lenient" and lenience is None:
+        raise UnsupportedCombination("lenience: got none with verifier='lenient', expected a number in (0, 1]")
+    if verifier == verifiers.FORCED and forced_alpha is None:
+        raise UnsupportedCombination("forced_alpha: got none with verifier='forced', expected a number in (0, 1]")
+    if verifier == "typical" and not np.all(np.greater(sampling.temperature, 0)):
+        raise UnsupportedCombination(
+            f"temperature: got {sampling.temperature} with verifier='typical', expected more than 0 "
+            "(at 0 it would accept the argmax alone)"
+        )
+    return Settings(
+        _fraction("lenience", 1.0 if lenience is None else lenience, batch),
+        _fraction("typical_epsilon", _EPSILON if epsilon is None else epsilon, batch),
+        _fraction("typical_delta", _DELTA if delta is None else delta, batch),
+        None if forced_alpha is None else _fraction("forced_alpha", forced_alpha, batch),
+    )
+
+
+def _fraction(name: str, value, batch: int) -> np.ndarray:
+    """`[batch]` float32 in (0, 1]."""
+    array = np.asarray(value, np.float32)
+    if not np.all((array > 0) & (array <= 1)):
+        raise ValueError(f"{name}: got {value}, expected a number in (0, 1]")
+    if array.ndim and array.shape != (batch,):
+        raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
+    return np.broadcast_to(array, (batch,))
+
+
+def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:
+    """Refuses what contradicts the limits `[B]` for new tokens, and several samples of what is not drawn."""
+    if samples > 1 and sampling.mode.greedy:
+        raise UnsupportedCombination(
+            f"num_samples: got {samples} at temperature 0, expected 1, since all would be the same"
+        )
+    if np.any(np.asarray(sampling.min_new_tokens) > limits):
+        raise UnsupportedCombination(
+            f"min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens = {min(limits)}"
+        )
+    last = max(sampling.forced_tokens or {}, default=-1)
+    if last >= max(limits):
+        raise UnsupportedCombination(f"forced_tokens: got place {last}, expected below max_new_tokens = {max(limits)}")
+
+
+def check_stop(stop, deadline) -> tuple[str, ...]:
+    """The stop strings, after a look at them and at the deadline."""
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop: got {stop!r}, expected strings that are not empty")
+    if deadline is not None and not (isinstance(deadline, int | float | np.number) and deadline > 0):
+        raise ValueError(f"deadline: got {deadline!r}, expected seconds, more than 0")
+    return tuple(stop)
+
+
+def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
+    array = np.asarray(value)
+    if not np.issubdtype(array.dtype, np.integer) or np.any((array < least) | (array > most)):
+        raise ValueError(f"{name}: got {value}, expected an integer from {least} to {most}")
+    if array.ndim and array.shape != (batch,):
+        raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
+    return np.broadcast_to(array.astype(np.int32), (batch,))

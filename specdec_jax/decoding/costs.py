@@ -1,0 +1,360 @@
+"""What iterations cost on this machine, measured once and kept: the numbers behind `gamma="auto"`.
+
+They are measured for a target, a drafter, a number of rows and a kind of sampling, in seconds, most of which compile programs,
+and kept in the user's cache folder, one small file each, and in the process. A file that is not what was written
+there is measured anew; where nothing can be kept, the numbers hold for the process.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+import re
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.files import user_cache, writing
+from specdec_jax.files.reading import read_json
+from specdec_jax.models import native
+from specdec_jax.models.network import Network
+from specdec_jax.speculative import iteration
+from specdec_jax.speculative.auto import MAXIMUM, Auto
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
+
+# γ where nothing can be measured: on a mesh, whose processes would have to agree.
+FIXED = 4
+# Drafts that are timed: the longest of every width of the target's call, and the shortest of the widest.
+TIMED = (0, 2, 4, 5, 8)
+# Acceptance that a row alone may have; what is added to the expected one for rows together; tokens of an output.
+_HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
+# What drafting must gain at least, and which part of it an iteration without a draft may cost; the second for rows alone whose
+# earlier requests tell where drafting does not pay.
+_GAIN, _LOSS, _LOSS_KNOWN = 0.03, 0.1, 0.5
+_NEVER = 1e6  # a cost at which a draft is never chosen
+# Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that would begin
+# without drafts one looks whether these would pay by now.
+_REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
+# Seconds, passes at least and at most, and seconds and iterations of an arm in one pass, which a call's start must not count in.
+_BUDGET, _PASSES, _PASS, _STEPS = 2.0, (3, 9), 0.04, 128
+_LARGEST = 65_536  # bytes of a file that is read
+_LOG = logging.getLogger(__name__)
+
+
+class Costs(NamedTuple):
+    """What was measured, in iterations of plain decoding.
+
+    Attributes:
+      iterations: an iteration that drafts 0, 1, … `MAXIMUM` tokens.
+      prefill: what the drafter does once for a request, its encoder above all.
+      seconds: of an iteration of plain decoding.
+      acceptance: α that a row begins with, unless `specdec tune` has measured it that of `Auto`.
+    """
+
+    iterations: tuple[float, ...]
+    prefill: float
+    seconds: float
+    acceptance: float = Auto.acceptance
+
+    def _expected(self, rows: int) -> np.ndarray:
+        """Iterations of plain decoding that a token is expected to take with drafts of 0, 1, … tokens.
+
+        A row alone chooses its γ, and so it is the one of a drafter that is nearly always right. Several rows share the target's
+        call, which the longest draft makes as wide for all; there it is the mean over rows that differ in acceptance.
+        """
+        hoped = [_HOPED] if rows == 1 else [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
+        tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
+        return np.array(self.iterations) / tokens
+
+    def pays(self, rows: int, learns: bool = False) -> bool:
+        """Whether drafting could be faster than plain decoding at all.
+
+        What an iteration without a draft costs more than one of plain decoding is lost wherever nothing is accepted: it may be
+        a part of what can be gained. It may be a larger part for a row alone with `learns`, where a request follows what
+        earlier ones came to (`policy`): these lose it now and then only.
+        """
+        least = self._expected(rows).min()
+        gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
+        return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
+
+    def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
+        """Returns the policy of `rows` rows that are decoded together, which begin where others have ended.
+
+        None where plain decoding is faster, by what earlier requests came to; one request of `_LOOK` drafts all the same.
+        """
+        costs = np.array(self.iterations)
+        if rows > 1:
+            costs[1 + np.argmin(self._expected(rows)) :] = _NEVER
+        begun = {"acceptance": self.acceptance}
+        if learned is not None:
+            weight = Auto.weight + learned.examined
+            begun["acceptance"] = (Auto.weight * self.acceptance + learned.stood) / weight
+            begun |= {"weight": min(weight, _WEIGHT), "look": float(learned.requests % _LOOK == 0)}
+            tokens = np.cumsum(begun["acceptance"] ** np.arange(MAXIMUM + 1))
+            # An iteration without a draft costs a little more in a program that may draft than in one that never does.
+            if not begun["look"] and np.min(costs / tokens) + self.prefill / _TOKENS >= 1 / (1 + _GAIN):
+                return None
+        return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
+
+    @classmethod
+    def of(cls, record: Any) -> "Costs":
+        """Out of JSON values; raises ValueError for others than `_asdict` gives."""
+        try:
+            costs = cls(**{**record, "iterations": tuple(record["iterations"])})
+            values = [*costs.iterations, costs.prefill + 1e-9, costs.seconds, costs.acceptance + 1e-9]
+            numbers = np.array(values if all(type(value) in (int, float) for value in values) else ())
+        except (TypeError, KeyError, ValueError):
+            numbers = np.empty(0)
+        if numbers.shape != (MAXIMUM + 4,) or not np.all((numbers > 0) & (numbers < 1e6)) or costs.acceptance > 1:
+            raise ValueError(f"costs: got {str(record)[:80]!r}, expected those of {MAXIMUM + 1} kinds of iterations")
+        return costs
+
+
+class Learned(NamedTuple):
+    """What drafts came to in this process: how many tokens were examined and stood, of the latest, in how many requests."""
+
+    examined: float = 0.0
+    stood: float = 0.0
+    requests: int = 0
+
+
+def measurable(network: Network) -> bool:
+    """Whether times can be measured that hold wherever the numbers are used."""
+    return network.rules is None and jax.process_count() == 1
+
+
+# In the process: by key.
+_known: dict[str, Costs] = {}
+_learned: dict[str, Learned] = {}
+_described: dict[int, tuple[weakref.ref, str]] = {}
+
+
+def known(key: str) -> Costs | None:
+    """What was measured for this key of `key_of`, by this process or another; None: nothing yet."""
+    if key not in _known and (path := _path(key)) is not None:
+        try:
+            record = read_json(path, _LARGEST)
+            if record["key"] == json.loads(key):
+                _known[key] = Costs.of(record["costs"])
+        except (ValueError, KeyError):
+            return None
+    return _known.get(key)
+
+
+def keep(key: str, costs: Costs) -> None:
+    """Keeps them for this process and, where that is possible, for others."""
+    _known[key] = costs
+    if (path := _path(key)) is None or writing.passes_through(path):
+        return
+    try:
+        writing.write_file(path, json.dumps({"key": json.loads(key), "costs": costs._asdict()}, indent=1) + "\n")
+    except OSError as error:
+        _LOG.info("%s: %s: what was measured holds for this process", path, error)
+
+
+def learn(key: str, examined: int, stood: int) -> None:
+    """Adds what the drafts of a request came to; for argmax alone, whose output does not depend on how much is drafted."""
+    before = _learned.get(key, Learned())
+    total = before.examined + examined
+    kept = min(1.0, _REMEMBERED / max(total, 1))
+    _learned[key] = Learned(kept * total, kept * (before.stood + stood), before.requests + 1)
+
+
+def learned(key: str) -> Learned:
+    """What the drafts of earlier requests came to."""
+    return _learned.get(key, Learned())
+
+
+def _path(text: str) -> pathlib.Path | None:
+    try:
+        return user_cache.private("costs") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    except (ValueError, OSError) as error:
+        _LOG.info("%s: what was measured holds for this process", error)
+        return None
+
+
+def key_of(network: Network, drafter: Drafter, program: StaticConfig, rows: int, length: int, slots: int) -> str:
+    """What the numbers depend on, as JSON; of lengths of inputs and of room for outputs no more than the next power of two."""
+    coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
+    own, mode = program.mode.processor is not None, program.mode._replace(processor=None)
+    return _key(
+        _describe(network), _describe(drafter), program.verifier, mode, own, rows, coarse(length), coarse(slots)
+    )
+
+
+@functools.lru_cache(1024)
+def _key(target, drafter, verifier, mode, own_processor, rows, length, slots) -> str:
+    key = {
+        **machine_key(), "target": target, "drafter": drafter, "rows": rows, "length": length, "slots": slots,
+        "verifier": verifier, "sampling": {name: value for name, value in mode._asdict().items() if name != "processor"},
+        "own_processor": own_processor,
+    }  # fmt: skip
+    return json.dumps(key, sort_keys=True)
+
+
+@functools.cache
+def machine_key() -> dict[str, Any]:
+    """What tells machines apart, and versions of what decides how fast they are."""
+    device = jax.devices()[0]
+    return {
+        **{name: metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
+        "processor": processor(),
+        "cores": cores(),
+        "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "kernel": native.identity() if device.platform == "cpu" else None,
+    }
+
+
+def cores() -> int | None:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def processor() -> str:
+    """Its name, as the system gives it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
+def _describe(node: Any) -> str:
+    """Digest of kind and settings, and of the shapes and dtypes of all arrays: what decides how long its calls take."""
+    if id(node) in _described and _described[id(node)][0]() is node:
+        return _described[id(node)][1]
+    leaves, structure = jax.tree.flatten(node)
+    shapes = [(str(jnp.result_type(leaf)), np.shape(leaf)) for leaf in leaves]
+    text = re.sub(r"0x[0-9a-f]+", "", f"{type(node).__name__} {structure} {shapes}")
+    found = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if hasattr(node, "__weakref__"):
+        _described[id(node)] = weakref.ref(node, lambda _, number=id(node): _described.pop(number, None)), found
+    return found
+
+
+# Measuring.
+
+
+@jax.tree_util.register_pytree_node_class
+class _Full(Drafter):
+    """A drafter whose drafts are as long as was asked for, of whatever tokens."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+
+    @property
+    def observes(self) -> bool:
+        return self.drafter.observes
+
+    def draft(self, draft_state, state: DecodeState, num_wanted):
+        draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)
+        return draft_state, draft._replace(num_drafted=num_wanted, tokens=jnp.maximum(draft.tokens, 0))
+
+    def observe(self, draft_state, state: DecodeState, scored):
+        return self.drafter.observe(draft_state, state, scored)
+
+    def tree_flatten(self):
+        return (self.drafter,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        return cls(*parts)
+
+
+@jax.jit
+def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState, steps) -> DecodeState:
+    """`steps` iterations of the decode loop, each from the same committed lengths: drafts, scores, verifies, commits.
+
+    What an iteration writes is what the next one reads, so that nothing can leave the loop.
+
+    Args:
+      state: after the prefill.
+      steps: traced.
+    """
+
+    def body(_, state):
+        after = iteration.iterate(network, drafter, state)
+        return after.replace(lengths=lengths, done=done)
+
+    lengths, done = state.lengths, state.done
+    return jax.lax.fori_loop(0, steps, body, state)
+
+
+def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Callable[[], object]) -> Costs:
+    """Times iterations of `state` in turn with those of plain decoding.
+
+    Args:
+      network: the target.
+      state: after the prefill, with an `Auto` as its policy.
+      prefill: makes the drafter's own state.
+    """
+    speculative_arm, plain_arm = _arms(network, drafter, state)
+    calls = {"plain": plain_arm} | {gamma: functools.partial(speculative_arm, gamma) for gamma in TIMED}
+    once = lambda call, *steps: _seconds(lambda: call(*map(np.int32, steps)))
+    for call in calls.values():
+        once(call, 1)  # compiles
+    seconds = max(once(calls["plain"], 1), 1e-6)
+    steps = int(np.clip(_PASS / seconds, 1, _STEPS))
+    passes: list[dict[Any, float]] = []
+    begun = time.perf_counter()
+    while len(passes) < _PASSES[0] or len(passes) < _PASSES[1] and time.perf_counter() - begun < _BUDGET:
+        passes.append({name: once(call, steps) / steps for name, call in calls.items()})
+    over_plain = {gamma: statistics.median(one[gamma] / one["plain"] for one in passes) for gamma in TIMED}
+    plain = statistics.median(one["plain"] for one in passes)
+    _seconds(prefill)
+    first = min(_seconds(prefill) for _ in range(3))
+    return Costs(between(over_plain, bool(state.program.widths)), first / plain, plain)
+
+
+def _arms(network: Network, drafter: Drafter, state: DecodeState):
+    """Calls of (γ, steps) and of (steps): iterations with drafts of γ tokens, and plain ones, of rows that never end."""
+    batch, program = len(state.done), state.program
+    forever = state.replace(
+        done=jnp.zeros(batch, bool), limits=state.lengths + MAXIMUM + 2, eos_ids=jnp.full_like(state.eos_ids, -1)
+    )
+    longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)  # the longest is best
+    drafting = forever.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
+    full = _Full(drafter)
+    plain = forever.replace(
+        program=StaticConfig(0, program.mode, program.vocab_size), policy=None, policy_state=None, draft_state=None,
+        counts=Counts.zero(batch, 0), last_draft=jnp.zeros((batch, 0), jnp.int32), last_seen=None, settings=None,
+        gamma=jnp.zeros_like(forever.gamma),
+    )  # fmt: skip
+
+    def speculative_arm(gamma: int, steps):
+        return iterated_steps(network, full, drafting.replace(gamma=jnp.full(batch, gamma, jnp.int32)), steps)
+
+    return speculative_arm, functools.partial(iterated_steps, network, None, plain)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - begun
+
+
+def between(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
+    """Times of iterations that draft 0, 1, … `MAXIMUM` tokens, from those of `TIMED`.
+
+    Where several widths of the target's call are compiled (`in_steps`), drafts whose calls are equally wide differ by draft
+    steps alone, of which the widest call tells what one takes.
+    """
+    if not in_steps:
+        return tuple(np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist())
+    shortest, longest = TIMED[-2:]
+    step = max(0.0, (timed[longest] - timed[shortest]) / (longest - shortest))
+    ends = [width - 1 for width in Auto(MAXIMUM).widths]
+    last = [next(end for end in ends if end >= gamma) for gamma in range(MAXIMUM + 1)]
+    return tuple(max(timed[end] - (end - gamma) * step, 1e-6) for gamma, end in enumerate(last))

@@ -1,0 +1,130 @@
+"""Decodes texts or ids in one call: `generate`, and `warm_up`, which compiles ahead of it."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.loop import advance, complete, decode_plan
+from specdec_jax.decoding.request import Plan, plan
+from specdec_jax.decoding.results import GenerationResult, finish
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.draws import seeded
+from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.sampling import SamplingConfig
+
+
+def generate(
+    target: LanguageModel,
+    inputs,
+    *,
+    drafter: Drafter | None = None,
+    gamma: str | int | Sequence[int] | Policy = "auto",
+    sampling: SamplingConfig = SamplingConfig(),
+    verifier: str = "block",
+    lenience: float | Sequence[float] | None = None,
+    typical_epsilon: float | Sequence[float] | None = None,
+    typical_delta: float | Sequence[float] | None = None,
+    forced_alpha: float | Sequence[float] | None = None,
+    max_new_tokens: int | Sequence[int] = 64,
+    key=None,
+    num_samples: int = 1,
+    input_lengths=None,
+    max_input_length: int = 512,
+    decoder_prefix=None,
+    eos_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    deadline: float | None = None,
+) -> GenerationResult:
+    """Decodes a batch: speculatively with a `drafter`, plainly without one.
+
+    The output law is the target's either way, but for the verifiers "lenient" and "typical", which say how far it is off.
+
+    Args:
+      target: the model whose law is sampled.
+      inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
+        them 0 is padding). An empty string gives an empty output. For a decoder-only target they are prompts, which get no
+        EOS and in which 0 is an id like others; an empty one stands for the start token. None is an input with nothing to
+        decode.
+      drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
+      gamma: "auto": what iterations cost on this machine is measured at the first call of a kind (`costs.py`), and each row
+        drafts as many tokens, up to 8, as its own acceptance makes worth it; none, and no drafter runs, where that never
+        pays; on a mesh 4. With argmax a row begins with what the drafts of earlier calls came to; above temperature 0 the
+        tokens that are drawn (not their law) depend on what was measured, so fix γ for draws that another machine is to
+        repeat. Or γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it
+        (`gamma.py`), e.g. `Heuristic(maximum=8)`.
+      sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
+      verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
+        that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
+        "lenient" and "typical". Each is explained in `verification.py`. "forced" verifies nothing, its outputs mean nothing.
+      lenience: l in (0, 1], for "lenient", which needs it; one, or one per input.
+      typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
+      forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.
+      max_new_tokens: limit for new tokens, EOS included; one, or one per input.
+      key: one key (request i gets `fold_in(key, i)`) or B keys; that of seed 0 if None. Keys of other kinds than
+        threefry (rbg, as T5X uses them) are made into threefry keys first.
+      num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input, a prompt
+        is read once.
+      input_lengths: `[B]`, with an array of inputs only.
+      max_input_length: longer inputs are refused.
+      decoder_prefix: like `inputs` (B of them), without start token or EOS: forced first decoder tokens. Not repeated
+        in the result; an EOS in it does not stop. None for a decoder-only target.
+      eos_ids: ids that stop a row; the model's own if None.
+      stop: strings that stop a row; neither they nor a token that reaches into one are part of the result.
+      deadline: seconds, from the call on, after which the rows are returned as they are; looked at between iterations
+        (what has yet to compile takes its time from it, see `warm_up`).
+
+    Raises:
+      UnsupportedCombination: options that make no sense together (a ValueError).
+      NotNumbers: NaN or infinite logits, of damaged weights or a processor (a ValueError, found after decoding).
+      ValueError: bad argument; says what was got and what was expected, before anything compiles.
+    """
+    begun = time.monotonic()
+    job = plan(
+        target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier, lenience=lenience,
+        typical_epsilon=typical_epsilon, typical_delta=typical_delta, forced_alpha=forced_alpha,
+        max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
+        max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
+    )  # fmt: skip
+    return complete(target, job, None, begun)
+
+
+def warm_up(
+    target: LanguageModel, *, drafter: Drafter | None = None, batch_sizes: Sequence[int] = (1,),
+    max_input_length: int = 64, **options,
+) -> int:  # fmt: skip
+    """Compiles what `generate` needs for these batch sizes and every input length up to `max_input_length`.
+
+    Afterwards calls with the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids (up to 4) compile
+    nothing. Options as for `generate`; give stop strings or a deadline if the calls have any, and for `stream`, since these
+    are other programs. Returns the number of shapes.
+    """
+    lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
+    options = {"key": seeded(0), **options}
+    for batch in batch_sizes:
+        for length in lengths:
+            inputs = np.full(
+                (batch, min(length, max_input_length)), target.eos_ids[0] if target.eos_ids else 1, np.int32
+            )
+            job = plan(
+                target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
+                max_input_length=max_input_length, first=True, **options,
+            )  # fmt: skip
+            _run_once(target, job)
+            if job.costs_key and job.program.gamma:  # later calls may decode plainly
+                _run_once(target, job.plainly())
+    return len(lengths) * len(batch_sizes)
+
+
+def _run_once(target: LanguageModel, job: Plan) -> None:
+    """Compiles and runs one iteration of what a plan runs."""
+    # Nothing is to be learned from such inputs.
+    request = dataclasses.replace(job.request(), learns=None)
+    if job.stop or job.deadline:
+        state, _ = job.start()
+        finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)
+    else:
+        finish(target, decode_plan(job, max_iterations=np.int32(1)), request)

@@ -1,0 +1,128 @@
+"""Turns texts and ids into padded arrays of a few lengths, so that few shapes compile."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import decoder_only, given_lengths
+from specdec_jax.models.vocabularies import check_lengths
+
+# Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
+_BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def bucket(length: int) -> int:
+    """The padded length for `length`: one of a few up to 512, multiples of 256 after."""
+    return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
+
+
+def slots(longest: int, gamma: int) -> int:
+    """Slots of tokens and caches for rows of at most `longest` tokens, start token included.
+
+    Room for a whole draft and its bonus token past any limit: a clamped slice would overwrite live slots.
+    """
+    return bucket(longest - 1) + 1 + gamma + 1
+
+
+def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array."""
+    if isinstance(inputs, str):
+        raise ValueError(f"inputs: got the string {inputs!r}, expected a list of strings or of ids")
+    if not hasattr(inputs, "shape"):
+        inputs = list(inputs)
+        if any(isinstance(text, str) for text in inputs) and all(isinstance(text, str | None) for text in inputs):
+            if target.vocabulary is None:
+                raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
+            check_lengths("input", inputs, first=0)
+            end = list(target.vocabulary.eos_ids[:1]) if eos else []
+            inputs = [None if text is None else target.vocabulary.encode(text) + end for text in inputs]
+        if input_lengths is not None:
+            raise ValueError("input_lengths: got them with a list of inputs, expected None (lists have lengths)")
+        rows = [_row_of_ids(number, () if row is None else row) for number, row in enumerate(inputs)]
+        input_lengths = np.array([len(row) for row in rows], np.int32)
+        array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
+        for number, ids in enumerate(rows):
+            array[number, : len(ids)] = ids
+    else:
+        array = np.asarray(inputs)
+        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
+            )
+        input_lengths = given_lengths(target, array) if input_lengths is None else np.asarray(input_lengths, np.int32)
+        if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
+            raise ValueError(
+                f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}"
+            )
+    inside = np.arange(array.shape[1]) < input_lengths[:, None]
+    if np.any(inside & ((array < 0) | (array >= target.config.vocab_size))):
+        raise ValueError(f"inputs: got ids outside the vocabulary, expected 0 to {target.config.vocab_size - 1}")
+    return array.astype(np.int32), input_lengths
+
+
+def _row_of_ids(number: int, row) -> np.ndarray:
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # lists of different lengths inside
+        ids = np.asarray("")
+    if ids.ndim != 1 or ids.size and not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"input {number}: got {row!r}, expected a list of integers (or strings for all inputs)")
+    return ids
+
+
+def empty_rows(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray:
+    """Rows with nothing to decode: None, empty strings, or no ids at all (which a decoder-only model continues)."""
+    if hasattr(inputs, "shape"):
+        return (lengths == 0) & (not decoder_only(target))
+    if decoder_only(target):
+        return np.array([row is None for row in inputs])
+    return np.array([not (row.strip() if isinstance(row, str) else row is not None and len(row)) for row in inputs])
+
+
+def prompt_tokens(target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts `[B, P]`, padded to a few lengths, and their numbers of ids `[B]`; of an empty one the start token."""
+    tokens = pad(tokens, bucket(int(max(lengths))))
+    tokens[:, 0] = np.where(lengths == 0, target.start_token, tokens[:, 0])
+    return tokens, np.maximum(lengths, 1)
+
+
+def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start token and forced first tokens `[B, P]`, padded to a few lengths, and their numbers `[B]`."""
+    if decoder_prefix is None:
+        return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
+    tokens, lengths = as_ids(target, decoder_prefix, None, eos=False)
+    if len(lengths) != batch:
+        raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)")
+    width = bucket(int(max(lengths, default=0))) if max(lengths) else 0
+    tokens = np.concatenate([np.full((batch, 1), target.start_token, np.int32), pad(tokens, width)], axis=1)
+    return tokens, lengths + 1
+
+
+def pad(tokens: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
+
+
+def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
+    """Ids of every sentence, EOS included; none for an empty one. For a decoder-only model prompts, which get no EOS.
+
+    Raises:
+      ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens, or too long to be
+        encoded at all.
+    """
+    if target.vocabulary is None:
+        raise ValueError(
+            f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
+        )
+    check_lengths("sentence", sentences)
+    if decoder_only(target):
+        inputs = [target.vocabulary.encode(text) for text in sentences]
+    else:
+        end = list(target.vocabulary.eos_ids[:1])
+        inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
+    for number, ids in enumerate(inputs, 1):
+        if len(ids) > max_input_length:
+            raise ValueError(
+                f"sentence {number}: got {len(ids)} tokens, expected at most max_input_length = {max_input_length}"
+            )
+    return inputs

@@ -1,0 +1,273 @@
+"""Long jobs: many inputs through one state whose finished rows are filled again, so that no row waits for the slowest.
+
+The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken off, and rows that were
+prefilled ahead overwrite them in place; always equally many inputs are prefilled together, so that one shape compiles.
+
+Rows of one state share the padded length of the encoder's input, or of a decoder-only target's prompt, so the inputs are cut
+into a few queues by length.
+Queue, padding and the number of inputs that are prefilled together depend on the job alone, not on what has been skipped
+or on how long outputs are: a job that goes on after a kill gives every input what it would have got.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
+from specdec_jax.decoding.request import Plan, plan, prefill
+from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, Stats, finish
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.sharding import pinned, row_parts
+from specdec_jax.speculative.draws import seeded
+from specdec_jax.speculative.state import DecodeState
+
+# Inputs are prefilled ahead, this part of a state's together: one alone would cost twice as much.
+_AHEAD = 4
+# Rows that are done before the host looks, as a part of all: each look costs, and so does each row that waits.
+_PARTS = 4
+# A queue has at least so many times the inputs of a state, since its last rows decode alone.
+_LEAST = 4
+# What is to come out in order is decoded in parts of so many states, so that outputs appear while later parts still run.
+_WINDOW = 64
+
+
+class Output(NamedTuple):
+    """What one row gave: text (None without a vocabulary), new token ids (EOS included), their log-probabilities under the
+    target's own and under the sampled law, why it ended, statistics."""
+
+    text: str | None
+    tokens: list[int]
+    log_probs: list[float]
+    adjusted_log_probs: list[float]
+    finish_reason: str
+    stats: Stats
+
+
+def decode_stream(
+    target: LanguageModel, inputs, *, batch_size: int = 8, refill: bool = True, skip: Collection[int] = (), **options
+) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are finished, in any order.
+
+    Each input's outputs are what `generate` gives for it with the same options and its key: `fold_in(key, i)` for input i.
+    With `gamma="auto"` that holds for argmax, and above temperature 0 for the same numbers of rows: costs are those of so many.
+
+    Args:
+      target, inputs, options: as for `generate`; options may have one value per input.
+      batch_size: inputs that are decoded together.
+      refill: finished rows are filled with the next inputs; False decodes batches of like length, each of which runs
+        until its last row is done.
+      skip: numbers of inputs that are left out; the others' keys and shapes stay what they are.
+
+    Raises:
+      ValueError: as for `generate`, before anything compiles.
+      UnsupportedCombination: a deadline, which batches have, with `refill`.
+    """
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"batch_size: got {batch_size!r}, expected an integer of at least 1")
+    if refill and options.get("deadline") is not None:
+        raise UnsupportedCombination(
+            f"deadline: got {options['deadline']} with refill=True, expected refill=False: only a batch has an end"
+        )
+    job = plan(target, inputs, batch_size=batch_size, **options)
+    return (_refilled if refill else _batches)(target, job, batch_size, frozenset(skip))
+
+
+def decode_all(
+    target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, num_samples: int = 1,
+    first: int = 0, refill: bool = True, **options,
+) -> Iterator[Output]:  # fmt: skip
+    """Outputs in the order of `inputs`, `num_samples` for each.
+
+    Args:
+      inputs: ids of every input.
+      batch_size: inputs that are decoded together.
+      seed: input i draws from `fold_in(key(seed), first + i)`, so that its sample does not depend on its batch.
+      first: number of the first input, where `inputs` are a part of more.
+      refill: as for `decode_stream`; batches where it would gain nothing, or with a deadline.
+      options: as for `generate`.
+    """
+    rows = rows_for(target, batch_size, len(inputs))
+    for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
+        window = inputs[start : start + _WINDOW * rows]
+        keys = fold_keys(seeded(seed), np.arange(start, start + len(window)) + first)
+        outputs = decode_stream(
+            target, window, batch_size=rows, refill=refill and refills(rows, len(window), options.get("deadline")),
+            key=keys, num_samples=num_samples, **options,
+        )  # fmt: skip
+        try:
+            yield from _in_order(outputs)
+        except NotNumbers as error:
+            raise error.at(error.input + start + first) from None
+
+
+def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:
+    """Rows for so many inputs: no more than are needed, and as many in every part of a mesh."""
+    parts = row_parts(target.network.rules)
+    return min(batch_size, -(-inputs // parts) * parts)
+
+
+def refills(batch_size: int, inputs: int, deadline: float | None) -> bool:
+    """Whether there are rows to be refilled: a single row waits for none, and a deadline is that of a batch."""
+    return 1 < batch_size < inputs and deadline is None
+
+
+def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
+    waiting: dict[int, tuple[Output, ...]] = {}
+    number = 0
+    for place, found in outputs:
+        waiting[place] = found
+        while number in waiting:
+            yield from waiting.pop(number)
+            number += 1
+
+
+def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
+    """Batches of like length; one of which all are skipped is not decoded."""
+    order = np.argsort(job.lengths + job.prefix_lengths, kind="stable").tolist()
+    for begin in range(0, len(order), size):
+        chosen, begun = order[begin : begin + size], time.monotonic()
+        if skip.issuperset(chosen):
+            continue
+        outputs = _outputs(complete(target, job, chosen + [-1] * (size - len(chosen)), begun))
+        for number, place in enumerate(chosen):
+            if place not in skip:
+                yield place, tuple(outputs[number * job.samples : (number + 1) * job.samples])
+
+
+def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
+    """Padded length and inputs of every queue, from the longest inputs to the shortest.
+
+    Where fewer than `_LEAST` times `size` inputs belong to a padded length, the next shorter ones join them.
+    """
+    found: list[tuple[int, list[int]]] = []
+    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # the last rows, which decode alone, are short
+        width = bucket(int(lengths[place]))
+        if not found or width < found[-1][0] and len(found[-1][1]) >= _LEAST * size:
+            found.append((width, []))
+        found[-1][1].append(place)
+    if len(found) > 1 and len(found[-1][1]) < size:
+        found[-2][1].extend(found.pop()[1])
+    return found
+
+
+def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
+    for width, places in queues(job.input_lengths.tolist(), size):
+        places = [place for place in places if place not in skip]
+        if places:
+            yield from _through_one_state(target, job, size, width, places)
+
+
+def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, places: list[int]) -> Iterator:
+    """All of `places`, whose inputs are padded to `width`, through a state of `size` inputs."""
+    rules, multiple = job.network.rules, row_parts(job.network.rules)
+    samples, total, ahead = (
+        job.samples,
+        size * job.samples,
+        min(size, -(-max(2, size // _AHEAD) // multiple) * multiple),
+    )
+    shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
+    queue, state, fresh = collections.deque(places), None, None
+    ready: collections.deque[tuple[int, int]] = collections.deque()  # rows of `fresh`, and which of the job's they are
+    owners, starts = np.full(total, -1), np.ones(total, np.int32)  # of the job's rows those in the state; -1: none
+    finished: tuple[np.ndarray, Committed] | None = None
+    gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
+
+    def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
+        for row, output in zip(rows.tolist(), _outputs(finish(target, committed, whole.of(rows))), strict=True):
+            place, sample = divmod(row, samples)
+            gathered[place][sample] = output
+            if len(gathered[place]) == samples:
+                found = gathered.pop(place)
+                yield place, tuple(found[sample] for sample in range(samples))
+
+    while queue or ready or np.any(owners >= 0):
+        while (queue or ready) and np.any(owners < 0):
+            if not ready:
+                chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
+                fresh, _ = job.start(chosen, width)
+                rows = [place * samples + sample for place in chosen if place >= 0 for sample in range(samples)]
+                ready.extend(enumerate(rows))
+                state = _blank(fresh, total, shared, rules) if state is None and total > 1 else state
+            free = np.flatnonzero(owners < 0)[: len(ready)]
+            sources, rows = np.array([ready.popleft() for _ in free]).T
+            owners[free], starts[free] = rows, whole.prefix_lengths[rows]
+            moved = _padded(sources, free, ahead * samples)
+            state = fresh if total == 1 else _place(state, fresh, *moved, np.int32(len(free)), shared, rules)
+        # `generate` looks for stop strings after every so many iterations of a row. For the same statistics rows must
+        # begin at such a moment.
+        most = max(1, total // _PARTS) if (queue or ready) and not job.stop else total
+        state = advance(job.network, job.drafter, state, np.int32(every), np.int32(most))
+        if finished is not None:
+            yield from deliver(*finished)  # while the device is busy
+        if job.stop:
+            state = mark_stopped(target, state, starts, job.stop)
+        over = np.flatnonzero(jax.device_get(state.done) & (owners >= 0))
+        finished = (owners[over], Committed.of(state, over)) if len(over) else None
+        owners[over] = -1
+    if finished is not None:
+        yield from deliver(*finished)
+
+
+def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both with `count` values, so that one shape compiles."""
+    return tuple(np.pad(values.astype(np.int32), (0, count - len(values))) for values in (sources, targets))
+
+
+def _shared(job: Plan, width: int) -> tuple[bool, ...]:
+    """Which leaves of the state its rows share: tables over positions or ids."""
+    counts = [count * row_parts(job.network.rules) for count in (2, 3)]
+    two, three = (jax.tree.leaves(prefill.eval_shape(*job.arguments([-1] * count, width))) for count in counts)
+    return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
+def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...], rules) -> DecodeState:
+    """A state of `total` rows that are done, in all else like those of `fresh`."""
+    leaves, structure = jax.tree.flatten(fresh)
+    copied = np.arange(total) % len(fresh.done)
+    state = structure.unflatten(leaf if same else leaf[copied] for leaf, same in zip(leaves, shared))
+    return pinned(dataclasses.replace(state, done=jax.numpy.ones(total, bool)), rules)
+
+
+@functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
+def _place(
+    state: DecodeState, fresh: DecodeState, sources, targets, count, shared: tuple[bool, ...], rules
+) -> DecodeState:
+    """`state` with the first `count` of the rows `sources` of `fresh` at `targets`, in place.
+
+    One row after the other: XLA's scatter on a CPU copies number by number.
+    """
+    old, structure = jax.tree.flatten(state)
+    new, own = jax.tree.leaves(fresh), [place for place, same in enumerate(shared) if not same]
+
+    def put(number, rows):
+        take = lambda place: jax.lax.dynamic_index_in_dim(new[place], sources[number], keepdims=False)
+        return [
+            jax.lax.dynamic_update_index_in_dim(row, take(place), targets[number], 0) for row, place in zip(rows, own)
+        ]
+
+    for place, rows in zip(own, jax.lax.fori_loop(0, count, put, [old[place] for place in own])):
+        old[place] = rows
+    return pinned(structure.unflatten(old), rules)
+
+
+def _outputs(result: GenerationResult) -> list[Output]:
+    """One for each row."""
+    texts, rows = result.texts or [None] * len(result.lengths), []
+    assert result.stats.per_row is not None
+    for row, length in enumerate(result.lengths):
+        tokens, log_probs, adjusted = (
+            values[row, :length].tolist() for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
+        )
+        reason, stats = result.finish_reasons[row], result.stats.per_row[row]
+        rows.append(Output(texts[row], tokens, log_probs, adjusted, reason, stats))
+    return rows

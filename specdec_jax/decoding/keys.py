@@ -1,0 +1,54 @@
+"""Derives the random keys of rows from the keys of requests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.speculative.draws import seeded, threefry
+
+
+@jax.jit
+def fold_keys(key, places):
+    """The keys of the inputs at `places [N]` out of one threefry key, as `generate` gives them."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+
+
+@jax.jit
+def take_keys(keys, rows):
+    return keys[rows]
+
+
+@jax.jit
+def _sample_keys(keys, samples):
+    # A number that no committed length reaches, so that the keys meet no other use of a request's key.
+    fold = lambda key, sample: jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), sample)
+    return jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, samples)
+
+
+def row_keys(key, batch: int, samples: int) -> jax.Array:
+    """A key for every row: an input's own for its first sample, keys folded from it for the others."""
+    keys = _input_keys(key, batch)
+    if samples == 1:
+        return keys
+    others = _sample_keys(keys, np.arange(1, samples))
+    return jnp.concatenate([keys[:, None], others], axis=1).reshape(-1)
+
+
+@functools.lru_cache(maxsize=16)
+def _default_keys(batch: int) -> jax.Array:
+    return fold_keys(seeded(0), np.arange(batch))
+
+
+def _input_keys(key, batch: int) -> jax.Array:
+    if key is None:
+        return _default_keys(batch)
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key: got {key!r}, expected jax.random.key(seed), or one such key per input")
+    key = threefry(key)
+    if key.ndim == 0:
+        return fold_keys(key, np.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(f"key: got {key.shape[0]} keys, expected one or {batch} (one per input)")
+    return key

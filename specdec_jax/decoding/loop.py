@@ -1,0 +1,102 @@
+"""Runs the decode loop: `advance`, one jitted `while_loop`, in one call or in several."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.decoding.request import Plan, Request
+from specdec_jax.decoding.results import Committed, GenerationResult, finish
+from specdec_jax.decoding.stop import cut
+from specdec_jax.models.sharding import pinned
+from specdec_jax.speculative import iteration as speculative_iteration
+from specdec_jax.speculative import prefill
+from specdec_jax.speculative.state import DecodeState
+
+FOREVER = np.int32(2**31 - 1)
+# Iterations between two looks for stop strings.
+STOP_EVERY = 8
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) -> DecodeState:
+    """Runs iterations until every row is done, at most `max_iterations`: the one decode loop of the package.
+
+    Args:
+      target: the target's `Network`: `Request.network`.
+      drafter: a `Drafter`, or None for plain decoding (γ = 0): `Request.drafter`.
+      state: from `prepare` or an earlier `advance`; its buffers are reused (donated).
+      max_iterations: traced, a few for streaming and progress bars; `np.int32`, since a Python int compiles anew.
+      max_done: traced, ends it as soon as so many rows are done, so that they can be filled again; None: all.
+    """
+    return _loop(target, drafter, state, max_iterations, len(state.done) if max_done is None else max_done)
+
+
+def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> DecodeState:
+    def more(carry):
+        iteration, state = carry
+        return (iteration < max_iterations) & (jnp.sum(state.done.astype(jnp.int32)) < max_done)
+
+    def body(carry):
+        iteration, state = carry
+        return iteration + 1, speculative_iteration.iterate(target, drafter, state)
+
+    return pinned(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "slots"))
+def _decode(target, drafter, program, slots, max_iterations, *arguments) -> dict[str, jax.Array]:
+    """Prefill and loop in one program: what the host reads of their result; args as for `speculative.prefill`."""
+    state = prefill.prefill(target, drafter, program, slots, *arguments)
+    return Committed.fields(_loop(target, drafter, state, max_iterations, len(state.done)))
+
+
+def complete(target, job: Plan, places, begun: float) -> GenerationResult:
+    """Decodes the inputs at `places`, as for `Plan.start`, to their end.
+
+    Args:
+      begun: when the deadline began to count (`time.monotonic()`).
+    """
+    if not job.stop and not job.deadline:
+        return finish(target, decode_plan(job, places), job.request(places))
+    state, request = job.start(places)
+    for state in advance_by(target, state, request, np.int32(1 if job.deadline else STOP_EVERY), begun):
+        pass
+    return finish(target, state, request)
+
+
+def decode_plan(job: Plan, places=None, max_iterations=FOREVER) -> "Committed":
+    """What the inputs at `places` have committed after so many iterations, in one call of the device."""
+    network, drafter, program, slots, *arguments = job.arguments(places)
+    found = _decode(network, drafter, program, slots, max_iterations, *arguments)
+    return Committed(**jax.device_get(found), program=program)
+
+
+def advance_by(target, state: DecodeState, request: Request, every, begun: float) -> Iterator[DecodeState]:
+    """The state after every `every` iterations, until all rows are done, have met a stop string, or time is up."""
+    while True:
+        state = advance(request.network, request.drafter, state, every)
+        if request.stop:
+            state = mark_stopped(target, state, request.prefix_lengths, request.stop)
+        yield state
+        if every == FOREVER or np.all(jax.device_get(state.done)):
+            return
+        if request.deadline and time.monotonic() - begun > request.deadline:
+            return
+
+
+def mark_stopped(target, state: DecodeState, starts, stop: Sequence[str]) -> DecodeState:
+    """`state` whose rows are done that have met a stop string; `starts [B]`: start token and prefix of each."""
+    lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
+    met = [
+        cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
+        for row, start in enumerate(starts)
+    ]
+    done, rules = done | met, target.network.rules
+    # Unlike jnp.asarray, device_put compiles nothing.
+    done = jax.device_put(done, may_alias=False) if rules is None else rules.put(done)
+    return dataclasses.replace(state, done=done)

@@ -1,0 +1,118 @@
+"""How far a long job is: a bar with rate and time left on a terminal, a line now and then elsewhere."""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import rich.progress
+
+# Seconds between two lines where there is no terminal.
+_EVERY = 60.0
+
+
+class Progress:
+    """Context manager around a job; what it shows goes to standard error.
+
+    The rate is that of this run; what was there before counts as done only.
+    """
+
+    def __init__(self, what: str, total: int, console: rich.console.Console | None = None, lines=True, quiet=False):
+        """Args:
+        what: is counted, e.g. "sentences".
+        console: standard error if None.
+        lines: report where there is no terminal; without them the bar goes when all is done.
+        quiet: no bar, where results are printed to the terminal.
+        """
+        self.console = console or rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._what, self._total, self._lines, self._done, self._new = what, total, lines, 0, 0
+        columns = (
+            rich.progress.TextColumn(what),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.fields[text]}"),
+        )
+        disable = quiet or not self.console.is_terminal
+        # No thread beside what is timed; rich would otherwise also send what is printed meanwhile to standard error.
+        self._bar = rich.progress.Progress(
+            *columns, console=self.console, disable=disable, transient=not lines, auto_refresh=False,
+            redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=total, text="compiling")
+
+    def __enter__(self) -> "Progress":
+        self._begin = self._reported = self._drawn = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.stop()
+
+    def skip(self, count: int) -> None:
+        """`count` are there from an earlier run."""
+        self._done += count
+        self._bar.update(self._task, completed=self._done, refresh=True)
+
+    def advance(self, count: int = 1) -> None:
+        """So many more are there."""
+        self._done, self._new = self._done + count, self._new + count
+        now = time.monotonic()
+        if now - self._drawn > 0.1 or self._done == self._total:
+            self._drawn = now
+            self._bar.update(self._task, completed=self._done, text=self.text, refresh=True)
+        if self._lines and now - self._reported > _EVERY:
+            self.report()
+
+    def report(self) -> None:
+        """A line where there is no bar."""
+        self._reported = time.monotonic()
+        if not self.console.is_terminal:
+            self.message(f"{self._what} {self._done}/{self._total}: {self.text}")
+
+    def message(self, text: str) -> None:
+        """One line, above the bar."""
+        self.console.print(text, markup=False)
+
+    @property
+    def text(self) -> str:
+        speed = self._new / max(time.monotonic() - self._begin, 1e-9)
+        if not self._new:
+            return "none yet"
+        left = int((self._total - self._done) / speed)
+        return f"{speed:,.1f} a second, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+
+def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> Iterator[Any]:
+    """`items` with a progress bar on standard error where that is a terminal; `quiet` where results are printed there too.
+
+    The bar moves between two items only: nothing runs beside what is timed.
+    """
+    console = rich.console.Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield from items
+        return
+    # rich would otherwise send what is printed meanwhile to standard error.
+    redirect: dict[str, Any] = dict(redirect_stdout=False, redirect_stderr=False)
+    with rich.progress.Progress(console=console, transient=True, auto_refresh=False, **redirect) as bar:
+        yield from bar.track(items, total=total, description=what)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says on standard error what takes a while: a moving bar with the seconds so far on a terminal, a line elsewhere.
+
+    Not for what is timed: a thread moves the bar.
+    """
+    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.print(what, markup=False)
+        yield
+        return
+    columns = (  # the text last: a narrow terminal cuts what does not fit
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.BarColumn(20),
+        rich.progress.TextColumn("{task.description}", markup=False),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+        bar.add_task(what, total=None)
+        yield

@@ -1,0 +1,324 @@
+"""Turns the arguments of `generate` into the state of the decode loop: `plan` checks them, `Plan.start` prefills."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.decoding import costs
+from specdec_jax.decoding.checks import (
+    UnsupportedCombination,
+    check_limits,
+    check_pair,
+    check_per_row,
+    check_policy,
+    check_prompts,
+    check_stop,
+    verifier_settings,
+)
+from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, pad, prompt_tokens, slots
+from specdec_jax.decoding.keys import row_keys, take_keys
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.speculative import prefill as speculative_prefill
+from specdec_jax.speculative.auto import Auto
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingRows
+from specdec_jax.speculative.state import DecodeState, StaticConfig
+from specdec_jax.speculative.verifiers import Settings
+
+prefill = jax.jit(speculative_prefill.prefill, static_argnames=("program", "slots"))
+
+
+@functools.partial(jax.jit, static_argnames=("program", "slots"))
+def _drafter_alone(target: Network, drafter: Drafter, program, slots: int, inputs, input_lengths, tokens, *_):
+    """What `prefill`, whose arguments these are, does for the drafter, but for an encoder that is the target's."""
+    shared = {}
+    if drafter.reads_encoder:
+        config = target.module.config
+        made_up = 1e-3 * inputs[..., None].astype(config.dtype)  # zeros would leave nothing to multiply
+        shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, config.emb_dim))}
+    return drafter.init(inputs, input_lengths, tokens, slots, **shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the host keeps of a batch while it decodes.
+
+    Attributes:
+      network: the target's; what `advance` takes.
+      drafter: the drafter really used: None where γ = 0.
+      prefix_lengths: `[B]` start token and decoder prefix, or prompt.
+      limits: `[B]` most new tokens of each row.
+      eos_ids: ids that stop a row.
+      stop: strings that stop a row.
+      deadline: seconds after which rows are left as they are, or None.
+      empty: `[B]` rows without input.
+      inputs: `[B]` the number of each row's input; −1 for a row that only fills up.
+      learns: where to note what drafts came to, a key of `costs.py`; None: nowhere, since outputs would depend on it.
+    """
+
+    network: Network
+    drafter: Drafter | None
+    prefix_lengths: np.ndarray
+    limits: np.ndarray
+    eos_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    deadline: float | None
+    empty: np.ndarray
+    inputs: np.ndarray
+    learns: str | None = None
+
+    def of(self, rows) -> "Request":
+        """That of some of the rows."""
+        per_row = {name: getattr(self, name)[rows] for name in ("prefix_lengths", "limits", "empty", "inputs")}
+        return dataclasses.replace(self, **per_row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The arguments of `generate` for N inputs, checked and on the host; `start` prefills some or all of them.
+
+    Attributes:
+      network, drafter, eos_ids, stop, deadline: as in `Request`.
+      program: what is compiled.
+      samples: rows for each input.
+      slots: S of a state with all inputs; prompts that are padded to less than the longest take fewer.
+      prompted: the target is decoder-only: its inputs are in `prefix`, and L = 0.
+      tokens: `[N, L]` ids of the inputs, padded.
+      lengths: `[N]` how many of them count.
+      prefix: `[N, P]` start token and decoder prefix, padded.
+      prefix_lengths, limits, gammas: `[N]` int32. empty: `[N]` bool.
+      keys: `[N · samples]`, one for each row.
+      rows, settings, policy: per input; what rows share is in `shared`.
+      shared: the tables of `rows` over the vocabulary: bias and forced tokens.
+      costs_key: under which `costs.py` keeps what γ is chosen by; None: it is not chosen by itself.
+    """
+
+    network: Network
+    drafter: Drafter | None
+    eos_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    deadline: float | None
+    program: StaticConfig
+    samples: int
+    slots: int
+    prompted: bool
+    tokens: np.ndarray
+    lengths: np.ndarray
+    prefix: np.ndarray
+    prefix_lengths: np.ndarray
+    limits: np.ndarray
+    gammas: np.ndarray
+    empty: np.ndarray
+    keys: jax.Array
+    rows: SamplingRows
+    settings: Settings | None
+    policy: Policy | None
+    shared: dict[str, np.ndarray | None]
+    costs_key: str | None = None
+
+    @property
+    def input_lengths(self) -> np.ndarray:
+        """`[N]`: ids of each input, a decoder-only target's too."""
+        return self.prefix_lengths if self.prompted else self.lengths
+
+    def plainly(self) -> "Plan":
+        """The same without a drafter."""
+        program = StaticConfig(0, self.program.mode, self.program.vocab_size)
+        return dataclasses.replace(
+            self, drafter=None, program=program, slots=self.slots - self.program.gamma,
+            gammas=np.zeros_like(self.gammas), settings=None, policy=None,
+        )  # fmt: skip
+
+    def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
+        """Prefills the inputs at `places [I]` (None: all, in their order).
+
+        Args:
+          places: numbers of inputs; −1 makes rows that are done, to fill up a number of rows that is compiled.
+          width: to which the inputs are padded; None: the bucket of the longest of them.
+        """
+        return prefill(*self.arguments(places, width)), self.request(places)
+
+    def arguments(self, places=None, width: int | None = None) -> tuple:
+        """Those of `prefill`."""
+        lengths, prefix_lengths, empty, keys = self.lengths, self.prefix_lengths, self.empty, self.keys
+        take = lambda values: values
+        if places is not None:
+            places = np.asarray(places)
+            take, filler = lambda values: values[places], places < 0
+            lengths, empty = np.where(filler, 0, lengths[places]), empty[places] | filler
+            prefix_lengths = np.where(filler, 1, prefix_lengths[places])
+            keys = take_keys(keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1))
+        repeat = lambda values: np.repeat(take(values), self.samples, axis=0)
+        per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
+        inputs, prefix, room = take(self.tokens), take(self.prefix), self.slots
+        if width is None:
+            width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
+        if self.prompted:
+            prefix = pad(prefix, width)
+            room = slots(width + int(max(self.limits)), self.program.gamma)
+        else:
+            inputs = pad(inputs, width)
+        copied = lambda values: np.repeat(values, self.samples, axis=0)
+        ends = copied(prefix_lengths + take(self.limits))
+        return (
+            self.network, self.drafter, self.program, room, inputs, lengths, copied(prefix), copied(prefix_lengths), keys,
+            dataclasses.replace(per_row(self.rows), **self.shared), per_row(self.settings), ends,
+            _stop_ids(self.eos_ids, len(ends)), repeat(self.gammas), copied(empty), per_row(self.policy),
+        )  # fmt: skip
+
+    def request(self, places=None) -> Request:
+        """What the host keeps of the rows of the inputs at `places [I]`, which are as for `start`."""
+        places = np.arange(len(self.limits)) if places is None else np.asarray(places)
+        take = lambda values, filler=None: np.repeat(
+            values[places] if filler is None else np.where(places < 0, filler, values[places]), self.samples
+        )
+        return Request(
+            self.network, self.drafter, take(self.prefix_lengths, filler=1), take(self.limits), self.eos_ids, self.stop,
+            self.deadline, take(self.empty, filler=True), np.repeat(places, self.samples),
+            self.costs_key if self.program.strict_argmax else None,
+        )  # fmt: skip
+
+
+def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
+    """Checks the arguments of `generate` and runs the prefill; for callers that drive `advance` themselves.
+
+    With `num_samples` N everything has N·B rows, those of one input side by side.
+    """
+    return plan(target, inputs, **options).start()
+
+
+def plan(
+    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier="block", lenience=None,
+    typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
+    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
+) -> Plan:  # fmt: skip
+    """Checks the arguments of `generate`.
+
+    Args:
+      batch_size: inputs that are decoded together; None: all.
+      first: as at the first call of a kind: `gamma="auto"` drafts, whatever earlier requests came to.
+    """
+    if target.config.encoder_dim is not None:
+        raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
+    if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
+        inputs = list(inputs)  # read twice below
+    tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
+    batch = len(lengths)
+    if batch == 0:
+        raise ValueError("inputs: got 0 inputs, expected at least 1")
+    if max(lengths) > max_input_length:
+        row = int(np.argmax(lengths))
+        raise ValueError(
+            f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {max_input_length}"
+        )
+    measured = isinstance(gamma, str) and drafter is not None
+    gamma = _number_or_policy(gamma, target, drafter)
+    measured &= isinstance(gamma, Policy)
+    policy = gamma if isinstance(gamma, Policy) else None
+    gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, MAX_GAMMA)
+    gammas = gammas if drafter is not None else np.zeros_like(gammas)
+    if policy is not None:
+        policy = policy.rows(batch) if drafter is not None else None
+    limits = check_per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
+    samples = int(check_per_row("num_samples", num_samples, 1, 1, 2**20)[0])
+    if drafter is not None:
+        check_pair(target, drafter)
+        check_policy(gamma, drafter)
+    rules = target.network.rules
+    if rules is not None:
+        rules.check_rows("inputs" if batch_size is None else "batch_size", batch if batch_size is None else batch_size)
+        if deadline is not None and jax.process_count() > 1:
+            raise UnsupportedCombination("deadline: got one for several processes, expected None: their clocks differ")
+    vocab_size = target.config.vocab_size
+    eos_ids = target.eos_ids if eos_ids is None else eos_ids
+    eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
+    if any(not isinstance(token, int | np.integer) or not 0 <= token < vocab_size for token in eos_ids):
+        raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
+    rows, width = sampling.rows(batch, vocab_size), int(max(gammas))
+    settings = verifier_settings(
+        verifier, sampling, width, batch, lenience, typical_epsilon, typical_delta, forced_alpha
+    )
+    check_limits(sampling, limits, samples)
+    stop = check_stop(stop, deadline)
+    if stop and target.vocabulary is None:
+        raise ValueError("stop: got strings for a model without a vocabulary, expected none")
+    empty = empty_rows(target, inputs, lengths)
+    if decoder_only(target):
+        if decoder_prefix is not None:
+            raise UnsupportedCombination(
+                "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
+            )
+        prefix, prefix_lengths = prompt_tokens(target, tokens, lengths)
+        check_prompts(target, drafter if width else None, prefix_lengths, limits)
+        # Not by the longest prompt: then what compiles would depend on more than its padded length.
+        longest, tokens, lengths = prefix.shape[1] + int(max(limits)), tokens[:, :0], np.zeros_like(lengths)
+    else:
+        prefix, prefix_lengths = decoder_tokens(target, decoder_prefix, batch)
+        longest = int(max(prefix_lengths + limits))
+
+    drafter, varies = drafter if width else None, drafter is not None and drafter.varies
+    widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
+    program = StaticConfig(width, sampling.mode, vocab_size, verifier)
+    if target.network.skips:
+        widths = ()
+    # Where positions are left out, what is made of their logits is not, which is much beside a step in 8 bits.
+    if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
+        widths = policy.widths
+    program = program._replace(widths=widths)
+    keys = row_keys(key, batch, samples)
+    if rules is not None:  # once for the request, and not with every call
+        keys, drafter = rules.put(keys), rules.put(drafter)
+    per_input, total = rows.replace(bias=None, forced=None), (batch if batch_size is None else batch_size) * samples
+    found = Plan(
+        network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
+        slots=slots(longest, width), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
+        prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
+        rows=per_input, settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
+    )  # fmt: skip
+    return _by_costs(found, total, first) if measured else found
+
+
+_PENDING = Auto()
+
+
+def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
+    """`gamma`; for "auto" a policy whose costs are yet to be found, or a number where they cannot be."""
+    if not isinstance(gamma, str):
+        return gamma
+    if gamma != "auto":
+        raise ValueError(f"gamma: got {gamma!r}, expected 'auto', an integer from 0 to {MAX_GAMMA}, or a policy")
+    if drafter is None:
+        return 0
+    return _PENDING if costs.measurable(target.network) else costs.FIXED
+
+
+def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
+    """`found` with what iterations cost on this machine, or plainly where drafting would not pay; `first` as for `plan`."""
+    length, slots_ = bucket(int(max(found.input_lengths))), found.slots
+    key = costs.key_of(found.network, found.drafter, found.program, rows, length, slots_)
+    numbers = costs.known(key)
+    if numbers is None:
+        places = np.arange(rows // found.samples) % len(found.limits)
+        arguments = found.arguments(places, length)
+        state = prefill(*arguments)
+        numbers = costs.measure(found.network, found.drafter, state, lambda: _drafter_alone(*arguments))
+        costs.keep(key, numbers)
+    learns = found.program.strict_argmax
+    if not numbers.pays(rows, learns):
+        return found.plainly()
+    policy = numbers.policy(rows, costs.learned(key) if learns and not first else None)
+    if policy is None:
+        return dataclasses.replace(found.plainly(), costs_key=key)
+    return dataclasses.replace(found, policy=policy.rows(len(found.limits)), costs_key=key)
+
+
+def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
+    """`[B, E]` with E a multiple of 4, padded with −1, so that another number of EOS ids rarely compiles anew."""
+    width = max(4, -(-len(eos_ids) // 4) * 4)
+    return np.broadcast_to(np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32), (batch, width))

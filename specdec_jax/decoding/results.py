@@ -1,0 +1,183 @@
+"""Trims and detokenises what the loop committed, and counts what happened."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specdec_jax.decoding import costs
+from specdec_jax.decoding.request import Request
+from specdec_jax.decoding.stop import cut
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative import state as speculative_state
+from specdec_jax.speculative.state import DecodeState
+
+
+class Stats(NamedTuple):
+    """Statistics in total and `per_row`; see the fields of `speculative.Counts`.
+
+    Attributes:
+      target_calls, draft_calls, drafted, accepted: counts.
+      accepted_by_position, examined_by_position: `[G]` arrays.
+      acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was examined, and for block
+        verification at T > 0, which judges a draft as a whole and has no such rate: the next two numbers are always
+        known.
+      tokens_per_target_call: new tokens over target calls (equation 1 is its expectation); None without a call.
+      per_row: the same for every row, or None.
+      accepted_per_target_call: drafted tokens that stood over target calls; None without a call. Divide
+        `accepted_by_position` by `target_calls` for how often each position of a draft stood.
+    """
+
+    target_calls: int
+    draft_calls: int
+    drafted: int
+    accepted: int
+    accepted_by_position: np.ndarray
+    examined_by_position: np.ndarray
+    acceptance_rate: float | None
+    tokens_per_target_call: float | None
+    per_row: tuple["Stats", ...] | None = None
+    accepted_per_target_call: float | None = None
+
+
+class NotNumbers(ValueError):
+    """Logits that are not numbers, which no output can be drawn from.
+
+    Attributes:
+      source: whose they are. input: number of the input. token: number of the new token, from 0.
+    """
+
+    def __init__(self, source: str, input: int, token: int):
+        self.source, self.input, self.token = source, input, token
+        super().__init__(
+            f"input {input}: got logits from {source} that are not finite numbers, at new token {token}, expected "
+            "numbers: are its weights damaged?"
+        )
+
+    def at(self, input: int) -> "NotNumbers":
+        """Returns the same error with the number that the input has elsewhere."""
+        return NotNumbers(self.source, input, self.token)
+
+
+class GenerationResult(NamedTuple):
+    """What `generate` returns.
+
+    Attributes:
+      texts: one string per input, or None without a vocabulary.
+      tokens: `[B, max_new_tokens]` int32 new tokens, EOS included, then 0.
+      lengths: `[B]` int32, how many of them count.
+      log_probs: `[B, max_new_tokens]` float32, log-probability of each token under the target's own law
+        (temperature 1, no filter), then 0.
+      stats: see `Stats`; of all that was committed, also of what a stop string has cut off.
+      adjusted_log_probs: `[B, max_new_tokens]` float32, the same under the law that was sampled (processors, temperature
+        and filters applied), then 0; −inf where a lossy verifier let pass what that law excludes.
+      finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string), "deadline", or "empty"
+        (nothing to decode).
+    """
+
+    texts: list[str] | None
+    tokens: np.ndarray
+    lengths: np.ndarray
+    log_probs: np.ndarray
+    stats: Stats
+    adjusted_log_probs: np.ndarray
+    finish_reasons: list[str]
+
+
+class Committed(NamedTuple):
+    """What rows have committed, on the host: the fields of `DecodeState` of the same names."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    done: np.ndarray
+    log_probs: np.ndarray
+    adjusted_log_probs: np.ndarray | None
+    draft_failed: np.ndarray
+    counts: speculative_state.Counts
+    program: speculative_state.StaticConfig
+
+    @classmethod
+    def fields(cls, state: DecodeState) -> dict:
+        """The parts of a state that are read, by name, on the device; traced or not."""
+        return {name: getattr(state, name) for name in cls._fields if name != "program"}
+
+    @classmethod
+    def of(cls, state: DecodeState, rows=None) -> "Committed":
+        """That of all rows, or a copy of that of the given ones."""
+        values = jax.device_get(cls.fields(state))
+        if rows is not None:
+            values = jax.tree.map(lambda leaf: leaf[rows], values)
+        return cls(**values, program=state.program)
+
+
+def finish(target: LanguageModel, state: DecodeState | Committed, request: Request) -> GenerationResult:
+    """Trims and detokenises what has been committed so far.
+
+    Raises:
+      NotNumbers: logits were met that are not.
+    """
+    if isinstance(state, DecodeState):
+        state = Committed.of(state)
+    _check_numbers(target, state, request)
+    tokens, ends, done, log_probs, adjusted, _, counts, program = state
+    columns, starts = np.arange(max(request.limits)), request.prefix_lengths
+    committed = ends - starts
+    # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
+    slots = np.minimum(starts[:, None] + columns, tokens.shape[1] - 1)
+    tokens = np.take_along_axis(tokens, slots, axis=1)
+    reasons = _finish_reasons(tokens, committed, done, request)
+    lengths, texts = committed.copy(), None
+    for row in range(len(lengths)) if request.stop else ():
+        kept = cut(target.vocabulary, tokens[row, : committed[row]].tolist(), request.stop)
+        if kept is not None:
+            lengths[row], reasons[row] = kept, "stop"
+    live = columns < lengths[:, None]
+    only_live = lambda values: np.where(live, values, values.dtype.type(0))
+    tokens, log_probs = only_live(tokens), only_live(np.take_along_axis(log_probs, slots, axis=1))
+    # Under a one-hot law every token that was chosen has log-probability 0.
+    adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
+    if target.vocabulary is not None:
+        texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
+    if request.learns:
+        costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
+    stats = _stats(counts, committed, token_by_token=program.verifier != "block" or program.mode.greedy)
+    return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
+
+
+def _check_numbers(target: LanguageModel, state: Committed, request: Request) -> None:
+    slots = np.arange(state.tokens.shape[1])
+    committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
+    for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[:1]:
+        source = f"the target {target.name}" + (" or the processor" if state.program.mode.processor else "")
+        raise NotNumbers(source, int(request.inputs[row]), int(slot - request.prefix_lengths[row]))
+    for (row,) in np.argwhere(state.draft_failed)[:1]:
+        token = int(state.draft_failed[row] - request.prefix_lengths[row])
+        name = request.drafter.name
+        raise NotNumbers(f"the drafter {name}", int(request.inputs[row]), token)
+
+
+def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:
+    def reason(row: int) -> str:
+        if request.empty[row]:
+            return "empty"
+        if lengths[row] and tokens[row, lengths[row] - 1] in request.eos_ids:
+            return "eos"
+        return "length" if lengths[row] >= request.limits[row] else "deadline"
+
+    return [reason(row) for row in range(len(done))]
+
+
+def _stats(counts: speculative_state.Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
+    def one(counts, new_tokens, per_row=None):
+        examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
+        per_call = lambda number: int(number) / calls if calls else None
+        return Stats(
+            calls, int(counts.draft_calls), int(counts.drafted), int(counts.accepted),
+            counts.accepted_by_position, counts.examined_by_position,
+            int(counts.accepted) / examined if examined and token_by_token else None, per_call(new_tokens), per_row,
+            per_call(counts.accepted),
+        )  # fmt: skip
+
+    rows = range(len(new_tokens))
+    per_row = tuple(one(jax.tree.map(lambda leaf: leaf[row], counts), new_tokens[row]) for row in rows)
+    return one(jax.tree.map(lambda leaf: leaf.sum(axis=0), counts), new_tokens.sum(), per_row)

@@ -1,0 +1,83 @@
+"""Yields the texts of rows while they are decoded."""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specdec_jax.decoding.loop import FOREVER, advance_by
+from specdec_jax.decoding.request import Request, prepare
+from specdec_jax.decoding.results import finish
+from specdec_jax.decoding.stop import shown
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.state import DecodeState
+
+
+class Piece(NamedTuple):
+    """What `stream` yields.
+
+    Attributes:
+      row: which row it belongs to.
+      text: new text, whole characters; the pieces of a row joined are its text.
+      tokens: the new ids; those of a row joined are its ids.
+      finish_reason: as in `GenerationResult`, with a row's last piece; None before.
+    """
+
+    row: int
+    text: str
+    tokens: list[int]
+    finish_reason: str | None
+
+
+def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Iterator[Piece]:
+    """Decodes a batch and yields the text of its rows as it is committed.
+
+    What may yet turn out to be a part of a character, or of a stop string, is held back. The pieces of a row make up what
+    `generate` returns for it.
+
+    Args:
+      every: iterations between two looks; more make fewer, longer pieces and less work for the host.
+      options: as for `generate`.
+    """
+    begun = time.monotonic()
+    if target.vocabulary is None:
+        raise ValueError("stream: got a model without a vocabulary, expected one, since text is what it yields")
+    if not isinstance(every, int | np.integer) or not 1 <= every <= FOREVER:
+        raise ValueError(f"every: got {every!r}, expected an integer of at least 1")
+    state, request = prepare(target, inputs, **options)
+    return _pieces(target, state, request, every, begun)
+
+
+def _pieces(target, state: DecodeState, request: Request, every: int, begun: float) -> Iterator[Piece]:
+    vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
+    for state in advance_by(target, state, request, np.int32(every), begun):
+        tokens, lengths, done = jax.device_get((state.tokens, state.lengths, state.done))
+        for row, start in enumerate(request.prefix_lengths):
+            if done[row]:
+                continue
+            ids = tokens[row, start : lengths[row]].tolist()
+            count = shown(vocabulary, ids, request.stop)
+            text = _after(vocabulary, ids[:count], sent[row])
+            if text:
+                yield Piece(row, text, ids[sent[row] : count], None)
+                sent[row] = count
+        newly = [row for row in np.flatnonzero(done) if row not in closed]
+        closed.update(newly)
+        if newly:
+            yield from _last_pieces(target, state, request, newly, sent)
+    rest = [row for row in range(len(sent)) if row not in closed]
+    yield from _last_pieces(target, state, request, rest, sent)
+
+
+def _last_pieces(target, state: DecodeState, request: Request, rows, sent) -> Iterator[Piece]:
+    result = finish(target, state, request) if len(rows) else None
+    for row in map(int, rows):
+        ids = result.tokens[row, : result.lengths[row]].tolist()
+        yield Piece(row, _after(target.vocabulary, ids, sent[row]), ids[sent[row] :], result.finish_reasons[row])
+
+
+def _after(vocabulary, ids: list[int], count: int) -> str:
+    """The text of `ids` past that of the first `count`."""
+    return vocabulary.decode(ids)[len(vocabulary.decode(ids[:count])) :]

@@ -1,0 +1,230 @@
+"""Speculative decoding inside somebody else's traced function, under the names of T5X's `decoding.temperature_sample`.
+
+There the target's parameters and the batch are traced, and so nothing is looked at, padded or raised by their values.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.checkpoints.leaves import check_shapes
+from specdec_jax.decoding.checks import check_policy, verifier_settings
+from specdec_jax.decoding.inputs import slots
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prefill
+from specdec_jax.models import layouts, panels
+from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.parameters import flatten, parameter_shapes
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.draws import seeded, threefry
+from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
+from specdec_jax.speculative.state import StaticConfig
+
+# T5X takes the argmax at a temperature up to this.
+_LEAST_TEMPERATURE = 1e-4
+# Its name of what may be another for every call -> ours.
+_PER_CALL = {"temperature": "temperature", "topk": "top_k", "topp": "top_p"}
+_KNOWN = (*_PER_CALL, "decode_rng", "eos_id", "max_decode_steps", "max_decode_steps_hard_limit", "rescale_log_probs")
+
+
+class Decoded(NamedTuple):
+    """What `Decoder.decode` returns, arrays.
+
+    Attributes:
+      tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
+      scores: `[B]` float32, log-probability of the new tokens; NaN where the target's logits are not numbers.
+      target_calls, drafted, accepted: `[B]` int32, as in `speculative.Counts`.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    target_calls: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+
+
+def network_of(params: Mapping, config: T5Config) -> Network:
+    """A target of traced parameters.
+
+    On an accelerator the parameters are used as they are: the loop's own layout would be a second copy of them.
+
+    Args:
+      params: nested dict of T5X's names.
+
+    Raises:
+      ValueError: a parameter is missing, unexpected or of the wrong shape.
+    """
+    tree = _copied(params)
+    check_shapes(flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration")
+    tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
+    if not panels.usable(config.dtype):
+        return Network(tree, T5(config))
+    packed, module = layouts.pack(tree, True), T5(config, fused=True, native=True)
+    if config.logits_via_embedding:
+        packed, module = layouts.with_head(packed, True, True), T5(config.with_own_head(), fused=True, native=True)
+    return Network(packed, module)
+
+
+def _copied(node):
+    """Nested dicts of whatever nested mappings, frozen ones too."""
+    return {name: _copied(value) for name, value in node.items()} if isinstance(node, Mapping) else node
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """How to decode; checked when it is made.
+
+    Attributes:
+      config: of the target.
+      drafter: None is plain decoding.
+      gamma, sampling, verifier, lenience, typical_epsilon, typical_delta: as for `generate`.
+      rescale_log_probs: scores are of the law that was sampled (0 with argmax), as T5X's are; else of the target's own law.
+    """
+
+    config: T5Config
+    drafter: Drafter | None = None
+    gamma: int | Policy = 4
+    sampling: SamplingConfig = SamplingConfig()
+    verifier: str = "block"
+    lenience: float | None = None
+    typical_epsilon: float | None = None
+    typical_delta: float | None = None
+    rescale_log_probs: bool = True
+
+    def __post_init__(self):
+        most = self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
+        if not isinstance(most, int) or not 0 <= most <= MAX_GAMMA:
+            raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {MAX_GAMMA}, or a policy of it")
+        if self.drafter is not None:
+            check_policy(self.gamma, self.drafter)
+        for model in self.drafter.models if self.drafter is not None else ():
+            if decoder_only(model) or model.config.encoder_dim not in (None, self.config.emb_dim):
+                got = "a decoder-only model" if decoder_only(model) else f"encoder_dim {model.config.encoder_dim}"
+                expected = f"a T5 with an encoder, or encoder_dim {self.config.emb_dim}"
+                raise ValueError(f"drafter: got {got}, expected {expected}")
+        self._settings(1)
+        self.sampling.rows(1, self.config.vocab_size)
+
+    @property
+    def width(self) -> int:
+        """G: the most tokens drafted in one iteration."""
+        if self.drafter is None:
+            return 0
+        return self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
+
+    def _settings(self, batch: int):
+        return verifier_settings(
+            self.verifier, self.sampling, self.width, batch, self.lenience, self.typical_epsilon, self.typical_delta
+        )
+
+    def decode(
+        self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None, prompted: bool = True,
+    ) -> Decoded:  # fmt: skip
+        """Decodes a batch; to be called under `jax.jit`.
+
+        Args:
+          params: of the target.
+          inputs: `[B, L']` int32; 0 at the end of a row is padding.
+          prompts: `[B, L]` int32, the start token 0, a prompt to repeat and continue (up to its first 0), then 0: L tokens at
+            most come out.
+          eos_id: ends a row, but not in its prompt.
+          rng: key of the batch, of any kind; that of seed 0 if None.
+          decoder_params: what T5X's `temperature_sample` takes, for this call: `temperature`, `topk`, `topp` (one number, or
+            one per row), `max_decode_steps`, `max_decode_steps_hard_limit`, `rescale_log_probs`, `eos_id`, `decode_rng`.
+          prompted: False says that there is no prompt in any row.
+
+        Raises:
+          ValueError: other `decoder_params`, or values that make no sense; parameters of another shape.
+        """
+        given = dict(decoder_params or {})
+        unknown = sorted(set(given) - set(_KNOWN))
+        if unknown:
+            raise ValueError(f"decoder_params: got {', '.join(unknown)}, expected only {', '.join(_KNOWN)}")
+        if given.get("decode_rng") is not None:
+            if rng is not None:
+                raise ValueError("decoder_params: got decode_rng beside the argument rng, expected one of the two")
+            rng = given["decode_rng"]
+        batch, length = prompts.shape
+        mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
+        network = network_of(params, self.config)
+        policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
+        varies = self.drafter is not None and self.drafter.varies
+        widths = call_widths(self.width, none=varies) if self.width and (varies or policy is not None) else ()
+        program = StaticConfig(self.width, mode, self.config.vocab_size, self.verifier, widths)
+        tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
+        starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
+        places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
+        state = prefill(
+            network, self.drafter if self.width else None, program, slots(length + 1, self.width), inputs,
+            jnp.max(jnp.where(inputs != 0, places, 0), axis=1), tokens, starts, _keys(rng, batch), rows,
+            self._settings(batch), 1 + _lengths(given, starts - 1, length), _ends(given.get("eos_id", eos_id), batch),
+            jnp.full(batch, self.width, jnp.int32), jnp.zeros(batch, bool), policy,
+        )  # fmt: skip
+        state = advance(network, self.drafter if self.width else None, state, np.int32(2**31 - 1))
+        columns = jnp.arange(1, length + 1)
+        decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
+        log_probs = state.log_probs
+        if given.get("rescale_log_probs", self.rescale_log_probs):
+            adjusted = state.adjusted_log_probs  # None where every token is the argmax
+            log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
+        counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)
+        scores = jnp.where(sound, jnp.sum(log_probs, axis=1), jnp.nan)
+        # The id in the place of what could not be drawn would be none to T5X.
+        return Decoded(jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted)
+
+
+def _traced(value) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def _sampling(
+    config: SamplingConfig, given: Mapping[str, Any], batch: int, vocab_size: int
+) -> tuple[SamplingMode, SamplingRows]:
+    """The static and the traced part of `config` with what one call says otherwise."""
+    values = {ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None}
+    fixed = {name: np.asarray(value) for name, value in values.items() if not _traced(value)}
+    if np.any(fixed.get("top_k", 0)) and np.any(fixed.get("top_p", 0)):
+        raise ValueError("decoder_params: got topk and topp, expected at most one of the two to be other than 0")
+    if "temperature" in fixed:
+        fixed["temperature"] = np.where(fixed["temperature"] > _LEAST_TEMPERATURE, fixed["temperature"], 0.0)
+    if "top_p" in fixed:
+        fixed["top_p"] = np.where(fixed["top_p"] == 0, 1.0, fixed["top_p"])  # T5X's 0 keeps all
+    config = dataclasses.replace(config, **{name: value.tolist() for name, value in fixed.items()})
+    mode, rows, late = config.mode._asdict(), config.rows(batch, vocab_size), {}
+    for name in values.keys() - fixed.keys():
+        value, old = jnp.asarray(values[name]), getattr(rows, name)
+        if name == "temperature":
+            value, mode["greedy"] = jnp.where(value > _LEAST_TEMPERATURE, value, 0), False
+        else:
+            value, mode[name] = jnp.where((value == 0) & (name == "top_p"), 1, value), True
+        late[name] = jnp.broadcast_to(value.astype(old.dtype), (batch,))
+    return SamplingMode(**mode), dataclasses.replace(rows, **late)
+
+
+def _lengths(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.Array:
+    """`[B]`, most tokens of each row that come out, its prompt included."""
+    steps, hard = given.get("max_decode_steps"), given.get("max_decode_steps_hard_limit")
+    if steps is None:
+        return jnp.full(prompts.shape, length, jnp.int32)
+    if not _traced(steps) and np.any(np.asarray(steps) < 1):
+        raise ValueError(f"max_decode_steps: got {steps}, expected at least 1")
+    if hard:
+        steps = jnp.minimum(steps, hard)
+    return jnp.minimum(prompts + steps, length).astype(jnp.int32)
+
+
+def _ends(eos_id, batch: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id)))
+
+
+def _keys(rng: jax.Array | None, batch: int) -> jax.Array:
+    """`[B]` keys of the rows out of the batch's, of whatever kind T5X was told to use."""
+    return fold_keys(seeded(0) if rng is None else threefry(rng), jnp.arange(batch))

@@ -1,0 +1,149 @@
+"""Drafts by n-grams that are learnt from the target's own calls while it decodes."""
+
+from typing import ClassVar, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, point_mass
+from specdec_jax.drafters.prompt_lookup import Inputs, match_lengths
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.state import DecodeState, Draft, Scored
+
+
+class NGramMemory(NamedTuple):
+    """What `AssistedNGramDrafter` keeps of each row: its input, and its latest N calls' positions in a ring.
+
+    Attributes:
+      inputs: the encoder's input.
+      contexts: `[B, N, n − 1]` int32 ids before a position, the last id first; −2, which is no id, where there is none.
+      tokens: `[B, N, K]` int32 the target's K most probable ids there.
+      weights: `[B, N, K]` float32 their probabilities under the target's own law.
+      written: `[B]` int32 positions written so far.
+    """
+
+    inputs: Inputs
+    contexts: jax.Array
+    tokens: jax.Array
+    weights: jax.Array
+    written: jax.Array
+
+
+@flax.struct.dataclass
+class AssistedNGramDrafter(Drafter):
+    """Drafts what most often followed the last n − 1 ids in all that the decode itself has shown.
+
+    Counted are: every id of the encoder's input and of the output (for a decoder-only target of prompt and output, the first
+    id as a context only), 1; and at every position that the target scored, those
+    after refused ids too, its `top_k` most probable ids, with their probabilities. The longest context that occurs anywhere
+    counts, from n − 1 ids down to none (then the heaviest single id); of equally heavy ids the smallest. (Context
+    n-grams and the model's own top-k: The N-Grammys, Stewart et al. 2024, arXiv 2411.03786.)
+
+    Drafts are point masses, so that a mismatch costs nothing: token verification lets x stand with probability p(x) and else
+    draws from p without x, which is one draw from p, compared with x. `verifier="gumbel"` takes just that draw, the one
+    plain decoding would make. Nothing is ever drawn a second time (PITFALLS row 5).
+
+    Attributes:
+      order: n, from 2 on.
+      top_k: K.
+      memory: N, the latest scored positions that are remembered, for each row.
+    """
+
+    observes: ClassVar[bool] = True
+    order: int = flax.struct.field(pytree_node=False, default=4)
+    top_k: int = flax.struct.field(pytree_node=False, default=4)
+    memory: int = flax.struct.field(pytree_node=False, default=64)
+
+    def __post_init__(self):
+        for name, least, most in (("order", 2, 16), ("top_k", 1, 64), ("memory", 1, 2**16)):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or not least <= value <= most:
+                raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}")
+
+    @property
+    def name(self) -> str:
+        return f"assisted {self.order}-grams"
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> NGramMemory:
+        batch = len(tokens)
+        copies, room = batch // inputs.shape[0], (batch, self.memory)
+        return NGramMemory(
+            Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies)),
+            jnp.full((*room, self.order - 1), -2, jnp.int32), jnp.zeros((*room, self.top_k), jnp.int32),
+            jnp.zeros((*room, self.top_k), jnp.float32), jnp.zeros(batch, jnp.int32),
+        )  # fmt: skip
+
+    def draft(self, draft_state: NGramMemory, state: DecodeState, num_wanted) -> tuple[NGramMemory, Draft]:
+        inputs, remembered = draft_state.inputs, (len(state.lengths), self.memory * self.top_k)
+        slots, columns = jnp.arange(state.tokens.shape[1]), jnp.arange(inputs.tokens.shape[1])
+        weights = draft_state.weights.reshape(remembered)
+
+        def choose(step, tokens, carry):
+            lengths = state.lengths + step
+            ending = _ending(tokens, lengths, self.order - 1, -1)
+            same = draft_state.contexts == ending[:, None]
+            in_memory = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=2), axis=2)
+            texts = tokens, inputs.tokens, draft_state.tokens.reshape(remembered)
+            matches = (
+                match_lengths(tokens, lengths, ending), match_lengths(inputs.tokens, inputs.lengths, ending),
+                jnp.repeat(in_memory, self.top_k, axis=1),
+            )  # fmt: skip
+            # The start token, or the first id of a prompt, follows nothing.
+            inside = (slots > 0) & (slots < lengths[:, None]), columns < inputs.lengths[:, None]
+            counts = *(mask.astype(jnp.float32) for mask in inside), weights
+            return _heaviest(*(jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))), carry
+
+        tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
+        return draft_state, draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
+
+    def observe(self, draft_state: NGramMemory, state: DecodeState, scored: Scored) -> NGramMemory:
+        """Remembers what the target made of every position that it was really fed."""
+        batch, width = scored.tokens.shape
+        # The first id that was fed stands in the last slot before the new ones.
+        before = _ending(state.tokens, state.lengths - scored.num_new - 1, self.order - 2, -2)[:, ::-1]
+        fed = jnp.concatenate([before, scored.tokens], axis=1)
+        ends = jnp.arange(width)[:, None] + self.order - 2 - jnp.arange(self.order - 1)
+        logits, tokens = scored.logits, []
+        for _ in range(self.top_k):  # a sort of the vocabulary would cost far more
+            tokens.append(laws.argmax(logits))
+            logits = jnp.where(jnp.arange(logits.shape[-1]) == tokens[-1][..., None], -jnp.inf, logits)
+        tokens = jnp.stack(tokens, axis=-1)
+        weights = jnp.exp(
+            jnp.take_along_axis(scored.logits, tokens, axis=-1)
+            - jax.nn.logsumexp(scored.logits, axis=-1, keepdims=True)
+        )
+        count = jnp.where(scored.num_new > 0, state.last_drafted + 1, 0)
+        # Of more positions than there is room for the last stay.
+        age = (draft_state.written + count - 1)[:, None] - jnp.arange(self.memory)
+        place = (count - 1)[:, None] - age % self.memory
+        write = lambda old, new: jnp.where(
+            (place >= 0)[..., None], jnp.take_along_axis(new, jnp.maximum(place, 0)[..., None], axis=1), old
+        )
+        return draft_state._replace(
+            contexts=write(draft_state.contexts, fed[:, ends]), tokens=write(draft_state.tokens, tokens),
+            weights=write(draft_state.weights, weights), written=draft_state.written + count,
+        )  # fmt: skip
+
+
+def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
+    """The last `size` ids `[B, size]` of the first `lengths [B]` of `tokens [B, S]`, the last first; `missing` before."""
+    places = lengths[:, None] - jnp.arange(1, size + 1)
+    return jnp.where(places >= 0, jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1), missing)
+
+
+def _heaviest(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:
+    """The id `[B]` with the greatest sum of weights among the longest matches with any weight, 0 if none has any.
+
+    All args `[B, C]`.
+    """
+    tokens = jnp.where(weights > 0, tokens, 0)
+    longest = jnp.max(jnp.where(weights > 0, matches, 0), axis=1, keepdims=True)
+    weights = jnp.where(matches == longest, weights, 0)
+    # Every candidate against every other: a scatter over the vocabulary is a loop on a CPU.
+    equal = tokens[:, :, None] == tokens[:, None, :]
+    totals = jnp.sum(jnp.where(equal, weights[:, :, None], 0), axis=1)
+    best = jnp.max(totals, axis=1, keepdims=True)
+    return jnp.min(jnp.where(totals == best, tokens, jnp.iinfo(jnp.int32).max), axis=1)

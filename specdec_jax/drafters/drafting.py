@@ -1,0 +1,158 @@
+"""What drafters share: the loop over a draft, a token with the law that it is drawn from, drafts without a model."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.speculative import draws, laws
+from specdec_jax.speculative.gamma import DraftSignals
+from specdec_jax.speculative.laws import Law, PointMass
+from specdec_jax.speculative.state import DecodeState, Draft, context
+
+# A number that no committed length reaches, and that nothing else is folded into a request's key with.
+_APART = 2**31 - 2
+
+
+def keys_apart(state: DecodeState) -> jax.Array:
+    """Keys `[B]` for the draws of a part of the draft that begins past the committed tokens.
+
+    Uniforms are keyed by the length at which a draft begins. With the request's own keys a part that begins later would
+    meet the draws of a later iteration. Coupling keys by absolute position, which is its point: there the keys stay.
+    """
+    if state.program.verifier == "gumbel":
+        return state.keys
+    fold = lambda key, length: jax.random.fold_in(jax.random.fold_in(key, _APART), length)
+    return jax.vmap(fold)(state.keys, state.lengths)
+
+
+def draft_tokens(
+    state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0,
+    catch_up: Callable | None = None, seen: Callable[[Any], DraftSignals | None] = lambda carry: None,
+) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+    """Drafts one token after another; a model that lags behind first catches up, two positions in a call.
+
+    A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends the draft; that token
+    stays in the draft (dropping it would bias the law).
+
+    Args:
+      state: the committed tokens and what goes with them.
+      num_wanted: `[B]`, the most to draft.
+      choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry), for step = 0, 1 …
+      carry: what `choose` keeps from step to step.
+      lag: scalar, how many tokens before the last committed one must be fed.
+      catch_up: as `choose`, of the token fed before this step's too: for step = 1 − lag, 3 − lag … up to 0 or −1. What
+        it chooses for a step below 0 is thrown away. May be missing where nothing lags.
+      seen: what `look` made of the laws so far, out of a carry.
+
+    Returns:
+      Tokens `[B, G]`, how many of them count `[B]`, and the last carry.
+    """
+    lengths, slots = state.lengths, jnp.arange(state.tokens.shape[1])
+
+    def more(loop):
+        step, _, num_drafted, _ = loop
+        return jnp.any(step < num_drafted)
+
+    def take(choose, loop):
+        step, tokens, num_drafted, carry = loop
+        token, carry = choose(step, tokens, carry)
+        drawing = (step >= 0) & (step < num_drafted)
+        written = drawing[:, None] & (slots == (lengths + step)[:, None])
+        tokens = jnp.where(written, token[:, None], tokens)
+        is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
+        most = jnp.where(is_eos, step + 1, num_drafted)
+        if seen(carry) is not None:
+            limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), seen(carry))
+            most = jnp.minimum(most, jnp.maximum(limit, step + 1))
+        return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
+
+    def take_pair(loop):
+        return take(catch_up, (loop[0] + 1, *loop[1:]))
+
+    loop = -jnp.asarray(lag, jnp.int32), state.tokens, num_wanted, carry
+    if catch_up is not None:
+        # A loop though it mostly runs once or never: the branches of a `lax.cond` would copy the caches.
+        loop = jax.lax.while_loop(lambda loop: loop[0] < 0, take_pair, loop)
+    _, tokens, num_drafted, carry = jax.lax.while_loop(more, functools.partial(take, choose), loop)
+    drafted = jnp.minimum(lengths[:, None] + jnp.arange(state.program.gamma), len(slots) - 1)
+    return jnp.take_along_axis(tokens, drafted, axis=1), num_drafted, carry
+
+
+def empty_law(state: DecodeState) -> Law | None:
+    """Room for the law of a draft, None where no verifier will look at it."""
+    program = state.program
+    if not program.asks_draft_law:
+        return None
+    shape = (len(state.lengths), program.gamma)
+    return Law(jnp.zeros((*shape, program.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32))
+
+
+def draw_adjusted(state: DecodeState, logits, tokens, step, law: Law | None) -> tuple[jax.Array, Law | None]:
+    """One token `[B]` from `logits [B, 1, V]` after processors, temperature and filters; its argmax at temperature 0.
+
+    Also returns `law` with the law it was drawn from at position `step`. `tokens [B, S]` holds what was drafted before.
+    """
+    program, prefixes = state.program, context(state, tokens, jnp.maximum(step, 0))
+    if program.mode.greedy:
+        return laws.argmax(laws.process(logits, prefixes, state.sampling, program.mode))[:, 0], law
+    return draw(state, laws.standardize(logits, prefixes, state.sampling, program.mode), step, law)
+
+
+def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Array, Law | None]:
+    """One token `[B]` from the law `here` over `[B, 1, V]`, and `law` with it at position `step`.
+
+    While catching up (step < 0) what is drawn is thrown away.
+    """
+    if state.program.verifier == "gumbel":
+        positions = (state.lengths + jnp.maximum(step, 0))[:, None]
+        noise = draws.gumbel_noise(state.keys, positions, state.program.vocab_size)
+        return laws.argmax(here.logits + noise)[:, 0], law
+    offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
+    random = draws.words(state.keys, state.lengths, offsets, draws.DRAFT)[:, 0]
+    drawn = draws.draw(here.probs()[:, 0], random)
+    if law is not None:
+        # While catching up position 0 is written, which step 0 then overwrites.
+        write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+        law = Law(*map(write, law, here))
+    return drawn, law
+
+
+def record_signals(
+    state: DecodeState, logits, tokens, step, token: jax.Array, seen: DraftSignals | None
+) -> DraftSignals | None:
+    """`seen` with what the policy of γ reads of the law that `token [B]` came from; other args as for `draw_adjusted`."""
+    if seen is None:
+        return None
+    prefixes = context(state, tokens, jnp.maximum(step, 0))
+    law = laws.standardize(logits, prefixes, state.sampling, state.program.mode, soften=True)
+    entropy = law.entropy()
+    here = DraftSignals(law.prob(token[:, None]), entropy, entropy / max(math.log(logits.shape[-1]), 1e-9))
+    # While catching up position 0 is written, which step 0 then overwrites.
+    write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+    return DraftSignals(*map(write, seen, here))
+
+
+def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """`logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability 0, ids that the target lacks go.
+
+    The cut comes before any adjustment, so that the resulting law is the one that is drawn from.
+    """
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return jnp.pad(logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),), constant_values=-jnp.inf)
+    return logits[..., :vocab_size]
+
+
+def point_mass(state: DecodeState, tokens: jax.Array) -> PointMass | None:
+    return PointMass(tokens, state.program.vocab_size) if state.program.asks_draft_law else None
+
+
+def draft_without_calls(
+    state: DecodeState, tokens: jax.Array, num_drafted: jax.Array, law: Law | PointMass | None
+) -> Draft:
+    """A draft that no model was called for."""
+    return Draft(tokens, num_drafted, law, jnp.zeros_like(state.lengths))

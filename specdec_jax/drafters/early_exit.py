@@ -1,0 +1,126 @@
+"""Early exit: the first decoder layers of the target itself as drafter, on the target's own cache."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
+from specdec_jax.models import layouts
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.network import Network
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+
+
+@flax.struct.dataclass
+class ExitNetwork(Network):
+    """A network that stops after its first decoder layers.
+
+    Attributes:
+      layers: k, the decoder layers that run; the caches of the others stay as they are.
+      kernel: `[D, W]` of a head of its own, applied to the normalised states; None is the network's head.
+    """
+
+    layers: int = flax.struct.field(pytree_node=False, default=1)
+    kernel: layouts.Kernel | None = None
+
+    def decode(self, tokens, positions, cache, live=None):
+        states, cache = self.decode_states(tokens, positions, cache, self.layers, live)
+        return self.head(states, live), cache
+
+    def head(self, states, live=None):
+        return (
+            super().head(states, live) if self.kernel is None else apply_kernel(states, self.kernel, jnp.float32, live)
+        )
+
+
+@jax.tree_util.register_pytree_node_class
+class EarlyExitDrafter(Drafter):
+    """Drafts with the first k decoder layers of the target, its last norm and its head: no second model, no cache.
+
+    The layers below the exit compute from a token what they compute in the target's own call. So the drafter reads
+    the target's cache, which lacks exactly the last committed token, and feeds that first: there is never anything to
+    catch up with. What it writes are slots that the target's call overwrites.
+
+    Attributes:
+      model: the target; no other can be drafted for.
+      layers: k, from 1 to one less than the target has.
+    """
+
+    tells_law = True
+    needs_target_state = True
+
+    def __init__(self, model: LanguageModel, layers: int, head=None):
+        """Args as the attributes; `head [D, W]` is the kernel of a head of its own, None the target's head.
+
+        Raises:
+          ValueError: a number of layers that leaves none or all, or a head of another shape.
+        """
+        config = model.config
+        if not isinstance(layers, int | np.integer) or not 1 <= layers < config.num_decoder_layers:
+            expected = f"an integer from 1 to {config.num_decoder_layers - 1}"
+            if config.num_decoder_layers == 1:
+                expected = "a target with more than one decoder layer"
+            raise ValueError(f"layers: got {layers!r}, expected {expected}")
+        if head is not None and (np.ndim(head) != 2 or np.shape(head)[0] != config.emb_dim):
+            raise ValueError(f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)")
+        self.model, self.layers = model, int(layers)
+        network = model.network
+        head = None if head is None else layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
+        self.network = ExitNetwork(network.params, network.module, network.rules, self.layers, head)
+
+    def tree_flatten(self):
+        return (self.network,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        drafter = object.__new__(cls)  # inside jit only the network is there
+        (drafter.network,) = children
+        return drafter
+
+    @property
+    def name(self) -> str:
+        return f"the first {self.layers} of {self.model.config.num_decoder_layers} decoder layers"
+
+    @property
+    def models(self) -> tuple[LanguageModel, ...]:
+        return (self.model,)
+
+    def steps(self) -> dict[str, Network]:
+        return {"draft step": self.network}
+
+    def identity(self) -> tuple[list[Any], Any]:
+        return [self.model.contents, self.layers], layouts.matrix(self.network.kernel)
+
+    def check(self, target: LanguageModel) -> None:
+        if self.model is not target:
+            raise ValueError(
+                f"drafter: got an early exit of another model ({self.model.name}), expected one of the target itself "
+                f"({target.name})"
+            )
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+        return ()
+
+    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+        last, vocab_size = state.lengths - 1, state.program.vocab_size
+
+        def choose(step, tokens, carry):
+            cache, law, seen = carry
+            position = last + step
+            fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
+            logits, cache = self.network.decode(fed, position, cache, (step < num_wanted)[:, None])
+            logits = match_width(logits, vocab_size)
+            drawn, law = draw_adjusted(state, logits, tokens, step, law)
+            return drawn, (cache, law, record_signals(state, logits, tokens, step, drawn, seen))
+
+        carry = state.target_cache, empty_law(state), empty_signals(state.policy, len(last))
+        tokens, num_drafted, (cache, law, seen) = draft_tokens(
+            state, num_wanted, choose, carry, seen=lambda carry: carry[2]
+        )
+        # The written cache is handed on though the target overwrites it: the old one would have to be copied.
+        return (), Draft(tokens, num_drafted, law, calls=num_drafted, seen=seen, target_cache=cache)

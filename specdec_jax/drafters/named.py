@@ -1,0 +1,61 @@
+"""Drafters by the name that the command line gives them: `--drafter=lookup`, `exit:3`, a table, a folder."""
+
+import pathlib
+from collections.abc import Callable
+
+from specdec_jax.checkpoints import loader, own
+from specdec_jax.drafters.assisted import AssistedNGramDrafter
+from specdec_jax.drafters.early_exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
+
+# Drafters that need nothing but the target.
+WITHOUT_FILES: dict[str, Callable[[LanguageModel], Drafter]] = {
+    "lookup": lambda target: PromptLookupDrafter(),
+    "assisted": lambda target: AssistedNGramDrafter(),
+    "random": lambda target: RandomDrafter(target.config.vocab_size),
+}
+
+
+def without_model(name: str) -> bool:
+    """Whether `--drafter=name` is a drafter that has no weights of its own."""
+    return name in WITHOUT_FILES or name.startswith("exit:") or name.endswith(".npz")
+
+
+def named_drafter(
+    name: str, target: LanguageModel, load: Callable[[str], LanguageModel], reduced: Callable[[LanguageModel], ModelDrafter]
+) -> Drafter:  # fmt: skip
+    """What `--drafter` names, a model's as `reduced` makes it; a folder called lookup, assisted or random can be had as ./lookup."""
+    if name in WITHOUT_FILES:
+        return WITHOUT_FILES[name](target)
+    if name.startswith("exit:"):
+        return EarlyExitDrafter(target, _exit_layer(name))
+    if name.endswith(".npz"):
+        return NGramDrafter.load(name, target.vocabulary)
+    if own.is_folder(pathlib.Path(name), "heads"):
+        return HeadsDrafter.load(name, target)
+    return reduced(load(name))
+
+
+def check_drafter_name(name: str) -> None:
+    """Refuses a name that is no drafter's, before the target, which may be large, is loaded."""
+    if without_model(name):
+        return
+    try:
+        loader.resolve(name)
+    except ValueError as error:
+        missing, stop, advice = str(error).partition(". If a model")
+        others = "lookup, assisted, exit:K, random or a table (.npz)"
+        raise ValueError(f"drafter: {missing}, {others}{stop}{advice}") from None
+
+
+def _exit_layer(name: str) -> int:
+    try:
+        return int(name.removeprefix("exit:"))
+    except ValueError:
+        raise ValueError(f"drafter: got {name!r}, expected exit:K with a number of decoder layers K") from None

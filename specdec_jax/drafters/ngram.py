@@ -1,0 +1,127 @@
+"""Drafts by a table of counted n-grams."""
+
+from collections.abc import Iterable, Sequence
+
+import flax.struct
+import numpy as np
+
+from specdec_jax.drafters.drafting import (
+    draft_tokens,
+    draft_without_calls,
+    draw_adjusted,
+    empty_law,
+    match_width,
+    point_mass,
+    record_signals,
+)
+from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+
+
+@flax.struct.dataclass
+class NGramDrafter(Drafter):
+    """Drafts what followed the last n − 1 tokens in texts that were counted before; n = 1 is a unigram, 2 a bigram model.
+
+    The longest context that was seen counts; if none was, the frequencies of single ids. Contexts that reach beyond the
+    beginning are filled up with the start token, in counting and in drafting.
+
+    Attributes:
+      table: the counts.
+      sampled: False drafts the most frequent id, a point mass; True draws from the relative frequencies (for a context,
+        of the continuations kept), under the same processors, temperature and filters as the target.
+    """
+
+    table: NGramTable
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def count(
+        cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token: int = 0,
+        continuations: int = 8, sampled: bool = False, vocabulary: Vocabulary | None = None,
+    ) -> "NGramDrafter":  # fmt: skip
+        """Counts `sequences` of ids, each with its EOS.
+
+        Args:
+          sequences: of outputs; an empty one counts for nothing.
+          vocab_size: V; all ids lie below it.
+          order: n ≥ 1, one more than the longest context.
+          start_token: the target's.
+          continuations: M ≥ 1, how many ids are kept for a context, the most frequent ones.
+          sampled: as the attribute.
+          vocabulary: of the ids; a drafter that knows it is refused where the target has another.
+
+        Raises:
+          ValueError: nothing to count, ids outside the vocabulary, or a number out of its range.
+        """
+        table = NGramTable.count(
+            sequences, vocab_size, order, start_token=start_token, continuations=continuations,
+            fingerprint=vocabulary.fingerprint() if vocabulary is not None else "",
+        )  # fmt: skip
+        return cls(table, bool(sampled))
+
+    def save(self, path) -> None:
+        """Writes one file (.npz) that `load` reads."""
+        self.table.save(path, sampled=np.bool_(self.sampled))
+
+    @classmethod
+    def load(cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None) -> "NGramDrafter":
+        """The drafter that `save` wrote; `sampled` overrides what it says.
+
+        Raises:
+          ValueError: not such a file, a truncated one, or one that was counted with another vocabulary.
+        """
+        table, values = NGramTable.load(path)
+        if not table.matches(vocabulary):
+            raise ValueError(
+                f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
+                f"target ({vocabulary.size} pieces)"
+            )
+        return cls(table, bool(values.get("sampled", False)) if sampled is None else sampled)
+
+    @property
+    def name(self) -> str:
+        return f"{self.table.order}-gram table"
+
+    @property
+    def tells_law(self) -> bool:
+        return self.sampled
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        ours, width, table = target.vocabulary, target.config.vocab_size, self.table
+        if not table.matches(ours):
+            raise ValueError(
+                f"drafter: got a table of {table.vocab_size} ids of another vocabulary, expected that of the target "
+                f"({ours.size} pieces)"
+            )
+        if table.vocab_size > width:
+            raise ValueError(f"drafter: got a table of {table.vocab_size} ids, expected at most the target's {width}")
+        if table.start_token != target.start_token:
+            raise ValueError(
+                f"drafter: got start token {table.start_token}, expected the target's {target.start_token}"
+            )
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+        return ()
+
+    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+        vocab_size = state.program.vocab_size
+
+        def choose(step, tokens, carry):
+            rows = self.table.rows(tokens, state.lengths + step)
+            if not self.sampled:
+                return self.table.most_frequent(rows), carry
+            law, seen = carry
+            logits = match_width(self.table.logits(rows)[:, None], vocab_size)
+            drawn, law = draw_adjusted(state, logits, tokens, step, law)
+            return drawn, (law, record_signals(state, logits, tokens, step, drawn, seen))
+
+        if not self.sampled:
+            tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, None)
+            return (), draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
+        carry = empty_law(state), empty_signals(state.policy, len(state.lengths))
+        tokens, num_drafted, (law, seen) = draft_tokens(state, num_wanted, choose, carry, seen=lambda carry: carry[1])
+        return (), draft_without_calls(state, tokens, num_drafted, law)._replace(seen=seen)

@@ -1,0 +1,252 @@
+"""Tables of k-grams with back-off: which ids followed which contexts, how often, and where that is found on a device.
+
+A context is looked up from its last id to its first, as in a trie: every context is a row, row 0 the empty one, and a
+context of j ids is the row of its last j − 1 with one more id before them. Numbered breadth-first, in the order of
+(row of the shorter context, id), the keys of all rows are one sorted list of pairs of int32: no hashes, no collisions,
+no 64-bit integers (which JAX lacks unless asked for them).
+"""
+
+import io
+import math
+import pathlib
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.files.reading import check_file, reason
+from specdec_jax.files.writing import write_file
+from specdec_jax.models.vocabularies import Vocabulary
+
+_FORMAT = "specdec_jax n-gram table, version 1"
+_ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")
+_NUMBERS = ("vocab_size", "order", "start_token", "continuations")
+_MAX_ORDER = 16
+# What reading an archive of somebody else's may raise; numpy parses an array's header as Python does.
+_UNREADABLE = (
+    ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+# How far a file of zeros may be compressed: the counts of 250,000 ids of which none occurs, and ten times what tables are.
+_LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
+
+
+@flax.struct.dataclass
+class NGramTable:
+    """Counts of what follows each context of up to n − 1 ids. N contexts, E continuations that are kept.
+
+    Attributes:
+      parents, extras: `[N − 1]` int32, in lexicographic order: row i + 1 is row `parents[i]` with `extras[i]` before it.
+      starts: `[N + 1]` int32; the continuations of row r lie at `starts[r]` … `starts[r + 1] − 1`.
+      next_tokens, counts: `[E]` int32, the most frequent first; among equals the smallest id first.
+      unigram: `[V]` int32, how often each id occurs.
+      vocab_size: V. order: n. start_token: stands for what lies before a sequence. continuations: M, the most kept for
+        a context. fingerprint: of the vocabulary, "" if it is not known.
+    """
+
+    parents: jax.Array
+    extras: jax.Array
+    starts: jax.Array
+    next_tokens: jax.Array
+    counts: jax.Array
+    unigram: jax.Array
+    vocab_size: int = flax.struct.field(pytree_node=False)
+    order: int = flax.struct.field(pytree_node=False)
+    start_token: int = flax.struct.field(pytree_node=False)
+    continuations: int = flax.struct.field(pytree_node=False)
+    fingerprint: str = flax.struct.field(pytree_node=False, default="")
+
+    @classmethod
+    def count(
+        cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token=0, continuations=8,
+        fingerprint="",
+    ) -> "NGramTable":  # fmt: skip
+        """Counts in numpy; args as for `NGramDrafter.count`."""
+        for name, value, most in (
+            ("vocab_size", vocab_size, 2**31 - 1), ("order", order, _MAX_ORDER), ("continuations", continuations, 2**20),
+        ):  # fmt: skip
+            if not isinstance(value, int | np.integer) or not 1 <= value <= most:
+                raise ValueError(f"{name}: got {value!r}, expected an integer from 1 to {most}")
+        if not 0 <= start_token < vocab_size:
+            raise ValueError(f"start_token: got {start_token}, expected an id from 0 to {vocab_size - 1}")
+        ids, places, padded = _padded(sequences, vocab_size, order - 1, start_token)
+        rows, number = np.zeros(len(ids), np.int64), 1
+        keys, kept = [np.zeros((2, 0), np.int64)], [_continuations(rows, ids, vocab_size, continuations)]
+        for length in range(1, order):
+            pairs, inverse = np.unique(rows * vocab_size + padded[places - length], return_inverse=True)
+            keys.append(np.stack(np.divmod(pairs, vocab_size)))
+            rows, number = number + inverse, number + len(pairs)
+            kept.append(_continuations(rows, ids, vocab_size, continuations))
+        (parents, extras), (of_row, next_tokens, counts) = (np.concatenate(parts, axis=1) for parts in (keys, kept))
+        starts, unigram = np.searchsorted(of_row, np.arange(number + 1)), np.bincount(ids, minlength=vocab_size)
+        return cls(
+            **_on_device(parents, extras, starts, next_tokens, counts, unigram), vocab_size=int(vocab_size),
+            order=int(order), start_token=int(start_token), continuations=int(continuations), fingerprint=fingerprint,
+        )  # fmt: skip
+
+    def save(self, path, **values) -> None:
+        """Writes one .npz file at `path`, with further `values` if there are any."""
+        fields: dict[str, Any] = {name: np.asarray(getattr(self, name)) for name in _ARRAYS + _NUMBERS}
+        file = io.BytesIO()
+        np.savez_compressed(file, format=_FORMAT, fingerprint=self.fingerprint, **fields, **values)
+        write_file(path, file.getvalue())
+
+    @classmethod
+    def load(cls, path) -> tuple["NGramTable", dict[str, np.ndarray]]:
+        """The table that `save` wrote and the further values.
+
+        Raises:
+          ValueError: no such file, or not one that `save` wrote whole.
+        """
+        if not pathlib.Path(path).exists():
+            raise ValueError(f"{path}: got no such file, expected an n-gram table (.npz)")
+        check_file(path, 2**63)
+        try:
+            values = _read_arrays(path)
+        except _UNREADABLE as error:
+            raise ValueError(
+                f"{path}: got a file that cannot be read ({reason(error)}), expected an n-gram table"
+            ) from None
+        if str(values.pop("format", "")) != _FORMAT or not {*_ARRAYS, *_NUMBERS, "fingerprint"} <= set(values):
+            raise ValueError(f"{path}: got something else, expected a {_FORMAT}")
+        arrays = [values.pop(name) for name in _ARRAYS]
+        found = {name: values.pop(name) for name in _NUMBERS}
+        if not all(number.shape == () and np.issubdtype(number.dtype, np.integer) for number in found.values()):
+            raise ValueError(f"{path}: got {', '.join(_NUMBERS)} that are no integers, expected an n-gram table")
+        numbers = {name: int(number) for name, number in found.items()}
+        _check(path, *arrays, **numbers)
+        return cls(**_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))), values
+
+    def matches(self, vocabulary: Vocabulary | None) -> bool:
+        """Whether it may have been counted with `vocabulary`: yes unless both are known and differ."""
+        return vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint())
+
+    def rows(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Row `[B]` of the longest context that was seen, at the end of the first `lengths [B]` of `tokens [B, S]`."""
+        rows, seen = jnp.zeros_like(lengths), jnp.ones(lengths.shape, bool)
+        for length in range(1, self.order):
+            place = lengths - length
+            before = jnp.take_along_axis(tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
+            longer, found = self._find(rows, jnp.where(place >= 0, before, self.start_token))
+            # A context that was seen was seen with all its endings, so that nothing longer is found after a miss.
+            seen &= found
+            rows = jnp.where(seen, longer, rows)
+        return rows
+
+    def _find(self, parents: jax.Array, extras: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Row `[B]` of the context of `parents [B]` with `extras [B]` before it, and whether there is one; bisection."""
+        size = len(self.parents)
+
+        def halve(_, bounds):
+            low, high = bounds
+            middle = (low + high) // 2
+            here, there = self.parents[middle], self.extras[middle]
+            smaller = (low < high) & ((here < parents) | (here == parents) & (there < extras))
+            return jnp.where(smaller, middle + 1, low), jnp.where(smaller, high, middle)
+
+        bounds = jnp.zeros_like(parents), jnp.full_like(parents, size)
+        index = jnp.minimum(jax.lax.fori_loop(0, size.bit_length(), halve, bounds)[0], size - 1)
+        return index + 1, (self.parents[index] == parents) & (self.extras[index] == extras)
+
+    def most_frequent(self, rows: jax.Array) -> jax.Array:
+        """The most frequent id `[B]` after the contexts `rows [B]`."""
+        return self.next_tokens[self.starts[rows]]
+
+    def logits(self, rows: jax.Array) -> jax.Array:
+        """Log counts `[B, V]` of what follows the contexts `rows [B]`: of what is kept, for the empty one of all ids."""
+        places = self.starts[rows][:, None] + jnp.arange(self.continuations)
+        inside = places < self.starts[rows + 1][:, None]
+        places = jnp.minimum(places, len(self.counts) - 1)
+        # The few that are kept are scattered; past the vocabulary they are dropped.
+        tokens = jnp.where(inside, self.next_tokens[places], self.vocab_size)
+        nothing = jnp.full((len(rows), self.vocab_size), -jnp.inf, jnp.float32)
+        row = jnp.arange(len(rows))[:, None]
+        some = nothing.at[row, tokens].set(jnp.log(self.counts[places].astype(jnp.float32)), mode="drop")
+        return jnp.where((rows == 0)[:, None], jnp.log(self.unigram.astype(jnp.float32)), some)
+
+
+def _read_arrays(path) -> dict[str, np.ndarray]:
+    """Arrays of an .npz file by their names; ValueError where they would take far more memory than a file of its
+    size can hold of a table's numbers."""
+    most, found = _LEAST_ROOM + _COMPRESSION * pathlib.Path(path).stat().st_size, {}
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        size = sum(entry.file_size for entry in entries)
+        if size > most or len(entries) > _MOST_ARRAYS:
+            raise ValueError(f"{len(entries)} arrays of {size:,} bytes where {most:,} are the most")
+        if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+            raise ValueError("a compression that numpy does not write")
+        for entry in entries:
+            with archive.open(entry) as member:
+                version = np.lib.format.read_magic(member)
+                read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                if version not in read_header:
+                    raise ValueError(f"version {version} of numpy's format")
+                shape, is_fortran, dtype = read_header[version](member)
+                length = math.prod(shape) * dtype.itemsize
+                if dtype.hasobject or length != entry.file_size - member.tell():
+                    raise ValueError(f"{entry.file_size:,} bytes for {dtype} of shape {shape}")
+                # Without a number it would decompress all that there is.
+                array = np.frombuffer(member.read(length), dtype)
+                found[entry.filename.removesuffix(".npy")] = array.reshape(shape, order="F" if is_fortran else "C")
+    return found
+
+
+def _padded(sequences, vocab_size: int, before: int, start_token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All ids, and where each of them lies in an array in which `before` start tokens precede every sequence."""
+    parts = [np.asarray(sequence) for sequence in sequences]
+    parts = [part for part in parts if part.size]
+    if not parts:
+        raise ValueError("sequences: got no id at all, expected at least one sequence that is not empty")
+    if any(part.ndim != 1 or not np.issubdtype(part.dtype, np.integer) for part in parts):
+        raise ValueError("sequences: got something else than ids, expected lists of integers")
+    ids = np.concatenate(parts).astype(np.int64)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"sequences: got id {wrong}, expected ids from 0 to {vocab_size - 1}")
+    number = np.repeat(np.arange(1, len(parts) + 1), [len(part) for part in parts])
+    places = np.arange(len(ids)) + before * number
+    padded = np.full(len(ids) + before * len(parts), start_token, np.int64)
+    padded[places] = ids
+    return ids, places, padded
+
+
+def _continuations(rows: np.ndarray, ids: np.ndarray, vocab_size: int, most: int) -> np.ndarray:
+    """`[3, E]`: row, id and count of the `most` most frequent ids after each row, the most frequent first."""
+    pairs, counts = np.unique(rows * vocab_size + ids, return_counts=True)
+    of_row, tokens = np.divmod(pairs, vocab_size)
+    order = np.lexsort((tokens, -counts, of_row))  # pairs are sorted by row already, which stays so
+    rank = np.arange(len(order)) - np.searchsorted(of_row, of_row)
+    order = order[rank < most]
+    return np.stack([of_row[order], tokens[order], counts[order]])
+
+
+def _on_device(*arrays: np.ndarray) -> dict[str, jax.Array]:
+    """Fields of a table; `arrays` in the order of `_ARRAYS`."""
+    return {name: jax.device_put(array.astype(np.int32)) for name, array in zip(_ARRAYS, arrays, strict=True)}
+
+
+def _check(path, parents, extras, starts, next_tokens, counts, unigram, vocab_size, order, start_token, continuations):
+    """Refuses a file whose arrays do not fit each other: a gather on a device would not notice."""
+    arrays = (parents, extras, starts, next_tokens, counts, unigram)
+    sound = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
+    sound = sound and 1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1
+    sound = sound and len(unigram) == vocab_size and len(parents) == len(extras) == len(starts) - 2
+    sound = sound and len(next_tokens) == len(counts) == starts[-1] and starts[0] == 0
+    if sound:
+        kept = np.diff(starts)
+        rows = np.arange(1, len(parents) + 1)
+        key = parents.astype(np.int64) * 2**31 + extras
+        sound = bool(
+            np.all((1 <= kept) & (kept <= continuations)) and np.all((0 <= parents) & (parents < rows))
+            and np.all(np.diff(key) > 0) and np.all((0 <= next_tokens) & (next_tokens < vocab_size))
+            and np.all((0 <= extras) & (extras < vocab_size)) and counts.min() >= 1 and unigram.min() >= 0
+            and (order == 1) == (len(parents) == 0)
+        )  # fmt: skip
+    if not sound:
+        raise ValueError(f"{path}: got arrays that contradict each other, expected an n-gram table")

@@ -1,0 +1,89 @@
+"""Drafts by copying what followed the same ids earlier, in the input or the output (prompt lookup)."""
+
+from typing import ClassVar, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.drafters.drafting import draft_without_calls, point_mass
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.state import DecodeState, Draft
+
+
+class Inputs(NamedTuple):
+    """What `PromptLookupDrafter` copies from beside the output: `tokens [B, L]` int32 and `lengths [B]`, of each row."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+
+@flax.struct.dataclass
+class PromptLookupDrafter(Drafter):
+    """Copies what followed the last tokens of a row where they stood before: in its output (of a decoder-only target its
+    prompt too) or in the encoder's input.
+
+    The longest ending of at most `max_match` ids that is found counts; of several places the latest in the output (start
+    token and decoder prefix included), else the latest in the input: what is nearest is most like what is being written.
+    The draft, a point mass, reaches to the end of what is known there; nothing found, nothing drafted. (Prompt lookup
+    decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487.)
+
+    Attributes:
+      max_match: the longest ending that is looked for, in ids.
+    """
+
+    max_match: int = flax.struct.field(pytree_node=False, default=3)
+    varies: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if not isinstance(self.max_match, int | np.integer) or not 1 <= self.max_match <= 64:
+            raise ValueError(f"max_match: got {self.max_match!r}, expected an integer from 1 to 64")
+
+    @property
+    def name(self) -> str:
+        return "prompt lookup"
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> Inputs:
+        copies = tokens.shape[0] // inputs.shape[0]
+        return Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies))
+
+    def draft(self, draft_state: Inputs, state: DecodeState, num_wanted) -> tuple[Inputs, Draft]:
+        output, lengths = state.tokens, state.lengths
+        slots, columns = output.shape[1], draft_state.tokens.shape[1]
+        back = lengths[:, None] - jnp.arange(1, self.max_match + 1)
+        ending = jnp.where(back >= 0, jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1), -1)  # last id first
+        # Places to copy from: the output's slots, then the input's columns. A place is as good as the ending before it
+        # is long; of equally good ones the output's come first, and the latest of each.
+        in_output = 2 * match_lengths(output, lengths, ending) + 1
+        in_input = 2 * match_lengths(draft_state.tokens, draft_state.lengths, ending)
+        order = max(slots, columns) * jnp.concatenate([in_output, in_input], axis=1)
+        order += jnp.concatenate([jnp.arange(slots), jnp.arange(columns)])
+        place = laws.argmax(order)
+        found = jnp.take_along_axis(order, place[:, None], axis=1)[:, 0] >= 2 * max(slots, columns)
+        end = jnp.where(place < slots, lengths, slots + draft_state.lengths)
+
+        known = jnp.concatenate([output, draft_state.tokens], axis=1)
+        offsets = jnp.arange(state.program.gamma)
+        tokens = jnp.take_along_axis(known, jnp.minimum(place[:, None] + offsets, known.shape[1] - 1), axis=1)
+        num_drafted = jnp.where(found, jnp.minimum(num_wanted, end - place), 0)
+        # Nothing comes after an EOS, which itself may stand.
+        is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
+        first_eos = jnp.min(jnp.where(is_eos, offsets, state.program.gamma), axis=1)
+        num_drafted = jnp.minimum(num_drafted, first_eos + 1)
+        return draft_state, draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
+
+
+def match_lengths(source: jax.Array, lengths: jax.Array, ending: jax.Array) -> jax.Array:
+    """How many ids right before each place of `source [B, N]` equal the `ending [B, K]`, its last id first.
+
+    0 at and past `lengths [B]`: there is nothing to copy.
+    """
+    matches, total = jnp.ones(source.shape, bool), jnp.zeros(source.shape, jnp.int32)
+    for back in range(1, ending.shape[1] + 1):
+        # −2 is no id, and not the −1 of an ending that is shorter.
+        before = jnp.pad(source, ((0, 0), (back, 0)), constant_values=-2)[:, : source.shape[1]]
+        matches &= before == ending[:, back - 1 : back]
+        total += matches
+    return jnp.where(jnp.arange(source.shape[1]) < lengths[:, None], total, 0)

@@ -1,0 +1,47 @@
+"""Drafts random tokens: the worst drafter there is, to test with and to compare with."""
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, draw, empty_law, match_width
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.state import DecodeState, Draft, context
+
+
+@flax.struct.dataclass
+class RandomDrafter(Drafter):
+    """Uniformly random tokens: the drafter of section 3.6 that knows nothing, and a yardstick for others.
+
+    Drawn from a uniform law at every temperature, 0 included; what processors forbid is not drafted.
+
+    Attributes:
+      vocab_size: ids are drawn from 0 … vocab_size − 1 (those that the target lacks are left out).
+    """
+
+    vocab_size: int = flax.struct.field(pytree_node=False)
+
+    def __post_init__(self):
+        if not isinstance(self.vocab_size, int | np.integer) or self.vocab_size < 1:
+            raise ValueError(f"vocab_size: got {self.vocab_size!r}, expected an integer of at least 1")
+
+    @property
+    def name(self) -> str:
+        return "random tokens"
+
+    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+        return ()
+
+    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+        program = state.program
+        uniform = match_width(jnp.zeros((len(state.lengths), 1, self.vocab_size)), program.vocab_size)
+
+        def choose(step, tokens, law):
+            # No temperature, no filters: they leave a uniform law as it is, but for argmax, which is not random.
+            here = Law.of(laws.process(uniform, context(state, tokens, step), state.sampling, program.mode))
+            return draw(state, here, step, law)
+
+        tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, empty_law(state))
+        return (), draft_without_calls(state, tokens, num_drafted, law)

@@ -1,0 +1,85 @@
+"""Cuts a drafter's head to a part of the vocabulary (FR-Spec, Zhao et al. 2025, arXiv 2502.14856)."""
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.speculative import laws
+
+_MULTIPLE = 64  # what the length of a list is rounded up to
+
+
+@flax.struct.dataclass
+class Shortlist:
+    """Ids, and where each id of the vocabulary stands among them.
+
+    Attributes:
+      ids: `[F]` int32, ascending; at the end copies of the last, so that lists of about the same length share a program.
+      places: `[V]` int32 place in `ids`, F for ids that are not there.
+    """
+
+    ids: jax.Array
+    places: jax.Array
+
+    @classmethod
+    def of(cls, ids: np.ndarray, vocab_size: int) -> "Shortlist":
+        """For ascending `ids`, none of them twice."""
+        filled = np.pad(ids, (0, -len(ids) % _MULTIPLE), mode="edge")
+        places = np.full(vocab_size, len(filled))
+        places[ids] = np.arange(len(ids))
+        return cls(jax.device_put(filled.astype(np.int32)), jax.device_put(places.astype(np.int32)))
+
+    def argmax(self, logits: jax.Array, vocab_size: int) -> jax.Array:
+        """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 where one is not a number.
+
+        Nothing as wide as the vocabulary is made.
+        """
+        if vocab_size < len(self.places):
+            logits = jnp.where(self.ids < vocab_size, logits, -jnp.inf)
+        place = laws.argmax(logits)
+        return jnp.where(place < 0, -1, self.ids[place])
+
+    def widen(self, logits: jax.Array) -> jax.Array:
+        """Logits `[..., V]` of `logits [..., F]`: −inf, probability 0, for ids that are not on the list."""
+        return jnp.take(logits, self.places, axis=-1, mode="fill", fill_value=-jnp.inf)
+
+
+def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
+    """The ids `[F]` of a `ModelDrafter`'s shortlist, ascending."""
+    if isinstance(shortlist, int | np.integer):
+        return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
+    ids = np.asarray(shortlist)
+    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"shortlist: got {shortlist!r}, expected a number of ids, or ids (at least one)")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"shortlist: got id {wrong}, expected ids of the drafter's model, 0 to {vocab_size - 1}")
+    if np.any(np.diff(ids) <= 0):
+        wrong = int(np.argmax(np.diff(ids) <= 0))
+        raise ValueError(f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, each once")
+    missing = set(eos_ids) - set(ids.tolist())
+    if missing:
+        raise ValueError(f"shortlist: got ids without {min(missing)}, which ends a sequence, expected it among them")
+    return ids
+
+
+def shortlist_from_counts(counts, size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
+    """The `size` most frequent ids, ascending, for `ModelDrafter`; of equally frequent ones those that come first.
+
+    Args:
+      counts: `[V]` how often each id occurs in outputs like those to come, e.g. `NGramDrafter.table.unigram` or
+        `np.bincount(ids, minlength=V)`.
+      size: F from 1 to V, `eos_ids` included.
+      eos_ids: ids that are taken whatever their counts.
+    """
+    counts = np.asarray(counts)
+    if counts.ndim != 1 or not counts.size:
+        raise ValueError(f"counts: got an array of shape {counts.shape}, expected one number for each id")
+    least = max(1, len(set(eos_ids)))
+    if not isinstance(size, int | np.integer) or not least <= size <= len(counts):
+        raise ValueError(f"shortlist: got a size of {size!r}, expected an integer from {least} to {len(counts)}")
+    first = np.isin(np.arange(len(counts)), list(eos_ids))
+    return np.sort(np.lexsort((-counts, ~first))[:size])

@@ -1,0 +1,139 @@
+"""Reads files that somebody else made: of bounded size, and where they are not sound with one line that names them."""
+
+import collections
+import hashlib
+import json
+import os
+import pathlib
+import reprlib
+import stat
+from collections.abc import Iterable
+from typing import Any
+
+MOST_BYTES = 4 << 20  # of a file of settings, which has a few thousand; an empty list in JSON takes 24 times its bytes
+MOST_VALUES = 2_000_000  # of a larger JSON file, a tokenizer's: mT5's has 750,000
+
+_LONGEST_NAME = 500
+_DEEPEST_FOLDER, _MOST_FOLDERS = 4, 20_000
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+_short.maxlevel = 2
+
+
+def shown(value) -> str:
+    """Quotes what a file holds in a message: in one line, and cut where it is long."""
+    return _short.repr(value)
+
+
+def reason(error: Exception) -> str:
+    """Returns what a library says of a file, in one line of some length."""
+    return " ".join(str(error).split())[:500]
+
+
+def check_file(path, most: int = MOST_BYTES) -> None:
+    """Refuses what is no regular file, which to open could wait for ever, and one of more than `most` bytes.
+
+    Links are followed: every file in Hugging Face's cache is one.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: got no such file, expected one") from None
+    except (OSError, ValueError) as error:  # a circle of links, a name with a NUL
+        raise ValueError(f"{path}: got {getattr(error, 'strerror', error)}, expected a readable file") from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        raise ValueError(f"{path}: got {kind}, expected a regular file")
+    if found.st_size > most:
+        raise ValueError(f"{path}: got {found.st_size:,} bytes, expected at most {most:,}")
+
+
+def check_folder(folder: pathlib.Path) -> None:
+    """Refuses a folder with anything but regular files in it and below it, of any size.
+
+    Folders may be links too, but must not lead back to themselves.
+    """
+    for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
+        if len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
+            raise ValueError(f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint's")
+        if number > _MOST_FOLDERS:
+            raise ValueError(f"{folder}: got more than {_MOST_FOLDERS:,} folders, expected a checkpoint's")
+        for name in names:
+            check_file(pathlib.Path(parent, name), 2**63)
+
+
+def read_bytes(path, most: int = MOST_BYTES) -> bytes:
+    """Reads a regular file of at most `most` bytes; raises ValueError where it is none."""
+    check_file(path, most)
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: got {error.strerror}, expected a readable file") from None
+
+
+def read_text(path, most: int = MOST_BYTES) -> str:
+    """Reads UTF-8 text, as `read_bytes` reads bytes."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text") from None
+
+
+def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Reads the object in a JSON file; raises ValueError where there is none that could be held and gone through."""
+    text = read_text(path, most)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """Reads the object in the contents of a JSON file, whose name the caller puts before an error's message."""
+    values = sum(map(text.count, ",[{"))
+    if values > MOST_VALUES:
+        raise ValueError(f"got JSON of some {values:,} values, expected at most {MOST_VALUES:,}")
+    try:
+        content = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("got no readable JSON (nested too deeply), expected an object") from None
+    except ValueError as error:
+        raise ValueError(f"got no readable JSON ({error}), expected an object") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"got {type(content).__name__}, expected an object")
+    return content
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"the key {shown(twice)} is there twice")
+    return found
+
+
+def check_names(names: Iterable, path) -> None:
+    """Refuses names in the file at `path` that are no strings, or that a message could not show in its line."""
+    for name in names:
+        if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise ValueError(f"{path}: got the name {shown(name)}, expected printable ones")
+
+
+def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
+    """Returns the file `name` in `folder`; raises ValueError where the file at `path`, which names it, leads out of there."""
+    flavours = (pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    if not isinstance(name, str) or len(name) > 255 or not name.strip("/.") or "\0" in name or any(
+        flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours
+    ):  # fmt: skip
+        raise ValueError(f"{path}: got the file name {shown(name)}, expected one inside the folder")
+    return folder / name
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """What tells contents apart: a short hash of all parts in order."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big") + part)
+    return found.hexdigest()[:16]

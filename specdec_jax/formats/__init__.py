@@ -1,1 +1,0 @@
-"""Checkpoint formats: each module turns a folder into a `Checkpoint`, whose parameters are read one at a time."""

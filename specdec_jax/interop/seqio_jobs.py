@@ -1,0 +1,343 @@
+"""Registered seqio tasks through this package's decoding: read, written and evaluated as T5X's `infer` and `eval` do it.
+
+The extra `seqio`, which brings TensorFlow.
+"""
+
+import difflib
+import importlib
+import itertools
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from specdec_jax.decoding.jobs import Output
+from specdec_jax.files.writing import write_file
+from specdec_jax.interop.vocabularies import difference
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import decoder_only
+
+try:
+    tf.config.set_visible_devices([], "GPU")  # it would take the memory that JAX needs
+except RuntimeError:  # TensorFlow has begun before
+    pass
+
+FEATURES = ("inputs", "targets")
+_NEAR = 3
+
+
+class Example(NamedTuple):
+    """One example of a task: all that the task gives, for its metrics, and the ids of inputs and targets."""
+
+    task: seqio.Task
+    fields: dict[str, Any]
+    inputs: list[int]
+    targets: list[int]
+
+
+def find(name: str, split: str, modules: Sequence[str] = (), data_dir: str | None = None) -> tuple[seqio.Task, ...]:
+    """A registered task, or the tasks of a mixture; nothing is read.
+
+    Args:
+      split: which each of them must have; of TensorFlow Datasets also a part, as in "test[:100]".
+      modules: imported before, from the working directory too; they register tasks.
+      data_dir: where TensorFlow Datasets keeps its data; None: where each task says.
+
+    Raises:
+      ValueError: a module that cannot be imported, an unknown name or split, or a task that is not from ids to ids.
+    """
+    if os.getcwd() not in sys.path:  # which is not searched when a console script runs
+        sys.path.append(os.getcwd())
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever it does
+            expected = "expected a module that registers seqio tasks"
+            raise ValueError(
+                f"module_import: got {module!r}, which fails ({_first_line(error)}), {expected}"
+            ) from error
+    known = sorted({*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()})
+    if name not in known:
+        near = ", ".join(difflib.get_close_matches(name, known, _NEAR, 0.0)) or "none: --module_import registers some"
+        raise ValueError(f"task: got {name!r}, expected one of the {len(known)} registered (the nearest: {near})")
+    if data_dir is not None:
+        seqio.set_tfds_data_dir_override(data_dir)
+    tasks = tuple(seqio.get_subtasks(seqio.get_mixture_or_task(name)))
+    for task in tasks:
+        _check(task, split)
+    return tasks
+
+
+def _check(task: seqio.Task, split: str) -> None:
+    """Refuses a task that does not make ids of ids, one without the split, and metrics that seqio cannot call."""
+    for name in FEATURES:
+        feature = task.output_features.get(name)
+        if feature is None or feature.rank != 1 or not tf.as_dtype(feature.dtype).is_integer:
+            kind = feature and f"{name} of rank {feature.rank} and {tf.as_dtype(feature.dtype).name}"
+            got = kind or ", ".join(task.output_features)
+            raise ValueError(f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and targets")
+    try:
+        splits = sorted(task.splits)
+        task.metric_objs  # made when they are asked for
+    except Exception as error:
+        raise ValueError(f"task: got {task.name!r}, which cannot be used ({_first_line(error)})") from error
+    if split.partition("[")[0] not in splits:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(splits)} of task {task.name}")
+
+
+class Job:
+    """The examples of one split of some tasks, read for a target: its inputs, its lines of output, its metrics.
+
+    Attributes:
+      examples: of one task after the other, each in the order of its data.
+      inputs: ids of each.
+      contents: what tells each apart from others, as text.
+    """
+
+    def __init__(
+        self, tasks: Sequence[seqio.Task], split: str, target: LanguageModel, *, input_length: int, output_length: int,
+        batch_size: int, seed: int = 0, score_targets: bool = False,
+    ):  # fmt: skip
+        """Reads all examples.
+
+        Args:
+          tasks: of `find`.
+          input_length, output_length: to which seqio cuts inputs and targets: T5X's TASK_FEATURE_LENGTHS.
+          batch_size: targets that are scored together.
+          seed: of the data, where a task draws some.
+          score_targets: every line has the log-likelihood of its targets, even if no metric needs it.
+
+        Raises:
+          ValueError: another vocabulary than the target's, or data that cannot be read.
+        """
+        check_vocabularies(tasks, target)
+        self._tasks, self._split, self._width = tuple(tasks), split, output_length
+        lengths = dict(zip(FEATURES, (input_length, output_length)))
+        self.examples = [example for task in tasks for example in _read(task, split, lengths, seed)]
+        if not self.examples:
+            raise ValueError(f"split: got {split!r} without examples, expected at least one")
+        self.inputs = [example.inputs for example in self.examples]
+        self.contents = [
+            json.dumps([example.task.name, example.inputs, example.targets, _pretokenized(example.fields)])
+            for example in self.examples
+        ]
+        kinds = {metric.model_output_type for task in tasks for metric in task.metric_objs}
+        scored = score_targets or seqio.metrics.ModelOutputType.SCORE in kinds
+        self._scores = _TargetScores(target, self.examples, batch_size) if scored else None
+
+    def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
+        """The line of one example, as T5X's `infer` writes it in its mode predict_with_aux, with the ids of the prediction.
+
+        `aux` has the prediction's log-probability under the target's own law. With scores of the targets `score` is T5X's
+        of its mode score; with several tasks `task` says whose example it is.
+        """
+        (output,), example = outputs, self.examples[number]
+        vocabulary = example.task.output_features["targets"].vocabulary
+        if isinstance(vocabulary, seqio.PassThroughVocabulary):  # what T5X writes is padded
+            prediction = output.tokens + [0] * (self._width - len(output.tokens))
+        else:
+            prediction = vocabulary.decode(output.tokens)
+        record: dict[str, Any] = {"task": example.task.name} if len(self._tasks) > 1 else {}
+        record |= {
+            "inputs": _pretokenized(example.fields),
+            "prediction": _plain(prediction),
+            "prediction_tokens": output.tokens,
+            "aux": {"scores": _finite(math.fsum(output.log_probs))},
+        }
+        if self._scores:
+            record["score"] = _finite(self._scores(number))
+        return [json.dumps(record, ensure_ascii=False, allow_nan=False)]
+
+    def evaluate(self, lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """The tasks' own metrics of what `lines` gave for all examples, in order.
+
+        Returns: value of every metric by task and name; notes on what was not computed.
+
+        Raises:
+          ValueError: a metric function failed.
+        """
+        records = [json.loads(line) for line in lines]
+        found, notes = {}, []
+        for task in self._tasks:
+            members = [number for number, example in enumerate(self.examples) if example.task is task]
+            fields = [self.examples[number].fields for number in members]
+            try:
+                found[task.name] = _metrics(task, fields, [records[number] for number in members], self._width, notes)
+            except Exception as error:
+                raise ValueError(f"task: got {task.name!r}, whose metrics fail ({_first_line(error)})") from error
+        return found, notes
+
+    def finish(self, lines: Iterable[str], output_file: str | None) -> None:
+        """Evaluates, says the metrics on standard error, and writes them beside the output file."""
+        found, notes = self.evaluate(lines)
+        for task, values in found.items():
+            shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items()) or "no metrics"
+            print(f"{task} ({self._split}): {shown}", file=sys.stderr)
+        for note in notes:
+            print(note, file=sys.stderr)
+        if output_file:
+            text = json.dumps({"split": self._split, "metrics": found, "not computed": notes}, indent=2)
+            write_file(f"{output_file}.metrics.json", text + "\n")
+
+
+def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> None:
+    """Refuses tasks whose ids do not mean to the target what they mean to them.
+
+    Raises:
+      ValueError: with the first piece that differs. Of a target without a vocabulary only sizes can be compared, and of ids
+        that stand for themselves.
+    """
+    if decoder_only(target):
+        raise ValueError("task: got a decoder-only target, expected one with an encoder for inputs and targets")
+    for task, name in itertools.product(tasks, FEATURES):
+        vocabulary = task.output_features[name].vocabulary
+        try:
+            size, end = vocabulary.vocab_size, vocabulary.eos_id  # reads its file
+        except Exception as error:
+            raise ValueError(f"task: got {task.name!r}, whose vocabulary fails ({_first_line(error)})") from error
+        if target.vocabulary is None or isinstance(vocabulary, seqio.PassThroughVocabulary):
+            most = target.config.vocab_size
+            wrong = f"it has {size} pieces, expected at most {most}" if size > most else None
+        else:
+            wrong = difference(target.vocabulary, vocabulary)
+        if name == "targets" and end is not None and end not in target.eos_ids:
+            wrong = wrong or f"its EOS id is {end}, not one of {target.eos_ids}"
+        if wrong:
+            raise ValueError(f"task: got {task.name!r}, whose {name} have another vocabulary than the target: {wrong}")
+
+
+def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -> list[Example]:
+    try:
+        data = task.get_dataset(lengths, split=split, shuffle=False, seed=seed, num_epochs=1)
+        found = list(data.as_numpy_iterator())
+    except Exception as error:  # of TensorFlow, its data sets, or the task's own functions
+        raise ValueError(f"task: got {task.name!r}, whose data cannot be read ({_first_line(error)})") from error
+    ids = lambda fields, name: np.asarray(fields.get(name, ())).tolist()
+    return [Example(task, fields, *(ids(fields, name) for name in FEATURES)) for fields in found]
+
+
+# Metrics.
+
+
+def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: int, notes: list[str]) -> dict[str, Any]:
+    """Value of each of the task's metrics by name; what cannot be computed goes to `notes`."""
+    kinds = seqio.metrics.ModelOutputType
+    if not fields:
+        notes.append(f"not computed: metrics of {task.name}, which has no examples")
+        return {}
+    tokens, _ = _array([record["prediction_tokens"] for record in records], width)
+    outputs: dict[Any, Any] = {
+        kinds.PREDICTION: tokens,
+        kinds.PREDICTION_WITH_AUX: (tokens, {"scores": np.array([r["aux"]["scores"] for r in records], np.float32)}),
+    }
+    if all("score" in record for record in records):
+        outputs[kinds.SCORE] = np.array([record["score"] for record in records], np.float32)
+    found: dict[str, Any] = {}
+    for metric in task.metric_objs:
+        kind = metric.model_output_type
+        if kind not in outputs:
+            notes.append(f"not computed: a metric of {task.name} that needs {kinds.to_str(kind)}")
+            continue
+        made = metric.from_model_output(fields, outputs[kind], task.output_features)
+        if isinstance(made, seqio.metrics.CollectingMetric):
+            values, _ = made.actual_compute(fields, task.output_features)
+        else:
+            values = made.compute()
+        for name, value in values.items():
+            if name in found:
+                raise ValueError(f"two metrics are called {name}")
+            plain = _plain(getattr(value, "value", getattr(value, "textdata", value)))
+            if isinstance(plain, int | float | str):
+                found[name] = _finite(plain)
+            else:
+                notes.append(f"not written: {name} of {task.name}, which is a {type(value).__name__}")
+    return found
+
+
+class _TargetScores:
+    """log p(targets | inputs) of every example, as T5X's `score_batch`.
+
+    In batches that depend on the job alone, so that a job that goes on after a kill finds the same numbers.
+    """
+
+    def __init__(self, target: LanguageModel, examples: Sequence[Example], batch_size: int):
+        self._target, self._examples, self._found = target, examples, dict[int, float]()
+        shape = lambda number: (_padded(len(examples[number].inputs)), _padded(len(examples[number].targets)))
+        self._batch_of: dict[int, tuple[tuple[int, int], list[int]]] = {}
+        for padded, group in itertools.groupby(sorted(range(len(examples)), key=lambda n: (*shape(n), n)), shape):
+            members = list(group)
+            for begin in range(0, len(members), batch_size):
+                batch = members[begin : begin + batch_size]
+                filled = batch + batch[:1] * (batch_size - len(batch))
+                self._batch_of |= dict.fromkeys(batch, (padded, filled))
+
+    def __call__(self, number: int) -> float:
+        if number not in self._found:
+            widths, batch = self._batch_of[number]
+            sides = zip(*[(self._examples[member].inputs, self._examples[member].targets) for member in batch])
+            (inputs, input_lengths), (targets, lengths) = map(_array, sides, widths)
+            fed = np.concatenate(
+                [np.full((len(batch), 1), self._target.start_token, np.int32), targets[:, :-1]], axis=1
+            )
+            logits = self._target.logits(inputs, fed, input_lengths)
+            self._found |= dict(zip(batch, np.asarray(_log_likelihood(logits, targets, lengths)).tolist()))
+        return self._found[number]
+
+
+@jax.jit
+def _log_likelihood(logits, targets, lengths):
+    """`[B]`: log-probability of `targets [B, T]` up to `lengths [B]` under `logits [B, T, V]`."""
+    laws = jax.nn.log_softmax(logits, axis=-1)
+    inside = jnp.arange(targets.shape[1]) < lengths[:, None]
+    return jnp.sum(jnp.where(inside, jnp.take_along_axis(laws, targets[..., None], axis=-1)[..., 0], 0.0), axis=-1)
+
+
+def _padded(length: int) -> int:
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _array(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[B, width]` ids, padded, and `[B]` lengths."""
+    array = np.zeros((len(rows), width), np.int32)
+    for row, ids in enumerate(rows):
+        array[row, : len(ids)] = ids
+    return array, np.array([len(ids) for ids in rows], np.int32)
+
+
+# What is written.
+
+
+def _pretokenized(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in fields.items() if name.endswith("_pretokenized")}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it: bytes become text, arrays lists."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return _plain(np.asarray(value).tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,103 @@
+"""Key/value cache of one attention layer: fixed shape, slots overwritten at each row's own position.
+
+Slot `s` of a row holds the key and value of the token at position `s`. A row is rewound by lowering its length, after
+which the slots past it are stale: readers mask their scores, and each write clears their values (0 · NaN is NaN).
+"""
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.models.sharding import ShardingRules
+
+# A dynamic_update_slice per row is the fastest form on a TPU, where a batched one becomes a scatter; above this many
+# rows it costs more to compile than it saves. On a CPU every one of them but the first copies the whole cache.
+MAX_UNROLLED_ROWS = 32
+
+_AXES = ("batch", "heads", "length", "kv")
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of one layer.
+
+    Attributes:
+      key: `[B, H, S, K]`, S slots of K features for each of H heads; without the batch axis where B = 1.
+      value: the same.
+      rules: how both lie on a mesh; None: on one device.
+
+    The loop must update both in place. XLA on a CPU repeats a write inside whatever reshapes its result, and then has
+    to copy the whole cache: hence no axis that a product would have to merge, and the clearing as part of the write
+    rather than of the reading.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def empty(cls, batch: int, heads: int, slots: int, features: int, dtype) -> "KVCache":
+        """A cache of zeros; the contents do not matter, since unwritten slots are masked."""
+        shape = (batch, heads, slots, features) if batch > 1 else (heads, slots, features)
+        return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+
+    @property
+    def slots(self) -> int:
+        return self.key.shape[-2]
+
+    def repeated(self, copies: int) -> "KVCache":
+        """`copies` rows side by side for each row."""
+        repeat = lambda x: jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
+        return self.replace(key=repeat(self.key), value=repeat(self.value))
+
+    def append(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> "KVCache":
+        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and clears the values past them.
+
+        Args:
+          key: `[B, H, T, K]`.
+          value: `[B, H, T, K]`.
+          positions: `[B]` int32, the first slot written in each row. `positions[b] + T` must not exceed S: XLA
+            clamps the start of a slice, and would overwrite live slots instead. The decode loop sizes S so.
+        """
+        live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
+        live = live[:, None, :, None] if self.value.ndim == 4 else live[:, :, None]
+        write = self._write
+        value = jnp.where(live, write(self.value, value, positions), 0)
+        return self.replace(key=write(self.key, key, positions), value=value)
+
+    @property
+    def _write(self) -> Callable:
+        if self.rules is None:
+            return _write_rows
+        # Every device writes its own rows and heads; the compiler would first bring all rows of a sharded axis together.
+        whole, rows = _AXES[-self.key.ndim :], ("batch",) if self.key.ndim == 4 else (None,)
+        return self.rules.locally(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
+
+    def pinned(self) -> "KVCache":
+        """Itself, its layout on the mesh fixed; under jit."""
+        if self.rules is None:
+            return self
+        pin = lambda x: self.rules.constrain(x, *_AXES[-x.ndim :])
+        return self.replace(key=pin(self.key), value=pin(self.value))
+
+
+def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
+    update = update.astype(buffer.dtype)
+    if buffer.ndim == 3:
+        return jax.lax.dynamic_update_slice(buffer, update[0], (0, positions[0], 0))
+    if buffer.shape[0] > MAX_UNROLLED_ROWS:
+        return _write_together(buffer, update, positions)
+    return jax.lax.platform_dependent(buffer, update, positions, cpu=_write_together, default=_write_one_by_one)
+
+
+def _write_together(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
+    write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0))
+    return jax.vmap(write)(buffer, update, positions)
+
+
+def _write_one_by_one(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
+    for row in range(buffer.shape[0]):
+        buffer = jax.lax.dynamic_update_slice(buffer, update[row : row + 1], (row, 0, positions[row], 0))
+    return buffer

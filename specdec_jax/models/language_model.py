@@ -1,0 +1,178 @@
+"""A network with its parameters, vocabulary and special ids: `LanguageModel`, what `load` gives and `generate` takes."""
+
+import functools
+
+import jax
+import numpy as np
+
+from specdec_jax.files.reading import shown
+from specdec_jax.models import identity, layouts, panels
+from specdec_jax.models.network import (
+    ModelConfig,
+    Network,
+    check_positions,
+    continuation_logits,
+    decoder_only,
+    fuses,
+    given_lengths,
+    join,
+    lay_out,
+    module_of,
+    random_params,
+    teacher_forced_logits,
+)
+from specdec_jax.models.sharding import ShardingRules
+from specdec_jax.models.t5 import T5Config
+
+
+class LanguageModel:
+    """A network with its parameters, vocabulary and special ids.
+
+    Attributes:
+      config: shape of the network.
+      params: nested dict of arrays, named as in T5X; made from the loop's layout when asked for.
+      vocabulary: maps text to ids, or None (then inputs and outputs are ids).
+      start_token: id that every decoder sequence starts with; of a decoder-only model, those without a prompt.
+      eos_ids: ids that end a sequence.
+      name: for messages and records.
+      encoder_fingerprint: of the model whose encoder output this one was trained on, where it has no encoder; None: unknown.
+      network: the same as the jitted functions take it.
+      quantized: its kernels, the head's too, are in 8 bits, a scale for each output; inputs of products are rounded to 16 bits, all else is float32.
+        `params` has what their values times their scales are.
+    """
+
+    def __init__(
+        self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False,
+        encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
+    ):  # fmt: skip
+        """Args as the attributes; `rules`: how the parameters are laid out on a mesh, None: on one device. With `donate_params` the nested dicts
+        of `params` are emptied while the weights are brought into the loop's layout, so that at most one kernel exists twice. Kernels of
+        `params` may be `Int8Kernel`s, all or none, where `panels.usable` (else ValueError), and then the head of a model whose head is
+        its embedding may be there too, "decoder/logits_dense/kernel"."""
+        check_ids(config, vocabulary, start_token, eos_ids)
+        self.config, self.vocabulary, self.name = config, vocabulary, name
+        self.encoder_fingerprint = encoder_fingerprint
+        self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
+        params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
+        native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
+        self.quantized = layouts.quantized(params)
+        if self.quantized and not native:
+            raise ValueError(f"params: got kernels in 8 bits, expected {panels.needed(config.dtype)}")
+        if rules is not None:
+            rules.check(config)
+            lay_out(params, rules)
+        fused = fuses(rules)
+        packed, module = layouts.pack(params, native, fused), module_of(config, fused, native)
+        if native and config.logits_via_embedding:
+            # An embedding is read by rows, a head by columns.
+            packed, module = layouts.with_head(packed, True, native), module_of(config.with_own_head(), fused, native)
+            packed = layouts.in_int8(packed) if self.quantized else packed
+        self.network = Network(packed, module, rules)
+
+    @classmethod
+    def random(
+        cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random", rules=None,
+        quantize: str | None = None,
+    ) -> "LanguageModel":  # fmt: skip
+        """A model with randomly initialised parameters in the configuration's dtype, for tests and timing.
+
+        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none" leave them as they are.
+        """
+        panels.check_quantize(quantize, config.dtype, rules is not None)
+        if rules is not None:
+            rules.check(config)
+        key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
+        params = random_params(key, module=module_of(config), dtype=config.dtype, rules=rules)
+        params = layouts.round_params(params) if quantize == "int8" else params
+        return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True, rules=rules)
+
+    @property
+    def params(self) -> dict:
+        return layouts.unpack(self.network.params)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells models with different weights apart, whatever their dtype or layout: what was trained on the states of one
+        fits no other."""
+        return identity.rounded(self.network.params, self.network.rules)
+
+    @functools.cached_property
+    def contents(self) -> str:
+        """Tells models apart that may compute different numbers: by their weights to the last bit, dtype, shape, and whether
+        they are in 8 bits, whose products are rounded elsewhere than those of the same numbers in float32."""
+        exact = identity.exact(self.network.params, self.network.rules)
+        return f"{exact} {self.config}{' in 8 bits' if self.quantized else ''}"
+
+    def has(self, fingerprint: str) -> bool:
+        """Whether a `fingerprint` that was stored is this model's; earlier versions stored one of a part of the weights."""
+        whole = str(fingerprint).startswith(identity.ROUNDED)
+        return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
+
+    @functools.cached_property
+    def _fingerprint_of_corners(self) -> str:
+        last = f"layers_{self.config.num_decoder_layers - 1}"
+        return identity.of_corners(self.network.params, self.network.rules, last)
+
+    def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> jax.Array:
+        """Teacher-forced logits `[B, T, V]` float32 of the token after each of `decoder_tokens`.
+
+        Args:
+          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. Of a decoder-only model what comes before
+            `decoder_tokens`, where 0 is an id like others, or None for nothing.
+          decoder_tokens: `[B, T]` decoder inputs, the start token first; of a decoder-only model any part of a sequence.
+          input_lengths: `[B]`, optional.
+          encoder: the model whose encoder reads the inputs, for one with an `encoder_dim`; else None.
+
+        Raises:
+          ValueError: an id that the model lacks (those of `inputs` at or past a row's length do not matter), more ids than
+            it has positions, no inputs for a model with an encoder, no `encoder` where one is needed, or one that does not
+            fit.
+        """
+        if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
+            got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
+            raise ValueError(f"encoder: got {got}, expected {_expected_encoder(self.config)}")
+        decoder_tokens = np.asarray(decoder_tokens, np.int32)
+        if inputs is None:
+            if not decoder_only(self):
+                raise ValueError("inputs: got None for a model with an encoder, expected ids [B, L]")
+            inputs = np.zeros((len(decoder_tokens), 0))
+        inputs = np.asarray(inputs, np.int32)
+        if input_lengths is None:
+            input_lengths = given_lengths(self, inputs)
+        input_lengths = np.asarray(input_lengths, np.int32)
+        inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
+        self._check_tokens("inputs", inputs[inside])
+        self._check_tokens("decoder_tokens", decoder_tokens)
+        if not decoder_only(self):
+            encoding = encoder and encoder.network
+            return teacher_forced_logits(self.network, inputs, input_lengths, decoder_tokens, encoding)
+        check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
+        return continuation_logits(self.network, *join(inputs, input_lengths, decoder_tokens))
+
+    def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
+        wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
+        if wrong.size:
+            raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
+
+
+def t5_only(name: str, config: ModelConfig) -> T5Config:
+    """`config`, for what only models with an encoder can do, training above all; raises ValueError for another."""
+    if isinstance(config, T5Config):
+        return config
+    raise ValueError(f"{name}: got a decoder-only model, expected a T5")
+
+
+def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
+    """Raises ValueError where a special id or a piece of the vocabulary has no logit."""
+    for token in (start_token, *eos_ids):
+        whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not whole or not 0 <= token < config.vocab_size:
+            raise ValueError(f"special id: got {shown(token)}, expected an id of the vocabulary of {config.vocab_size}")
+    if vocabulary is not None and vocabulary.size > config.vocab_size:
+        raise ValueError(
+            f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model"
+        )
+
+
+def _expected_encoder(config: ModelConfig) -> str:
+    return "none: the model has its own" if config.encoder_dim is None else f"a model of width {config.encoder_dim}"

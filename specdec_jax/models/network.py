@@ -1,0 +1,230 @@
+"""Runs a network inside jit: `Network` hides linen from the rest of the package."""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models import layouts
+from specdec_jax.models.cache import KVCache
+from specdec_jax.models.gpt import GPT, GPT_PRESETS, GPTCache, GPTConfig
+from specdec_jax.models.sharding import ShardingRules, pinned, read
+from specdec_jax.models.t5 import PRESETS as T5_PRESETS
+from specdec_jax.models.t5 import T5, DecoderCache, T5Config
+
+ModelConfig = T5Config | GPTConfig
+PRESETS: dict[str, ModelConfig] = {**T5_PRESETS, **GPT_PRESETS}
+
+
+@flax.struct.dataclass
+class Network:
+    """A model as the jitted loop takes it: the parameters are traced, the module is static.
+
+    Attributes:
+      params: nested dict of arrays in the loop's layout (`packing.py`).
+      module: the linen module, hashable.
+      rules: how parameters and caches lie on a mesh; None: on one device.
+    """
+
+    params: dict
+    module: T5 | GPT = flax.struct.field(pytree_node=False)
+    rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width V of the logits."""
+        return self.module.config.vocab_size
+
+    @property
+    def skips(self) -> bool:
+        """Whether positions that are not `live` cost nothing, so that calls need not be made narrower."""
+        return self.module.native
+
+    @property
+    def encoder_dim(self) -> int | None:
+        """Width of another model's encoder output, if the network attends to such instead of having an encoder."""
+        return self.module.config.encoder_dim
+
+    def encode(self, inputs: jax.Array, input_lengths: jax.Array) -> jax.Array:
+        """The encoder's output `[B, L, D]`; arguments as for `prefill`."""
+        inputs, input_lengths = self._by_rows(inputs), self._by_rows(input_lengths)
+        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        return self._by_rows(self.module.apply({"params": self.params}, inputs, mask, method="encode"))
+
+    def _by_rows(self, x: jax.Array) -> jax.Array:
+        """`x [B, …]` with its rows divided over the mesh, all else whole."""
+        return x if self.rules is None else self.rules.constrain(x, "batch")
+
+    def prefill(
+        self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1, encoded: jax.Array | None = None
+    ) -> DecoderCache | GPTCache:
+        """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
+
+        Args:
+          inputs: `[B, L]` int32; ids at or past a row's length do not matter. `[B, 0]` for a decoder-only network, whose
+            prompt is what its decoder begins with (`speculative.filled`).
+          input_lengths: `[B]`.
+          slots: S, positions that the self-attention caches hold.
+          encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other model's; None runs the encoder.
+        """
+        if isinstance(self.module, GPT):
+            return self._placed(self.module.empty_cache(len(inputs) * copies, slots))
+        encoded = self.encode(inputs, input_lengths) if encoded is None else encoded
+        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        apply = self.module.apply
+        return self._placed(
+            apply({"params": self.params}, inputs, mask, slots, copies, self._by_rows(encoded), method="prefill")
+        )
+
+    def _placed(self, cache):
+        """A new cache, which knows from now on how it lies on the mesh."""
+        is_layer = lambda node: isinstance(node, KVCache)
+        cache = jax.tree.map(
+            lambda layer: layer.replace(rules=self.rules) if is_layer(layer) else layer, cache, is_leaf=is_layer
+        )
+        return pinned(cache, self.rules)
+
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache, live: jax.Array | None = None):
+        """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
+
+        Args:
+          live: `[B, T]`, False for positions whose result does not matter, such as those of a row that is done; the live
+            ones of a row come first. Where the CPU's own product is used the others cost nothing, write nothing, and give
+            0; elsewhere they are computed like all. None: all are live.
+
+        Returns: logits `[B, T, V]` float32 of the next token at each position, and the new cache.
+        """
+        states, cache = self.decode_states(tokens, positions, cache, live=live)
+        return self.head(states, live), cache
+
+    def decode_states(self, tokens, positions, cache, layers: int | None = None, live: jax.Array | None = None):
+        """As `decode`, without the head: states `[B, T, D]` after `layers` layers (None: all) and the last norm."""
+        tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
+        states, cache = apply({"params": self.params}, tokens, positions, cache, layers, live, method="decode_states")
+        return self._by_rows(states), pinned(cache, self.rules)
+
+    def head(self, states: jax.Array, live: jax.Array | None = None) -> jax.Array:
+        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
+        return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))
+
+    def peak(
+        self, states: jax.Array, live: jax.Array | None = None, normalize: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
+        """The greatest of the logits that `head` gives, where the network `skips`; no logits are stored.
+
+        Returns:
+          Tokens `[B, T]` int32, the first of equal ones, −1 where a logit is not a number, and their log-probabilities
+          `[B, T]` float32, NaN there and where one is infinite; without `normalize` these mean nothing.
+        """
+        return self.module.apply({"params": self.params}, states, live, normalize, method="peak")
+
+    def shortlisted(self, ids: np.ndarray) -> "Network":
+        """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
+        config, native = self.module.config, self.module.native
+        params = layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
+        return self.replace(params=params, module=module_of(config.with_own_head(), fuses(self.rules), native))
+
+    def in_int8(self) -> "Network":
+        """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
+        tied = self.module.config.logits_via_embedding
+        network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
+        return network.replace(params=layouts.in_int8(network.params))
+
+    def head_alone(self) -> "Network":
+        """As much of the network as `head` takes; the arrays are shared."""
+        decoder = {name: node for name, node in self.params["decoder"].items() if name == "logits_dense"}
+        return self.replace(params={"token_embedder": self.params["token_embedder"], "decoder": decoder})
+
+    def teacher_forced(self, inputs, input_lengths, decoder_tokens: jax.Array, encoded=None) -> jax.Array:
+        """Logits `[B, T, V]` float32 of whole sequences, without a cache; arguments as for `prefill`."""
+        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
+        return pinned(logits, self.rules)
+
+
+def module_of(config: ModelConfig, fused: bool = False, native: bool = False) -> T5 | GPT:
+    """The network of this shape; `fused`, `native`: for parameters in the loop's layout, as `packing.pack` makes it."""
+    return GPT(config, native) if isinstance(config, GPTConfig) else T5(config, fused, native)
+
+
+def fuses(rules: ShardingRules | None) -> bool:
+    """Whether kernels with the same input are joined: not where their outputs are divided."""
+    return rules is None or rules.parts == 1
+
+
+def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
+    """Moves the arrays of a nested dict to their places on the mesh, one after the other."""
+    for name, value in params.items():
+        if isinstance(value, dict):
+            lay_out(value, rules, f"{prefix}{name}/")
+            continue
+        sharding = rules.of_parameter(prefix + name, value.shape)
+        if isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set:
+            params[name] = jax.device_put(value, sharding)
+        else:
+            params[name] = read(sharding, value.shape, lambda box: np.asarray(value)[box])
+
+
+def decoder_only(model) -> bool:
+    """Whether a model has no encoder: its inputs are prompts, which its outputs continue."""
+    return isinstance(model.config, GPTConfig)
+
+
+def given_lengths(model, inputs: np.ndarray) -> np.ndarray:
+    """`[B]`: lengths of `inputs [B, L]` that came without: 0 is padding, but for a decoder-only model, which may emit it."""
+    return np.full(len(inputs), inputs.shape[1], np.int32) if decoder_only(model) else padded_lengths(inputs)
+
+
+def join(inputs: np.ndarray, input_lengths: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences `[B, L + T]` of `inputs [B, L]` up to their lengths `[B]` and then `tokens [B, T]`, whose places are `[B, T]`."""
+    places = input_lengths[:, None] + np.arange(tokens.shape[1])
+    sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
+    np.put_along_axis(sequences, places, tokens, axis=1)
+    return sequences, places
+
+
+def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
+    """Raises ValueError where a decoder-only model has fewer positions than `length`."""
+    if isinstance(config, GPTConfig) and length > config.num_positions:
+        raise ValueError(
+            f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "
+            f"num_positions = {config.num_positions}"
+        )
+
+
+def padded_lengths(tokens: np.ndarray) -> np.ndarray:
+    """`[B]`: one past the last id other than 0 in each row of `tokens [B, L]`."""
+    length = tokens.shape[1]
+    if not length:
+        return np.zeros(len(tokens), np.int32)
+    return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(np.int32)
+
+
+@jax.jit
+def teacher_forced_logits(network: Network, inputs, input_lengths, decoder_tokens, encoder: Network | None):
+    encoded = encoder and encoder.encode(inputs, input_lengths)
+    return network.teacher_forced(inputs, input_lengths, decoder_tokens, encoded)
+
+
+@jax.jit
+def continuation_logits(network: Network, sequences, places):
+    """Logits at `places [B, T]` of `sequences [B, L]`, for a decoder-only network."""
+    return pinned(network.module.apply({"params": network.params}, sequences, places), network.rules)
+
+
+def initial_params(module: T5 | GPT, key) -> dict:
+    """Random parameters, float32."""
+    tokens = jnp.ones((1, 2), jnp.int32)
+    inputs = (tokens,) if isinstance(module, GPT) else (tokens, tokens > 0, tokens, True, module.dummy_encoded())
+    return module.init(key, *inputs)["params"]
+
+
+@functools.partial(jax.jit, static_argnames=("module", "dtype", "rules"))
+def random_params(key, *, module, dtype, rules=None):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(module, key))
+    if rules is None:
+        return params
+    place = lambda name, leaf: jax.lax.with_sharding_constraint(leaf, rules.of_parameter(name, leaf.shape))
+    return jax.tree.map_with_path(lambda path, leaf: place("/".join(key.key for key in path), leaf), params)

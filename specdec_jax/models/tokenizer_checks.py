@@ -1,0 +1,237 @@
+"""What a tokenizer's file may ask of the library that reads it, which cannot be interrupted while it works on a text.
+
+These are `tokenizers` for a tokenizer.json and `sentencepiece` for a SentencePiece model.
+
+Regular expressions backtrack: a nested quantifier can take longer than anyone waits for thirty characters. So only
+expressions are let through that take time in proportion to the text. Steps that make a text longer multiply, and a
+damaged table of characters makes the library print a stack trace: those are looked at too.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.files import reading
+
+# Of published tokenizers, beyond what `_plain` lets through: GPT-2's in two spellings, GPT-4's in two (Llama 3 has the
+# first), Qwen 2's and BLOOM's.
+PUBLISHED = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    *(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        for digits in (r"\p{N}{1,3}", r"\p{N}")
+    ),
+}  # fmt: skip
+# What `_plain` reads an expression by: a character or a class of them, and how often it may be there.
+_CHARACTER = re.compile(
+    r"\\[pP]\{\^?\w{1,30}\}|\\[bsSdDwWnrt]|\\[^\w\s]|[^\\\[\](){}*+?|^$]"
+    r"|\[\[:\^?\w{1,10}:\]\]|\[\^?(?:\\.|[^\[\]\\&^])(?:\\.|[^\[\]\\&])*\]"
+)
+_QUANTIFIER = re.compile(r"[?*+]|\{\d{1,2}(?:,\d{0,2})?\}")
+_LONGEST_PATTERN = 200
+_LONGEST_WORD = 1000
+_LONGEST_REPLACEMENT = 1000  # bytes in the place of a character; of published tables 33
+_MOST_IDS = 10_000_000  # as a model's vocab_size may be
+_NORMALIZER, _DENORMALIZER, _TABLE = 3, 5, 2  # fields of a SentencePiece model, and of the first two
+# How many times as long all steps together may make a text: T5's table of characters allows 33, its marks of spaces 3,
+# and every replacement of a letter by a longer one 2 or 3. Texts are looked at again by `check_length`.
+_MOST_GROWTH = 10**7
+_MOST_GROWTH_DECODING = 1000
+_MOST_CHARACTERS = 10**8
+_COMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 3, "Lowercase": 2}  # Unicode's own bounds
+
+
+def check(text: str) -> int:
+    """Refuses the contents of a tokenizer.json that could keep the library busy for ever.
+
+    Returns:
+      How many times as long its steps may make a text, at most.
+
+    Raises:
+      ValueError: what is wrong with it.
+    """
+    content = reading.parse_json(text)
+    model, added = content.get("model"), content.get("added_tokens")
+    if isinstance(model, dict):
+        length, pieces = model.get("max_input_chars_per_word"), model.get("vocab")
+        if isinstance(length, int) and length > _LONGEST_WORD:  # WordPiece tries all parts of a word
+            raise ValueError(f"got max_input_chars_per_word {reading.shown(length)}, expected at most {_LONGEST_WORD}")
+        check_ids(pieces.items() if isinstance(pieces, dict) else ())
+    tokens = added if isinstance(added, list) else ()
+    check_ids((token.get("content"), token.get("id")) for token in tokens if isinstance(token, dict))
+    _growth_of([content.get("decoder")], _MOST_GROWTH_DECODING)
+    return _growth_of([content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")], _MOST_GROWTH)
+
+
+def check_length(text: str, growth: int) -> None:
+    """Refuses a text that a tokenizer which may make it `growth` times as long could not hold."""
+    if len(text) * growth > _MOST_CHARACTERS:
+        raise ValueError(
+            f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, expected at most "
+            f"{_MOST_CHARACTERS // growth:,}"
+        )
+
+
+def _growth_of(nodes: list, most: int) -> int:
+    """Returns how many times as long steps, nested in any way, may make a text together; refuses more than `most`."""
+    growth = 1
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            growth *= _growth(node)
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
+        if growth > most:
+            raise ValueError(f"got steps that make a text more than {most:,} times as long, expected fewer")
+    return growth
+
+
+def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
+    """Refuses a vocabulary (pieces with their ids) of which a list of all ids would fill the memory."""
+    for piece, i in pieces:
+        if type(i) is not int or not 0 <= i < _MOST_IDS:
+            got = f"{reading.shown(piece)} with id {reading.shown(i)}"
+            raise ValueError(f"got {got}, expected ids from 0 to {_MOST_IDS - 1:,}")
+
+
+def _growth(step: dict) -> int:
+    """Returns how many times as long a step may make a text; refuses one that may take too much time."""
+    pattern = step.get("Regex")
+    if isinstance(pattern, str) and pattern not in PUBLISHED:
+        if len(pattern) > _LONGEST_PATTERN or not _plain(pattern):
+            raise ValueError(
+                f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a well-known "
+                "tokenizer, or alternatives in which nothing follows a repetition"
+            )
+    # By their fields: the library takes steps that do not say their type.
+    if "precompiled_charsmap" in step or step.get("type") == "Precompiled":
+        return _longest_replacement(_decoded(step.get("precompiled_charsmap")))
+    if "pattern" in step and isinstance(step.get("content"), str):
+        searched = step["pattern"].get("String") if isinstance(step["pattern"], dict) else None
+        shortest = len(searched.encode("utf-8", "replace")) if isinstance(searched, str) else 1
+        return max(1, -(-len(step["content"].encode("utf-8", "replace")) // max(1, shortest)))
+    if step.get("type") in _COMPOSED:
+        return _COMPOSED[step["type"]]
+    if isinstance(step.get("single"), list):
+        return max(1, sum(isinstance(part, dict) and "Sequence" in part for part in step["single"]))
+    return 2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1  # a byte becomes a character
+
+
+def _plain(pattern: str) -> bool:
+    """Whether an expression takes time in proportion to the text.
+
+    It does where each of its alternatives is a row of characters and classes of which one may be missing and the last
+    may repeat: nothing follows a repetition that could fail and send the matcher back. A group around all of it is
+    allowed.
+    """
+    if pattern.startswith("(") and pattern.endswith(")"):
+        pattern = pattern[1:-1].removeprefix("?:")
+    place, begins, optional, repeated = 0, True, False, False
+    while place < len(pattern):
+        if pattern[place] == "|":
+            place, begins, optional, repeated = place + 1, True, False, False
+            continue
+        if begins and pattern[place] == "^":
+            place, begins = place + 1, False
+            continue
+        character = _CHARACTER.match(pattern, place)
+        if not character or repeated:
+            return False
+        quantifier = _QUANTIFIER.match(pattern, character.end())
+        place, begins = (quantifier or character).end(), False
+        if quantifier and quantifier[0] == "?":
+            if optional:
+                return False
+            optional = True
+        else:
+            repeated = bool(quantifier)
+    return True
+
+
+def _decoded(text) -> bytes:
+    try:
+        return base64.b64decode(text or "", validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        return b""
+
+
+def check_model(model: bytes) -> None:
+    """Refuses the contents of a SentencePiece model whose tables of characters make a text too long, or are damaged.
+
+    Raises:
+      ValueError: what is wrong with it.
+    """
+    for part, specification in _fields(model):
+        if part in (_NORMALIZER, _DENORMALIZER):
+            for field, table in _fields(specification):
+                if field == _TABLE and table:
+                    _longest_replacement(table)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Numbers and contents of those fields of a protocol buffer that are messages, strings or bytes."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = message[place] if place < len(message) else 0
+            place += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+        return value
+
+    while place < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 2:
+            length = varint()
+            yield number, message[place : place + length]
+            place += length
+        elif kind == 0:
+            varint()
+        elif kind in (1, 5):
+            place += 8 if kind == 1 else 4
+        else:
+            raise ValueError("got no protocol buffer, expected a SentencePiece model")
+
+
+def _longest_replacement(table: bytes) -> int:
+    """Returns the most bytes that SentencePiece's table puts in the place of a character; refuses a damaged one.
+
+    The table is its size, a double array (a trie in which the children of a node lie at its offset, XOR the byte), and
+    the replacements one after the other, each with a NUL at its end.
+    """
+    size = int.from_bytes(table[:4], "little")
+    units = (
+        np.frombuffer(table[4 : 4 + size], "<u4") if size % 4 == 0 and 4 + size <= len(table) else np.zeros(0, "<u4")
+    )
+    texts = table[4 + size :]
+    places = np.arange(len(units), dtype=np.int64)
+    children = places ^ (units.astype(np.int64) >> 10 << ((units & 0x200) >> 6).astype(np.int64))
+    inner, leading = units < 0x80000000, (units & 0x100 > 0) & (units < 0x80000000)
+    sound = len(units) > 0 and bool(inner[0]) and bool(np.all((children | 0xFF)[inner] < len(units)))
+    if sound:  # what leads to a replacement has its place as a child
+        starts = units[children[leading]] & 0x7FFFFFFF
+        heads = np.frombuffer(texts, np.uint8)
+        sound = bool(np.all(starts < len(heads))) and bool(np.all(heads[starts] & 0xC0 != 0x80))
+    try:
+        texts.decode("utf-8")
+    except UnicodeDecodeError:
+        sound = False
+    if not sound:
+        raise ValueError(f"got a precompiled_charsmap of {len(table):,} bytes that is none, expected SentencePiece's")
+    longest = max(1, max(map(len, texts.split(b"\0"))))
+    if longest > _LONGEST_REPLACEMENT:
+        raise ValueError(f"got a character that becomes {longest:,} bytes, expected at most {_LONGEST_REPLACEMENT:,}")
+    return longest

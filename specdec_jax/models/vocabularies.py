@@ -1,0 +1,312 @@
+"""Vocabularies: SentencePiece, bytes (ByT5) and Hugging Face's `tokenizer.json`."""
+
+import abc
+import functools
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable
+
+from specdec_jax.files import reading
+from specdec_jax.models import tokenizer_checks
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
+_MOST_SENTINELS = 10_000
+_TOKENIZER_BYTES = 24 << 20  # of a vocabulary's file; mT5's tokenizer.json has 16 MB
+# Characters of a text that is encoded as a whole, some 300 pages; ids of thirty times as many take half a gigabyte.
+LONGEST_TEXT = 1_000_000
+
+
+def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> None:
+    """Refuses a text that is too long to be encoded, before anything goes through it; None is none.
+
+    Raises:
+      ValueError: the number of the text, counted from `first`, after `name`, and its length.
+    """
+    for number, text in enumerate(texts, first):
+        if text is not None and len(text) > LONGEST_TEXT:
+            expected = f"at most {LONGEST_TEXT:,}"
+            raise ValueError(f"{name} {number}: got a text of {len(text):,} characters, expected {expected}")
+
+
+def check_extra_ids(extra_ids, path) -> int:
+    """The number of sentinels that the file at `path` says."""
+    if type(extra_ids) is not int or not 0 <= extra_ids <= _MOST_SENTINELS:
+        expected = f"an integer from 0 to {_MOST_SENTINELS:,}"
+        raise ValueError(f"{path}: extra_ids: got {reading.shown(extra_ids)}, expected {expected}")
+    return extra_ids
+
+
+class Vocabulary(abc.ABC):
+    """Maps text to ids and back.
+
+    Attributes:
+      size: number of ids; the network's logits may be wider (padding).
+      eos_ids: ids that end a text; the first of them is put after an input.
+    """
+
+    size: int
+    eos_ids: tuple[int, ...] = (EOS_ID,)
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without EOS."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; padding, EOS and ids past the vocabulary are dropped, sentinels are kept."""
+
+    @abc.abstractmethod
+    def piece(self, token: int) -> str:
+        """The surface form of one id, for traces; a leading space where the piece starts a word."""
+
+    def fingerprint(self) -> str:
+        """Equal for two vocabularies iff they map every id to the same piece (used to refuse mismatched pairs)."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        """Made once: every call of `generate` compares two of them, and mT5 has a quarter of a million pieces."""
+        return hashlib.sha256(json.dumps([self.piece(i) for i in range(self.size)]).encode()).hexdigest()
+
+
+def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
+    """`text` cut around every known sentinel: even places hold text (perhaps empty), odd places sentinels."""
+    if not sentinels or "<extra_id_" not in text:
+        return [text]
+    parts = [""]
+    for part in re.split(r"(<extra_id_\d+>)", text):
+        if part in sentinels:
+            parts += [part, ""]
+        else:
+            parts[-1] += part
+    return parts
+
+
+class SentencePieceVocabulary(Vocabulary):
+    """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>` is the last id.
+
+    Padding and EOS have the ids that the model gives them.
+
+    Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel starts a word: this is
+    what the T5 tokenisers of Hugging Face do. seqio agrees where a sentinel starts a word and is followed by a space.
+    """
+
+    def __init__(self, model: bytes, extra_ids: int = 0):
+        """Args: model: contents of a SentencePiece model file. extra_ids: sentinels appended to its pieces.
+
+        Raises:
+          ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make a text much longer.
+        """
+        import sentencepiece
+
+        tokenizer_checks.check_model(model)
+        self.model = model
+        self.extra_ids = extra_ids
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self._pieces = self._processor.get_piece_size() if model else 0  # of nothing it prints that it has none
+            if self._pieces:
+                self._processor.id_to_piece(list(range(self._pieces)))  # which may be no UTF-8
+        except (RuntimeError, UnicodeDecodeError):
+            self._pieces = 0
+        if not self._pieces:
+            raise ValueError(f"got {len(model)} bytes that are no SentencePiece model, expected one")
+        eos = self._processor.eos_id()
+        if eos < 0:
+            raise ValueError("got a SentencePiece model without an end-of-sequence piece, expected one")
+        self.eos_ids = (eos,)
+        self._dropped = (eos, self._processor.pad_id())
+        self.size = self._pieces + extra_ids
+        self._sentinels = {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)}
+
+    @classmethod
+    def load(cls, path, extra_ids: int = 0) -> "SentencePieceVocabulary":
+        model = reading.read_bytes(path, _TOKENIZER_BYTES)
+        try:
+            return cls(model, extra_ids)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int, seed_size: int = 1_000_000) -> "SentencePieceVocabulary":
+        """A unigram vocabulary of `size` pieces trained on `texts`, with T5's ids for padding, EOS and unknown."""
+        import sentencepiece
+
+        out = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=out, vocab_size=size, model_type="unigram",
+            character_coverage=0.9999, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID, bos_id=-1,
+            byte_fallback=False, seed_sentencepiece_size=seed_size, minloglevel=2,
+        )  # fmt: skip
+        return cls(out.getvalue())
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for i, part in enumerate(_split_at_sentinels(text, self._sentinels)):
+            ids += [self._sentinels[part]] if i % 2 else self._processor.encode(part)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text, run = "", []
+        for token in [*map(int, ids), None]:
+            if token in self._dropped or (token is not None and not 0 <= token < self.size):
+                continue
+            if token is not None and token < self._pieces:
+                run.append(token)
+                continue
+            if run:  # the processor strips the space of a first piece: between sentinels it is part of the text
+                space = " " if text and self.piece(run[0]).startswith(" ") else ""
+                text, run = text + space + self._processor.decode(run), []
+            if token is not None:
+                text += (" " if text else "") + self.piece(token)
+        return text
+
+    def piece(self, token: int) -> str:
+        if not 0 <= token < self.size:
+            return f"<{token}>"
+        if token >= self._pieces:
+            return f"<extra_id_{self.size - 1 - token}>"
+        return self._processor.id_to_piece(token).replace("▁", " ")
+
+
+class ByteVocabulary(Vocabulary):
+    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as in Hugging Face."""
+
+    OFFSET = 3  # padding, EOS, unknown
+
+    def __init__(self, extra_ids: int = 125):
+        self.extra_ids = extra_ids
+        self._first_sentinel = self.OFFSET + 256
+        self.size = self._first_sentinel + extra_ids
+        self._sentinels = {f"<extra_id_{i}>": self._first_sentinel + i for i in range(extra_ids)}
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for i, part in enumerate(_split_at_sentinels(text, self._sentinels)):
+            ids += [self._sentinels[part]] if i % 2 else [byte + self.OFFSET for byte in part.encode("utf-8")]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        out = b""
+        for token in map(int, ids):
+            if self.OFFSET <= token < self._first_sentinel:
+                out += bytes([token - self.OFFSET])
+            elif self._first_sentinel <= token < self.size:
+                out += self.piece(token).encode()
+        return out.decode("utf-8", errors="ignore")
+
+    def piece(self, token: int) -> str:
+        if token < self.OFFSET:
+            return ("<pad>", "</s>", "<unk>")[token]
+        if token < self._first_sentinel:
+            byte = token - self.OFFSET
+            return chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>"
+        return f"<extra_id_{token - self._first_sentinel}>" if token < self.size else f"<{token}>"
+
+
+def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_prefix_space: bool = False) -> str:
+    """The contents of a `tokenizer.json` for GPT-2's `vocab.json` and `merges.txt`.
+
+    Args:
+      special_tokens: matched as a whole in a text; those that the vocabulary lacks get the ids after its own.
+      add_prefix_space: a text begins with a space.
+
+    Raises:
+      ValueError: files that cannot be read as such.
+    """
+    import tokenizers
+
+    pieces = reading.read_json(vocab_file, _TOKENIZER_BYTES)
+    reading.check_file(merges_file, _TOKENIZER_BYTES)
+    try:
+        tokenizer_checks.check_ids(pieces.items())
+        bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"{vocab_file}: got no readable vocabulary with merges ({reading.reason(error)}), expected GPT-2's"
+        ) from None
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special_tokens))
+    return tokenizer.to_str()
+
+
+class TokenizerJsonVocabulary(Vocabulary):
+    """Hugging Face's `tokenizer.json`, read by the `tokenizers` library."""
+
+    def __init__(
+        self,
+        text: str,
+        eos_ids: tuple[int, ...] | None = None,
+        *,
+        eos_token: str = "</s>",
+        stop_ids: tuple[int, ...] = (),
+    ):
+        """Reads a tokenizer; without `eos_ids` the one that ends inputs is looked for.
+
+        Args:
+          text: contents of a `tokenizer.json`.
+          eos_ids: as the attribute; None: what the file itself puts after a text, else `eos_token`, else `</s>`, else
+            the first of `stop_ids`; then `stop_ids`.
+          eos_token: its surface form, as the tokenizer's other files say it.
+          stop_ids: ids at which the model stops: they need not be the tokenizer's.
+
+        Raises:
+          ValueError: `text` is no tokenizer, or no end-of-sequence token is found.
+        """
+        import tokenizers
+
+        self.text = text
+        self._growth = tokenizer_checks.check(text)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"got no readable tokenizer.json ({reading.reason(error)}), expected one") from None
+        # A saved tokenizer may carry the truncation and padding of the program that saved it.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if eos_ids is None:
+            ends = (self._appended(), *map(self._tokenizer.token_to_id, (eos_token, "</s>")))
+            end = next((i for i in ends if i is not None), None)
+            eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
+        if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
+            raise ValueError(f"eos_ids: got {reading.shown(eos_ids)}, expected ids")
+        if not eos_ids:
+            raise ValueError(f"got a tokenizer.json without {reading.shown(eos_token)}, expected it or eos_ids")
+        self.eos_ids = tuple(eos_ids)
+        self._dropped = {*self.eos_ids, self._tokenizer.token_to_id("<pad>")}
+
+    @classmethod
+    def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":
+        """Reads a file; `options` as for the class."""
+        text = reading.read_text(path, _TOKENIZER_BYTES)
+        try:
+            return cls(text, eos_ids, **options)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _appended(self) -> int | None:
+        """The one id that the file's post-processor puts after a text; None where it does something else."""
+        try:
+            plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        except Exception as error:  # as above
+            raise ValueError(
+                f"got a tokenizer.json that cannot encode ({reading.reason(error)}), expected one that can"
+            ) from None
+        return whole[-1] if whole[:-1] == plain else None
+
+    def encode(self, text: str) -> list[int]:
+        tokenizer_checks.check_length(text, self._growth)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        kept = [i for i in map(int, ids) if 0 <= i < self.size and i not in self._dropped]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def piece(self, token: int) -> str:
+        piece = self._tokenizer.id_to_token(token) if token >= 0 else None
+        return f"<{token}>" if piece is None else piece.replace("▁", " ")

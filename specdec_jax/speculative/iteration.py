@@ -1,0 +1,226 @@
+"""One iteration of speculative decoding: draft → score → verify → commit.
+
+Leviathan, Kalman, Matias 2023, algorithm 1. Before an iteration the target's cache lacks exactly the last committed
+token; so the target is fed that token and the γ drafted ones, and gives the laws of γ + 1 positions in one call.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.models.network import Network
+from specdec_jax.models.sharding import pinned
+from specdec_jax.speculative import draws, laws, verifiers
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.gamma import Outcome
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
+from specdec_jax.speculative.verifiers import Randomness, Verification
+
+
+def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
+    """One iteration for all rows; a row that is done changes in nothing that counts."""
+    program, batch = state.program, state.tokens.shape[0]
+    # Draft. At most limit − length − 1: the target adds one more, and so no row ever passes its limit.
+    wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
+    num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
+    if program.gamma:
+        draft_state, draft = drafter.draft(state.draft_state, state, num_wanted)
+        draft, state = _up_to_failure(draft, state)
+    else:
+        draft_state, draft = None, _no_draft(batch, program)
+
+    # Score the last committed token and the drafted ones in one call, verify, and commit.
+    cache = state.target_cache if draft.target_cache is None else draft.target_cache
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    scored = jnp.concatenate([last, draft.tokens], axis=1)
+    observed = drafter is not None and drafter.observes
+    after, found = _judged(target, state.replace(target_cache=cache, draft_state=None), draft, scored, observed)
+    after = after.replace(draft_state=draft_state)
+    if not observed:
+        return pinned(after, target.rules)
+    states, logits = found
+    seen = Scored(scored, states, logits, after.lengths - state.lengths)
+    return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+
+
+def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
+    """Ends drafts before the first token that came from no law of numbers, and notes where that was.
+
+    Where it ends does not depend on what was drawn, so that the output law stays the target's.
+    """
+    first = jnp.min(jnp.where(draft.tokens < 0, jnp.arange(state.program.gamma), state.program.gamma), axis=1)
+    failed = (first < draft.num_drafted) & (state.draft_failed == 0)
+    state = state.replace(draft_failed=jnp.where(failed, state.lengths + first, state.draft_failed))
+    num_drafted = jnp.minimum(draft.num_drafted, first)
+    return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), state
+
+
+def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array, watched: bool):
+    """Returns the state after the target's call over `scored [B, G + 1]`, verification and commit, and what was seen.
+
+    Where several widths are compiled, the narrowest that covers every row's draft is used for all of it: the call costs
+    time by the position, and so do verification and log-probabilities. What was seen is `()`, or with `watched` the states
+    `[B, G + 1, D]` and logits `[B, G + 1, V]`, 0 past that width.
+    """
+
+    # What a row has not drafted, and all of one that is done, need not be computed.
+    live = ~state.done[:, None] & (jnp.arange(scored.shape[1]) <= draft.num_drafted[:, None])
+
+    def judge(state: DecodeState, width: int):
+        states, cache = target.decode_states(
+            scored[:, :width], state.lengths - 1, state.target_cache, live=live[:, :width]
+        )
+        program, part = state.program, draft.first(width - 1)
+        narrow = state.replace(target_cache=cache, program=program._replace(gamma=width - 1))
+        if program.commits_argmax and not watched:
+            tokens, log_probs = most_probable(target, states, live[:, :width])
+            verified = verifiers.verify_greedy(tokens, part.tokens, part.num_drafted)
+            logits, after = None, _commit(narrow, part, verified, lambda new: log_probs, None)
+        else:
+            logits = target.head(states, live[:, :width])
+            verified, adjusted = verify(narrow, part, logits)
+            after = _commit(narrow, part, verified, Law.of(logits).log_prob, adjusted)
+        return after.replace(program=program, last_draft=draft.tokens), (states, logits) if watched else ()
+
+    widths, needed = state.program.widths, jnp.max(draft.num_drafted) + 1
+    if not widths:
+        return judge(state, scored.shape[1])
+
+    def once(width: int, carry):
+        # A loop that runs once for the width that is needed, and never for the others: `lax.switch` copies the caches.
+        def body(carry):
+            _, state, seen = carry
+            state, found = judge(state, width)
+            put = lambda values, new: jax.lax.dynamic_update_slice_in_dim(values, new, 0, axis=1)
+            return jnp.zeros((), bool), state, jax.tree.map(put, seen, found)
+
+        return jax.lax.while_loop(lambda carry: carry[0] & (needed <= width), body, carry)
+
+    shapes = jax.eval_shape(lambda state: judge(state, scored.shape[1])[1], state)
+    carry = jnp.ones((), bool), state, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    for width in widths:
+        carry = once(width, carry)
+    return carry[1:]
+
+
+def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.Array, jax.Array]:
+    """The argmax token after each of `states [B, T, D]` and its log-probability, both `[B, T]`; −1 and NaN where the logits are
+    not numbers. `live [B, T]` as in `Network.decode`."""
+    if network.skips:
+        return network.peak(states, live)
+    logits = network.head(states, live)
+    tokens = laws.argmax(logits)
+    return tokens, Law.of(logits).log_prob(tokens)
+
+
+def _no_draft(batch: int, program: StaticConfig) -> Draft:
+    zeros = jnp.zeros(batch, jnp.int32)
+    law = Law.of(jnp.zeros((batch, 0, program.vocab_size))) if program.asks_draft_law else None
+    return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
+
+
+def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verification, Law | None]:
+    """The outcome, and the target's adjusted law over the scored positions (None where every token is its argmax)."""
+    program, keys, lengths = state.program, state.keys, state.lengths
+    tokens, width = state.tokens, program.gamma + 1
+    if program.mode.reads_prefix:
+        tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted) if program.gamma else tokens
+    prefixes = context(state, tokens)
+    processed = laws.process(logits, prefixes, state.sampling, program.mode)
+    forced = program.verifier == verifiers.FORCED
+    offsets = jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
+    if program.strict_argmax:
+        tokens = laws.argmax(processed)
+        if not forced:
+            return verifiers.verify_greedy(tokens, draft.tokens, draft.num_drafted), None
+        accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
+        return verifiers.verify_greedy_forced(tokens, draft.num_drafted, accept, state.settings.forced_alpha), None
+    law = laws.standardize(logits, prefixes, state.sampling, program.mode)
+    greedy = None
+    if program.verifier == "lenient":  # judged before temperature 0 makes the law one-hot
+        greedy = verifiers.verify_greedy_leniently(processed, draft.tokens, draft.num_drafted, state.settings.lenience)
+        if program.mode.greedy:
+            return greedy, law
+    accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
+    # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
+    residual = draws.words(keys, lengths, offsets, draws.RESIDUAL)
+    bonus = draws.words(keys, lengths, offsets, draws.BONUS)
+    final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
+    noise = None
+    if program.verifier == "gumbel":
+        noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size)
+    judge = verifiers.verify_forced if forced else verifiers.VERIFIERS[program.verifier]
+    verified = judge(law, draft.law, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings)
+    if greedy is not None:
+        argmax = state.sampling.temperature == 0
+        verified = Verification(*(jnp.where(argmax, a, b) for a, b in zip(greedy, verified)))
+    return verified, law
+
+
+def _commit(
+    state: DecodeState,
+    draft: Draft,
+    verified: Verification,
+    log_prob: Callable[[jax.Array], jax.Array],
+    adjusted: Law | None,
+) -> DecodeState:
+    """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
+
+    `log_prob` gives the log-probabilities of tokens `[B, G + 1]` under the target's own laws.
+
+    A row is complete at an EOS, at its limit, or where its law is not one of numbers. Such a law leaves −1 as token,
+    and NaN as its log-probability.
+    """
+    width = state.program.gamma + 1
+    active, num_accepted = ~state.done, verified.num_accepted
+    offsets = jnp.arange(width)
+    # The new tokens of a row: the accepted ones, then the next one.
+    new = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    new = jnp.where(offsets == num_accepted[:, None], verified.next_token[:, None], new)
+    is_eos = jnp.any(new[:, :, None] == state.eos_ids[:, None, :], axis=-1)
+    first_eos = jnp.min(jnp.where(is_eos & (offsets <= num_accepted[:, None]), offsets, width), axis=1)
+    num_new = jnp.where(active, jnp.minimum(num_accepted, first_eos) + 1, 0)
+
+    log_probs = jnp.where(new < 0, jnp.nan, log_prob(new))
+    adjusted_log_probs = state.adjusted_log_probs
+    if adjusted is not None:
+        adjusted_log_probs = _write(adjusted_log_probs, adjusted.log_prob(new), state.lengths, num_new)
+    lengths = state.lengths + num_new
+    ended = (first_eos < width) | (verified.next_token < 0)
+    done = state.done | ended & active | (lengths >= state.limits)
+
+    examined = active[:, None] & (offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None])
+    examined &= offsets[:-1] <= first_eos[:, None]
+    stood = examined & (offsets[:-1] < num_accepted[:, None])
+    counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
+    by_position = lambda counted, mask: counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
+    counts = Counts(
+        target_calls=counts.target_calls + integer(active),
+        draft_calls=counts.draft_calls + jnp.where(active, draft.calls, 0),
+        drafted=counts.drafted + jnp.where(active, draft.num_drafted, 0),
+        accepted=counts.accepted + jnp.sum(integer(stood), axis=1),
+        examined_by_position=by_position(counts.examined_by_position, examined),
+        accepted_by_position=by_position(counts.accepted_by_position, stood),
+    )
+    policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen)
+    if state.policy is not None:
+        policy_state = state.policy.update(policy_state, outcome)
+    return state.replace(
+        tokens=_write(state.tokens, new, state.lengths, num_new),
+        log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
+        adjusted_log_probs=adjusted_log_probs, lengths=lengths, done=done, counts=counts,
+        last_drafted=jnp.where(active, draft.num_drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
+        last_seen=draft.seen, policy_state=policy_state,
+    )  # fmt: skip
+
+
+def _write(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
+    """`buffer [B, S]` with the first `counts [B]` of `values [B, T]` written from slot `starts [B]` on.
+
+    A select over the whole buffer: XLA expands a scatter into a loop on a CPU, which costs more than S elements do.
+    """
+    offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
+    spread = jnp.take_along_axis(values, jnp.clip(offsets, 0, values.shape[1] - 1), axis=1)
+    return jnp.where((offsets >= 0) & (offsets < counts[:, None]), spread.astype(buffer.dtype), buffer)

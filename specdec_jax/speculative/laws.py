@@ -1,0 +1,199 @@
+"""Turns logits into the distribution that a row's next token is drawn from: processors, temperature, filters (`draws.py` draws)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.speculative import processors
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
+
+
+class Law(NamedTuple):
+    """A distribution over the vocabulary at each position, not yet normalised.
+
+    Probabilities are asked for where they are needed (a gathered token, the one row of a rejection), so that a whole
+    `[B, T, V]` array of them is never built.
+
+    Attributes:
+      logits: `[..., V]` float32 after every adjustment; −inf where the probability is 0.
+      log_normalizer: `[...]`, log Σ exp(logits).
+    """
+
+    logits: jax.Array
+    log_normalizer: jax.Array
+
+    @classmethod
+    def of(cls, logits: jax.Array) -> "Law":
+        return cls(logits, jax.nn.logsumexp(logits, axis=-1))
+
+    def log_prob(self, tokens: jax.Array) -> jax.Array:
+        """Log-probability `[...]` of one token per position."""
+        return jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0] - self.log_normalizer
+
+    def prob(self, tokens: jax.Array) -> jax.Array:
+        """Probability `[...]` of one token per position."""
+        return jnp.exp(self.log_prob(tokens))
+
+    def probs(self) -> jax.Array:
+        """All probabilities `[..., V]`."""
+        return jnp.exp(self.logits - self.log_normalizer[..., None])
+
+    def entropy(self) -> jax.Array:
+        """−Σ p log p `[...]`, in nats."""
+        finite = jnp.where(self.logits > -jnp.inf, self.logits, 0)
+        return self.log_normalizer - jnp.sum(self.probs() * finite, axis=-1)
+
+    def row(self, position: jax.Array) -> jax.Array:
+        """Probabilities `[B, V]` at `position [B]` of a law over `[B, T, V]`."""
+        logits = jnp.take_along_axis(self.logits, position[:, None, None], axis=1)[:, 0]
+        log_normalizer = jnp.take_along_axis(self.log_normalizer, position[:, None], axis=1)
+        return jnp.exp(logits - log_normalizer)
+
+
+class PointMass(NamedTuple):
+    """The law of a drafter that does not sample: probability 1 at its token; has what verifiers ask of a `Law`.
+
+    Attributes:
+      tokens: `[B, G]` int32.
+      vocab_size: V.
+    """
+
+    tokens: jax.Array
+    vocab_size: int
+
+    def prob(self, tokens: jax.Array) -> jax.Array:
+        """Probability `[B, G]` of one token per position."""
+        return (tokens == self.tokens).astype(jnp.float32)
+
+    def row(self, position: jax.Array) -> jax.Array:
+        """Probabilities `[B, V]` at `position [B]`."""
+        token = jnp.take_along_axis(self.tokens, position[:, None], axis=1)
+        return (jnp.arange(self.vocab_size) == token).astype(jnp.float32)
+
+    def law(self) -> Law:
+        """The same as a `Law` over `[B, G, V]`."""
+        one_hot = jnp.arange(self.vocab_size) == self.tokens[..., None]
+        return Law(jnp.where(one_hot, 0.0, -jnp.inf), jnp.zeros(self.tokens.shape))
+
+
+def process(logits: jax.Array, context: Context | None, rows: SamplingRows, mode: SamplingMode) -> jax.Array:
+    """Logits `[B, T, V]` after the processors: float32 where one is on, else untouched.
+
+    Args:
+      logits: `[B, T, V]`, of the tokens after each prefix of `context`.
+      context: the prefixes; needed by some of the processors only.
+      rows: the traced parameters.
+      mode: which processors are on.
+    """
+    if not mode.processes:
+        return logits
+    original = processed = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if mode.bias:
+        processed = processed + rows.bias
+    if mode.repetition:
+        processed = processors.penalize_repetition(processed, context, rows.repetition_penalty)
+    if mode.ngram:
+        processed = processors.forbid_repeated_ngrams(processed, context, mode.ngram)
+    if mode.processor is not None:
+        processed = processors.apply_own(processed, context, mode.processor)
+    if mode.min_length:
+        processed = processors.forbid_early_end(processed, context, rows.min_new_tokens)
+    if mode.forced:
+        processed = processors.force(processed, context, rows.forced)
+    # Not the other way round: NaN must pass, so that it is noticed.
+    return jnp.where(jnp.max(processed, axis=-1, keepdims=True) == -jnp.inf, original, processed)
+
+
+def standardize(
+    logits: jax.Array, context: Context | None, rows: SamplingRows, mode: SamplingMode, soften: bool = False
+) -> Law:
+    """The law that a row samples from; args as for `process`. With `soften` temperature 0 counts as 1."""
+    logits = process(logits, context, rows, mode)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    temperature = rows.temperature[:, None, None]
+    # The maximum is taken out first: divided by a tiny temperature it would overflow.
+    adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
+    if mode.top_k:
+        adjusted = _keep_top_k(adjusted, rows.top_k)
+    if mode.top_p:
+        adjusted = _keep_top_p(adjusted, rows.top_p)
+    if mode.min_p:
+        adjusted = jnp.where(adjusted >= jnp.log(rows.min_p)[:, None, None], adjusted, -jnp.inf)  # the greatest is 0
+    if soften:
+        return Law.of(adjusted)
+    one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
+    return Law.of(jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)))
+
+
+def argmax(logits: jax.Array) -> jax.Array:
+    """Returns the first index of the maximum over the last axis, int32; −1 where a logit is not a number.
+
+    Two passes are some six times faster than `jnp.argmax`.
+    """
+    size = logits.shape[-1]
+    best = jnp.max(logits, axis=-1, keepdims=True)  # NaN if any logit is
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    first = jnp.min(jnp.where(logits == best, index, size), axis=-1)
+    return jnp.where(first < size, first, -1)
+
+
+_FEW = 64
+
+
+def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
+    """−inf below the k-th largest logit of each position; `top_k [B]`, 0 keeps all."""
+    few = min(_FEW, logits.shape[-1])
+
+    def by_selection(logits):
+        largest = jax.lax.top_k(logits, few)[0]
+        threshold = jnp.take_along_axis(largest, jnp.maximum(top_k - 1, 0)[:, None, None], axis=-1)
+        return jnp.where(logits >= jnp.where(top_k[:, None, None] > 0, threshold, -jnp.inf), logits, -jnp.inf)
+
+    def by_bisection(logits):
+        k = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None, None]
+        ordered = _ordered_bits(logits)
+        threshold = _largest_threshold(lambda t: jnp.sum(ordered >= t, axis=-1, keepdims=True) >= k, ordered)
+        return jnp.where(ordered >= threshold, logits, -jnp.inf)
+
+    def by_either(logits):
+        return jax.lax.cond(jnp.all(top_k <= few), by_selection, by_bisection, logits)
+
+    # On a CPU selecting a few takes a third of bisection's time; a TPU's compiler makes a whole sort of it. k is traced.
+    return jax.lax.platform_dependent(logits, cpu=by_either, default=by_bisection)
+
+
+def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
+    """−inf outside the nucleus: the fewest most probable ids whose mass reaches `top_p [B]`."""
+    probs = jax.nn.softmax(logits, axis=-1)
+    ordered = _ordered_bits(logits)
+    mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
+    # Rounding may leave the whole mass below p = 1; then everything is kept.
+    threshold = _largest_threshold(lambda t: mass(t) >= top_p[:, None, None], ordered)
+    keep = (ordered >= threshold) | (top_p[:, None, None] >= 1)
+    return jnp.where(keep, logits, -jnp.inf)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Signed integers in the same order as the floats `x`."""
+    integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
+
+
+def _largest_threshold(enough, ordered: jax.Array) -> jax.Array:
+    """The largest integer t for which `enough(t)` still holds (it holds for all smaller t); bisection, no sort.
+
+    A sort of the vocabulary costs milliseconds on a CPU and is the dearest operation of the loop on a TPU.
+    """
+    low = jnp.min(ordered, axis=-1, keepdims=True)
+    high = jnp.max(ordered, axis=-1, keepdims=True)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
+        good = enough(middle)
+        return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
+
+    return jax.lax.fori_loop(0, 8 * ordered.dtype.itemsize, halve, (low, high))[0]

@@ -1,0 +1,60 @@
+"""Makes the state that the decode loop starts from: encoders once, the prompt or decoder prefix fed."""
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.models.network import Network
+from specdec_jax.models.sharding import pinned
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.sampling import SamplingRows
+from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig, empty_signals
+from specdec_jax.speculative.verifiers import Settings
+
+
+def prefill(
+    target: Network, drafter: Drafter | None, program: StaticConfig, slots: int, inputs, input_lengths, tokens, prefix_lengths,
+    keys, rows: SamplingRows, settings: Settings | None, limits, eos_ids, gamma, done, policy: Policy | None = None,
+) -> DecodeState:  # fmt: skip
+    """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.
+
+    Args:
+      slots: S.
+      inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which lie side by side; L = 0
+        for a decoder-only target.
+      input_lengths: `[I]`.
+      tokens: `[B, P]` start token and decoder prefix, or the prompt, padded. prefix_lengths: `[B]`, at least 1.
+      keys, rows, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
+    """
+    batch, prefix = tokens.shape
+    shared = {}
+    if drafter is not None and drafter.reads_encoder:
+        shared = {"encoded": target.encode(inputs, input_lengths)}
+    cache = fill_cache(target, inputs, input_lengths, tokens, slots, **shared)
+    draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
+    zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
+    state = DecodeState(
+        tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
+        lengths=prefix_lengths, done=done, starts=prefix_lengths, log_probs=no_log_probs,
+        adjusted_log_probs=None if program.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
+        limits=limits, eos_ids=eos_ids, gamma=gamma, policy=policy, policy_state=policy and policy.init(),
+        target_cache=cache, draft_state=draft_state,
+        counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
+        last_drafted=zeros, last_accepted=zeros, last_seen=empty_signals(policy, batch),
+        draft_failed=zeros, program=program,
+    )  # fmt: skip
+    return pinned(state, target.rules)
+
+
+def fill_cache(network: Network, inputs, input_lengths, tokens: jax.Array, slots: int, **encoded):
+    """The cache of `network` for B rows that have been fed all but the last of `tokens [B, P]`; args as for `prefill`.
+
+    `encoded` is that of `Network.prefill`, if it is given at all.
+    """
+    copies = len(tokens) // len(inputs)
+    if copies > 1 and not inputs.shape[1]:  # a prompt is read once, like an encoder's input, for all of its rows
+        return fill_cache(network, inputs, input_lengths, tokens[::copies], slots).repeated(copies)
+    cache = network.prefill(inputs, input_lengths, slots, copies, **encoded)
+    if tokens.shape[1] > 1:
+        _, cache = network.decode(tokens[:, :-1], jnp.zeros(len(tokens), jnp.int32), cache)
+    return cache

@@ -1,0 +1,201 @@
+"""Settings of sampling: what a user gives (`SamplingConfig`), what is compiled (`SamplingMode`), what each row has (`SamplingRows`)."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import numpy as np
+
+from specdec_jax.speculative.processors import Processor
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How to choose tokens. Fields marked * are one value, or one per input; the others hold for the batch.
+
+    The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask; repetition penalty;
+    n-grams; the own processor; minimum length; forced tokens. Where they leave no id at all they are not applied.
+
+    Attributes:
+      temperature: * 0 is argmax; otherwise logits are divided by it.
+      top_k: * keep the k most probable ids (and those tied with the k-th); 0 keeps all.
+      top_p: * keep the fewest most probable ids whose mass reaches p, after top-k (and those tied with the last); 1 keeps
+        all.
+      min_p: * keep the ids with at least this share of the greatest probability, after top-p; 0 keeps all.
+      repetition_penalty: * divides the positive and multiplies the negative logits of ids in the prefix; 1 is none.
+      no_repeat_ngram: forbid ids that would repeat an n-gram of this size in the decoder's tokens; 0 is none.
+      min_new_tokens: * new tokens before the first EOS.
+      logit_bias: id -> number added to its logit.
+      forbidden_tokens: ids that are never chosen.
+      vocabulary_mask: `[V]` bool, True for ids that may be chosen; None allows all.
+      forced_tokens: place among the new tokens, from 0 -> the id that must stand there.
+      processor: a function of (prefix tokens `[N, S]`, 0 past the prefix; lengths `[N]`; logits `[N, V]`) that returns
+        the logits to use, for grammars and the like; traced by JAX, so a new function compiles anew.
+
+    Raises:
+      ValueError: a field outside its range.
+    """
+
+    temperature: float | Sequence[float] = 0.0
+    top_k: int | Sequence[int] = 0
+    top_p: float | Sequence[float] = 1.0
+    min_p: float | Sequence[float] = 0.0
+    repetition_penalty: float | Sequence[float] = 1.0
+    no_repeat_ngram: int = 0
+    min_new_tokens: int | Sequence[int] = 0
+    logit_bias: Mapping[int, float] | None = None
+    forbidden_tokens: Sequence[int] = ()
+    vocabulary_mask: Sequence[bool] | np.ndarray | None = None
+    forced_tokens: Mapping[int, int] | None = None
+    processor: Processor | None = None
+
+    def __post_init__(self):
+        largest = np.finfo(np.float32).max
+        integer = lambda value: 0 <= value < 2**31 and value == int(value)
+        ranges = {
+            "temperature": (lambda value: 0 <= value <= largest, "a finite number of at least 0"),
+            "top_k": (integer, "an integer of at least 0 (0: keep all)"),
+            "top_p": (lambda value: 0 < value <= 1, "a number in (0, 1]"),
+            "min_p": (lambda value: 0 <= value <= 1, "a number in [0, 1]"),
+            "repetition_penalty": (lambda value: 0 < value <= largest, "a finite number above 0 (1: none)"),
+            "no_repeat_ngram": (integer, "an integer of at least 0 (0: none)"),
+            "min_new_tokens": (integer, "an integer of at least 0"),
+        }
+        for name, (fits, expected) in ranges.items():
+            for value in np.ravel(getattr(self, name)):
+                if not _fits(fits, value):
+                    raise ValueError(f"{name}: got {value}, expected {expected}")
+        for token, bias in (self.logit_bias or {}).items():
+            if not _fits(lambda value: -largest <= value <= largest, bias):
+                raise ValueError(f"logit_bias: got {bias} for id {token}, expected a finite number")
+        for place in self.forced_tokens or {}:
+            if not isinstance(place, int | np.integer) or not 0 <= place < 2**20:
+                raise ValueError(f"forced_tokens: got place {place}, expected an integer from 0 to {2**20 - 1}")
+        if self.processor is not None and not callable(self.processor):
+            raise ValueError(f"processor: got {self.processor!r}, expected a function")
+
+    @functools.cached_property
+    def mode(self) -> "SamplingMode":
+        """Which adjustments are on: the static part."""
+        return SamplingMode(
+            greedy=bool(np.all(np.equal(self.temperature, 0))),
+            top_k=bool(np.any(np.greater(self.top_k, 0))),
+            top_p=bool(np.any(np.less(self.top_p, 1))),
+            min_p=bool(np.any(np.greater(self.min_p, 0))),
+            repetition=bool(np.any(np.not_equal(self.repetition_penalty, 1))),
+            ngram=int(self.no_repeat_ngram),
+            min_length=bool(np.any(np.greater(self.min_new_tokens, 0))),
+            bias=bool(self.logit_bias or len(self.forbidden_tokens) or self.vocabulary_mask is not None),
+            forced=bool(self.forced_tokens),
+            processor=self.processor,
+        )
+
+    def rows(self, batch: int, vocab_size: int) -> "SamplingRows":
+        """The traced part: one value per row `[batch]`, and tables over the vocabulary.
+
+        Raises:
+          ValueError: another number of values than rows, or ids outside the vocabulary.
+        """
+        values = {}
+        for name, dtype in _PER_ROW.items():
+            value = np.asarray(getattr(self, name), dtype)
+            if value.ndim and value.shape != (batch,):
+                raise ValueError(f"{name}: got {value.size} values, expected one or {batch} (one per input)")
+            values[name] = np.broadcast_to(value, (batch,))
+        mode = self.mode
+        bias = self._bias(vocab_size) if mode.bias else None
+        return SamplingRows(**values, bias=bias, forced=self._forced(vocab_size) if mode.forced else None)
+
+    def _bias(self, vocab_size: int) -> np.ndarray:
+        """`[V]` float32 to add: the biases, −inf at what is forbidden."""
+        bias = np.zeros(vocab_size, np.float32)
+        for token, value in (self.logit_bias or {}).items():
+            bias[_checked("logit_bias", token, vocab_size)] = value
+        for token in self.forbidden_tokens:
+            bias[_checked("forbidden_tokens", token, vocab_size)] = -np.inf
+        if self.vocabulary_mask is not None:
+            mask = np.asarray(self.vocabulary_mask)
+            if mask.shape != (vocab_size,) or mask.dtype != bool:
+                raise ValueError(
+                    f"vocabulary_mask: got shape {mask.shape} and type {mask.dtype}, expected ({vocab_size},) and bool"
+                )
+            bias[~mask] = -np.inf
+        if np.all(np.isneginf(bias)):
+            raise ValueError(f"got all {vocab_size} ids forbidden, expected at least one that is allowed")
+        return bias
+
+    def _forced(self, vocab_size: int) -> np.ndarray:
+        """`[F]` int32, −1 where nothing is forced; a multiple of 8, so that another number rarely compiles anew."""
+        places = self.forced_tokens or {}
+        forced = np.full(-(-(max(places) + 1) // 8) * 8, -1, np.int32)
+        for place, token in places.items():
+            forced[place] = _checked("forced_tokens", token, vocab_size)
+        return forced
+
+
+_PER_ROW = {
+    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
+    "repetition_penalty": np.float32, "min_new_tokens": np.int32,
+}  # fmt: skip
+
+
+def _fits(test, value) -> bool:
+    try:
+        return bool(test(value))
+    except (TypeError, ValueError):  # no number at all
+        return False
+
+
+def _checked(name: str, token: int, vocab_size: int) -> int:
+    if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+        raise ValueError(f"{name}: got id {token!r}, expected one from 0 to {vocab_size - 1}")
+    return token
+
+
+class SamplingMode(NamedTuple):
+    """Static part of a `SamplingConfig`: what the compiled loop contains."""
+
+    greedy: bool = True
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    repetition: bool = False
+    ngram: int = 0
+    min_length: bool = False
+    bias: bool = False
+    forced: bool = False
+    processor: Processor | None = None
+
+    @property
+    def processes(self) -> bool:
+        """Whether any processor is on."""
+        return self.bias or self.reads_prefix or self.min_length or self.forced
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether a law depends on the tokens before it beyond what the model makes of them."""
+        return self.repetition or self.ngram > 0 or self.processor is not None
+
+
+@flax.struct.dataclass
+class SamplingRows:
+    """Traced part of a `SamplingConfig`.
+
+    Attributes:
+      temperature, top_p, min_p, repetition_penalty: `[B]` float32.
+      top_k, min_new_tokens: `[B]` int32.
+      bias: `[V]` float32, or None.
+      forced: `[F]` int32, −1 where nothing is forced, or None.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    min_new_tokens: jax.Array
+    bias: jax.Array | None = None
+    forced: jax.Array | None = None

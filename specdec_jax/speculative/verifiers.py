@@ -1,0 +1,276 @@
+"""Verifiers: how many drafted tokens stand, and which token follows them. Pure functions.
+
+Convention: p is the target's law (`target`), q the drafter's (`draft`); γ = G drafted positions. A row examines the
+first n = `num_drafted` of its positions; what lies past them may be anything.
+
+Every verifier for T > 0 has one signature and is listed in `VERIFIERS`:
+
+    verify(target, draft, draft_tokens, num_drafted, draws, settings) -> Verification
+
+    target: `Law` over `[B, G + 1, V]`.
+    draft: `Law` over `[B, G, V]` from which `draft_tokens` were really drawn, or `PointMass` where they were not drawn.
+    draft_tokens: `[B, G]` int32.
+    num_drafted: `[B]` int32, at most G.
+    draws: the randomness of the iteration.
+    settings: what the lossy verifiers are asked for.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.speculative.draws import draw
+from specdec_jax.speculative.laws import Law, PointMass, argmax
+
+
+class Verification(NamedTuple):
+    """Outcome of one iteration.
+
+    Attributes:
+      num_accepted: τ, `[B]` int32, drafted tokens that stand, at most `num_drafted`.
+      next_token: `[B]` int32, the token after them: the correction at a rejection, else the bonus token; −1 where the
+        target's law there is not one of numbers.
+    """
+
+    num_accepted: jax.Array
+    next_token: jax.Array
+
+
+class Randomness(NamedTuple):
+    """The randomness of one iteration.
+
+    Attributes:
+      accept: `[B, G]` uniforms in [0, 1).
+      final: `[B, G + 1, 2]` random words, the n-th two for the token that follows n accepted ones (residual or bonus).
+      noise: `[B, G + 1, V]` standard Gumbel noise of the absolute positions, shared with the drafter; None but for
+        `verify_coupled`.
+    """
+
+    accept: jax.Array
+    final: jax.Array
+    noise: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class Settings:
+    """What the lossy verifiers are asked for, per row.
+
+    Attributes:
+      lenience: l `[B]` in (0, 1], of `verify_leniently`.
+      epsilon, delta: `[B]`, of `verify_typical`.
+      forced_alpha: `[B]`, of `verify_forced`.
+    """
+
+    lenience: jax.Array
+    epsilon: jax.Array
+    delta: jax.Array
+    forced_alpha: jax.Array | None = None
+
+
+Verifier = Callable[[Law, Law | PointMass, jax.Array, jax.Array, Randomness, Settings | None], Verification]
+
+
+def verify_greedy(target_tokens: jax.Array, draft_tokens: jax.Array, num_drafted: jax.Array) -> Verification:
+    """T = 0: both laws are one-hot, so a drafted token stands iff it is the target's argmax (section 2.2).
+
+    Args:
+      target_tokens: `[B, G + 1]` argmax of the target at each position.
+      draft_tokens: `[B, G]`.
+      num_drafted: `[B]`, drafted tokens of each row (at most G).
+    """
+    return _leading(target_tokens[:, :-1] == draft_tokens, num_drafted, target_tokens)
+
+
+def verify_greedy_leniently(
+    logits: jax.Array, draft_tokens: jax.Array, num_drafted: jax.Array, lenience: jax.Array
+) -> Verification:
+    """T = 0 with lenience l (section A.5): a drafted token x stands iff p(x) ≥ l · max p, p before it is made one-hot.
+
+    (The paper prints ≤, which would accept the improbable.) So every token has at least l times the probability of the
+    most probable one after the same prefix. l = 1 is greedy decoding.
+
+    Args:
+      logits: `[B, G + 1, V]`, processed, temperature 1.
+      draft_tokens: `[B, G]`. num_drafted: `[B]`. lenience: `[B]` in (0, 1].
+    """
+    best = jnp.max(logits[:, :-1], axis=-1)
+    drafted = jnp.take_along_axis(logits[:, :-1], draft_tokens[..., None], axis=-1)[..., 0]
+    near = (drafted >= best + jnp.log(lenience)[:, None]) & (lenience < 1)[:, None]
+    tokens = argmax(logits)
+    return _leading(near | (tokens[:, :-1] == draft_tokens), num_drafted, tokens)
+
+
+def verify_tokens(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+    """Algorithm 1 of Leviathan et al. 2023 (section 2.3): the target's law.
+
+    Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i), strictly, so that a token with p = 0 never stands. At the
+    first rejection the next token is drawn from norm(max(0, p − q)); if all stand, from p at the next position.
+    """
+    accepted = draws.accept * draft.prob(draft_tokens) < _leading_law(target).prob(draft_tokens)
+    num_accepted = _count_leading(accepted, num_drafted)
+    return _correct(target, draft, num_accepted, num_drafted, draws.final)
+
+
+def verify_leniently(target, draft, draft_tokens, num_drafted, draws: Randomness, settings: Settings) -> Verification:
+    """Lenience l (section A.5), lossy: x_i stands while u_i < p_i(x_i) / (l · q_i(x_i)); otherwise as `verify_tokens`.
+
+    No token gets more than p(x) / l of probability after any prefix. l = 1 is `verify_tokens`.
+    """
+    scaled = draws.accept * settings.lenience[:, None] * draft.prob(draft_tokens)
+    num_accepted = _count_leading(scaled < _leading_law(target).prob(draft_tokens), num_drafted)
+    return _correct(target, draft, num_accepted, num_drafted, draws.final)
+
+
+def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): the target's law; on average accepts no fewer than tokens.
+
+    π_0 = 1, π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)); for i < n, S_i = Σ_x max(π_i · p_{i+1}(x) − q_{i+1}(x), 0) and
+    h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i with u_i < h_i. The next token is drawn from
+    norm(max(π_τ · p − q, 0)), from p where τ = n.
+    """
+    gamma = draft_tokens.shape[1]
+    if not gamma:
+        return _correct(target, draft, num_drafted, num_drafted, draws.final)
+    target_probs, draft_probs = _leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
+    ratios = jnp.where(draft_probs == 0, target_probs > 0, target_probs / draft_probs)  # p(x) = 0 never stands
+    ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
+    weight, weights = jnp.ones_like(ratios[:, 0]), []
+    for i in range(gamma):
+        weight = jnp.minimum(1, weight * ratios[:, i])
+        weights.append(weight)
+    pi = jnp.stack(weights, axis=1)  # π_1 … π_γ
+
+    excess = _excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
+    total = excess + 1 - pi[:, :-1]
+    stand = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))  # NaN stays: it never stands
+    index = jnp.arange(1, gamma + 1)
+    stand = jnp.where(index == num_drafted[:, None], pi, jnp.pad(stand, ((0, 0), (0, 1))))
+    stands = (draws.accept < stand) & (index <= num_drafted[:, None])
+    num_accepted = jnp.max(jnp.where(stands, index, 0), axis=1).astype(jnp.int32)
+    scale = jnp.take_along_axis(jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1), num_accepted[:, None], axis=1)
+    return _correct(target, draft, num_accepted, num_drafted, draws.final, scale)
+
+
+def verify_by_rejection(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+    """Rejection sampling with a constant (section A.2), for comparison: the target's law, fewer tokens accepted.
+
+    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), M_i = max_x p_i(x) / q_i(x); after a rejection p itself is drawn.
+    """
+    gamma = draft_tokens.shape[1]
+    if not gamma:
+        return _correct(target, draft, num_drafted, num_drafted, draws.final)
+    if isinstance(draft, PointMass):
+        draft = draft.law()
+    here = _leading_law(target)
+    ratio = (draft.logits - draft.log_normalizer[..., None]) - (here.logits - here.log_normalizer[..., None])
+    inverse = jnp.exp(jnp.min(jnp.where(here.logits > -jnp.inf, ratio, jnp.inf), axis=-1))  # 1 / M
+    accepted = draws.accept * draft.prob(draft_tokens) < here.prob(draft_tokens) * inverse
+    num_accepted = _count_leading(accepted, num_drafted)
+    return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
+
+
+def verify_coupled(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+    """Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978): the target's law, and more: its very draws.
+
+    Each position's token is argmax(log p + g) with noise g that depends on the key and the absolute position alone; a
+    drafted token stands iff it is that token. So the output is that of plain sampling with the same key and the same
+    noise, whatever the drafter and γ; a model drafter that takes argmax(log q + g) is accepted with probability at
+    least (1 − D) / (1 + D), D the total variation between p and q.
+    """
+    return verify_greedy(argmax(target.logits + draws.noise), draft_tokens, num_drafted)
+
+
+def verify_typical(target, draft, draft_tokens, num_drafted, draws: Randomness, settings: Settings) -> Verification:
+    """Typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), lossy, the drafter's law does not enter.
+
+    x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))); the token after the last that stands is drawn from p: each
+    iteration's last token is the target's own, every other one has at least that probability under the target.
+    """
+    here = _leading_law(target)
+    threshold = jnp.minimum(settings.epsilon[:, None], settings.delta[:, None] * jnp.exp(-here.entropy()))
+    num_accepted = _count_leading(here.prob(draft_tokens) > threshold, num_drafted)
+    return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
+
+
+def verify_forced(target, draft, draft_tokens, num_drafted, draws: Randomness, settings: Settings) -> Verification:
+    """For timing alone, where the weights mean nothing: each drafted token stands with probability α, whatever it is.
+
+    What follows is corrected as by `verify_tokens`, so that an iteration costs what it costs with that.
+    """
+    num_accepted = _count_leading(draws.accept < settings.forced_alpha[:, None], num_drafted)
+    return _correct(target, draft, num_accepted, num_drafted, draws.final)
+
+
+def verify_greedy_forced(
+    target_tokens: jax.Array, num_drafted: jax.Array, accept: jax.Array, forced_alpha: jax.Array
+) -> Verification:
+    """`verify_forced` at T = 0: what follows the drafted tokens that stand is the target's argmax.
+
+    Args:
+      target_tokens: `[B, G + 1]` argmax of the target at each position.
+      num_drafted: `[B]`. accept: `[B, G]` uniforms. forced_alpha: `[B]`.
+    """
+    return _leading(accept < forced_alpha[:, None], num_drafted, target_tokens)
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "token": verify_tokens,
+    "block": verify_blocks,
+    "gumbel": verify_coupled,
+    "lenient": verify_leniently,
+    "typical": verify_typical,
+    "rejection": verify_by_rejection,
+}
+# Their output law differs from the target's.
+LOSSY = ("lenient", "typical")
+# No verifier: drafts stand by coin, outputs mean nothing.
+FORCED = "forced"
+
+
+def _leading_law(target: Law) -> Law:
+    """The law over the drafted positions: without that of the bonus token."""
+    return Law(target.logits[:, :-1], target.log_normalizer[:, :-1])
+
+
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns what is at place `index [B]` of each row of `values [B, N, …]`."""
+    return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
+
+
+def _count_leading(accepted: jax.Array, num_drafted: jax.Array) -> jax.Array:
+    """Number of leading True of `accepted [B, G]`, at most `num_drafted [B]`."""
+    inside = jnp.arange(accepted.shape[1]) < num_drafted[:, None]
+    return jnp.sum(jnp.cumprod((accepted & inside).astype(jnp.int32), axis=1), axis=1)
+
+
+def _leading(accepted: jax.Array, num_drafted: jax.Array, target_tokens: jax.Array) -> Verification:
+    num_accepted = _count_leading(accepted, num_drafted)
+    return Verification(num_accepted, _at(target_tokens, num_accepted))
+
+
+def _excess(target: Law, draft: Law | PointMass, draft_tokens: jax.Array, scale: jax.Array) -> jax.Array:
+    """Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0), `[B, G − 1]`, for `scale [B, G − 1]` of positions 1 … G − 1."""
+    here = Law(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])
+    if isinstance(draft, PointMass):
+        return scale * (
+            1 - here.prob(draft_tokens[:, 1:])
+        )  # scale · p(x) ≤ 1 = q(x) at the drafted id, q = 0 elsewhere
+    there = Law(draft.logits[:, 1:], draft.log_normalizer[:, 1:])
+    return jnp.sum(jnp.maximum(scale[..., None] * here.probs() - there.probs(), 0), axis=-1)
+
+
+def _correct(target, draft, num_accepted, num_drafted, final, scale=1.0) -> Verification:
+    """Draws the next token: from norm(max(scale · p − q, 0)) after a rejection, else from p."""
+    weights = target.row(num_accepted)
+    gamma = final.shape[1] - 1
+    if gamma:
+        rejected = (num_accepted < num_drafted)[:, None]
+        draft_probs = draft.row(jnp.minimum(num_accepted, gamma - 1))
+        residual = jnp.maximum(weights * scale - draft_probs, 0)
+        # p ≡ q up to rounding leaves no residual mass: then p itself is right.
+        some = rejected & (jnp.sum(residual, axis=-1, keepdims=True) > 0)
+        weights = jnp.where(some, residual, weights)
+    return Verification(num_accepted, draw(weights, _at(final, num_accepted)))

@@ -1,0 +1,92 @@
+"""Cuts examples into batches of similar lengths, in an order that a seed decides."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def check_buckets(buckets: Sequence[int], batch_tokens: int, target_buckets: Sequence[int] = ()) -> None:
+    """Raises ValueError where `BucketedBatches` cannot be made of them."""
+    for name, lengths in dict(buckets=tuple(buckets), target_buckets=tuple(target_buckets or (1,))).items():
+        if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
+            raise ValueError(f"{name}: got {lengths}, expected ascending lengths from 1")
+        if batch_tokens < lengths[-1]:
+            raise ValueError(f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {lengths[-1]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One padded batch: `inputs [B, L]`, `targets [B, T]` (EOS included), int32, 0 is padding."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+
+
+class BucketedBatches:
+    """Endless, resumable batches of tokenised pairs, bucketed by length so that few shapes compile.
+
+    Batch `step` depends on (seed, step) alone: a resumed run sees what an uninterrupted one would have seen. Every pair
+    that is not left out comes once in `per_epoch` batches.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence,
+        buckets: Sequence[int],
+        batch_tokens: int,
+        seed: int = 0,
+        target_buckets: Sequence[int] = (),
+    ):
+        """Puts every pair into the shortest bucket that holds both sides, or each side into the shortest of its own.
+
+        Args:
+          pairs: (input ids, target ids), both with EOS.
+          buckets: ascending lengths; longer pairs are left out (`dropped` counts them).
+          batch_tokens: padded pieces of the longer side of a batch.
+          seed: of the order of the pairs and of the batches, anew in every epoch.
+          target_buckets: ascending lengths for the targets, where those are much shorter or longer than the inputs (each
+            with each of `buckets` is a shape that compiles); none: both sides are padded alike.
+        """
+        self._pairs, self._seed = pairs, seed
+        check_buckets(buckets, batch_tokens, target_buckets)
+        longest = np.array([(len(source), len(target)) for source, target in pairs], int).reshape(-1, 2)
+        if target_buckets:
+            self._shapes = [(length, own) for length in buckets for own in target_buckets]
+            places = [np.searchsorted(np.array(own), longest[:, i]) for i, own in enumerate((buckets, target_buckets))]
+            dropped = (places[0] == len(buckets)) | (places[1] == len(target_buckets))
+            self._bucket_of = np.where(dropped, len(self._shapes), places[0] * len(target_buckets) + places[1])
+        else:
+            self._shapes = [(length, length) for length in buckets]
+            self._bucket_of = np.searchsorted(np.array(buckets), longest.max(axis=1))
+        self._rows = [batch_tokens // max(shape) for shape in self._shapes]
+        self.pairs = len(pairs)
+        counts = np.bincount(self._bucket_of, minlength=len(self._shapes) + 1)
+        self.dropped = int(counts[-1])
+        self.per_epoch = int(sum(-(-count // rows) for count, rows in zip(counts, self._rows)))
+        self.longest = " and ".join(str(lengths[-1]) for lengths in (buckets, target_buckets) if lengths)
+        if not self.per_epoch:
+            raise ValueError(f"got {len(pairs)} pairs, expected at least one of at most {self.longest} pieces")
+        self._epoch: int | None = None
+        self._plan: list[tuple[int, np.ndarray]] = []
+
+    def _plan_epoch(self, epoch: int):
+        rng = np.random.default_rng((self._seed, epoch))
+        order = rng.permutation(len(self._pairs))
+        plan = []
+        for bucket, rows in enumerate(self._rows):
+            members = order[self._bucket_of[order] == bucket]
+            plan += [(bucket, members[i : i + rows]) for i in range(0, len(members), rows)]
+        self._epoch, self._plan = epoch, [plan[i] for i in rng.permutation(len(plan))]
+
+    def __getitem__(self, step: int) -> Batch:
+        epoch, index = divmod(step, self.per_epoch)
+        if epoch != self._epoch:
+            self._plan_epoch(epoch)
+        bucket, members = self._plan[index]
+        batch = Batch(*(np.zeros((self._rows[bucket], length), np.int32) for length in self._shapes[bucket]))
+        for row, member in enumerate(members):
+            source, target = self._pairs[member]
+            batch.inputs[row, : len(source)] = source
+            batch.targets[row, : len(target)] = target
+        return batch

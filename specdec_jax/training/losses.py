@@ -1,0 +1,199 @@
+"""What training minimises (cross-entropy with label smoothing, divergence from a teacher's laws), and one step of it."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specdec_jax.models.gpt import GPT
+from specdec_jax.models.t5 import T5
+from specdec_jax.speculative import laws
+from specdec_jax.training import batches as training_batches
+
+# Divergences `[...]` of the student's law q from the teacher's p, out of their logarithms `[..., V]`, in nats where they are
+# logarithms. The first makes q cover p, the second keeps it where p is large.
+
+
+def forward_kl(log_p, log_q) -> jax.Array:
+    """KL(p ‖ q) = Σ_v p(v) log(p(v) / q(v))."""
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def reverse_kl(log_p, log_q) -> jax.Array:
+    """KL(q ‖ p)."""
+    return forward_kl(log_q, log_p)
+
+
+def jensen_shannon(log_p, log_q) -> jax.Array:
+    """(KL(p ‖ m) + KL(q ‖ m)) / 2 with m = (p + q) / 2."""
+    log_m = jnp.logaddexp(log_p, log_q) - math.log(2)
+    return (forward_kl(log_p, log_m) + forward_kl(log_q, log_m)) / 2
+
+
+def total_variation(log_p, log_q) -> jax.Array:
+    """1 − Σ_v min(p(v), q(v)): one minus the probability that the draft of such a q is accepted, the paper's D_LK (lemma
+    3.3, theorem 3.5). Its mean over the target's own text is 1 − α (corollary 3.6): this maximises α itself."""
+    return 1 - jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
+
+
+DIVERGENCES = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is minimised; hashable, so static under jit.
+
+    Attributes:
+      model: the network that is trained.
+      label_smoothing: mass of the uniform law in the cross-entropy's target.
+      teacher: the network that is distilled, of the same kind, or None.
+      distill_weight: w, share of the divergence from the teacher.
+      divergence: which, a name in `DIVERGENCES`.
+      distill_temperature: of the teacher's law in it; the student's stays at 1. Below 1 what counts is more and more the
+        teacher's argmax.
+    """
+
+    model: T5 | GPT
+    label_smoothing: float = 0.0
+    teacher: T5 | GPT | None = None
+    distill_weight: float = 0.0
+    divergence: str = "forward_kl"
+    distill_temperature: float = 1.0
+
+
+class Metrics(NamedTuple):
+    """Sums over the target pieces of a batch, each `[]` float32, in nats.
+
+    Attributes:
+      loss: of what is minimised.
+      nll: negative log-likelihood of the reference.
+      pieces: number of target pieces, EOS included.
+    """
+
+    loss: jax.Array
+    nll: jax.Array
+    pieces: jax.Array
+
+
+class TeacherAgreement(NamedTuple):
+    """How well the student would draft for its teacher: sums over the target pieces, each `[]` float32.
+
+    Attributes:
+      acceptance: of Σ_v min(p(v), q(v)) at temperature 1; its mean is α there (corollary 3.6).
+      agreement: of whether the argmax is the same; its mean is α at temperature 0.
+    """
+
+    acceptance: jax.Array
+    agreement: jax.Array
+
+
+def _logits(params, batch, objective: Objective, teacher_params, dropout_key=None):
+    """Logits `[B, T, V]` of the student, and of the teacher or None, on the prefixes of the targets."""
+    inputs, targets = batch
+    teacher, variables = objective.teacher, {"params": teacher_params}
+    arguments: tuple = (inputs,)
+    own, teachers = {}, {}
+    if isinstance(objective.model, T5):
+        arguments, encoded = (inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))), None
+        if teacher is not None:
+            encoded = jax.lax.stop_gradient(teacher.apply(variables, *arguments[:2], method="encode"))
+        own = {"encoded": encoded if objective.model.config.encoder_dim is not None else None}
+        teachers = {"encoded": encoded}
+    rngs = {} if dropout_key is None else {"dropout": dropout_key}
+    logits = objective.model.apply({"params": params}, *arguments, deterministic=dropout_key is None, rngs=rngs, **own)
+    if teacher is None:
+        return logits, None
+    return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, **teachers))
+
+
+def _metrics(logits, teacher_logits, targets, objective: Objective) -> Metrics:
+    weights = (targets > 0).astype(jnp.float32)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    nll = log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    smooth = log_z - jnp.mean(logits, axis=-1)
+    loss = (1 - objective.label_smoothing) * nll + objective.label_smoothing * smooth
+    if teacher_logits is not None:
+        log_p = jax.nn.log_softmax(teacher_logits / objective.distill_temperature)
+        divergence = DIVERGENCES[objective.divergence](log_p, logits - log_z[..., None])
+        loss = (1 - objective.distill_weight) * loss + objective.distill_weight * divergence
+    return Metrics(jnp.sum(loss * weights), jnp.sum(nll * weights), jnp.sum(weights))
+
+
+def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
+    accepted = jnp.sum(jnp.minimum(jax.nn.softmax(teacher_logits), jax.nn.softmax(logits)), axis=-1)
+    agreeing = laws.argmax(teacher_logits) == laws.argmax(logits)
+    return TeacherAgreement(
+        jnp.sum(accepted, where=targets > 0), jnp.sum(agreeing, where=targets > 0, dtype=jnp.float32)
+    )
+
+
+def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_key=None) -> tuple[jax.Array, Metrics]:
+    """Mean loss of a target piece, and the sums.
+
+    Per piece: (1 − w) · cross-entropy with label smoothing + w · D(p, q), with p the law of the teacher at
+    `distill_temperature`, q that of the student on the same prefix of the reference, and D the divergence (token level).
+
+    Args:
+      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding; of a decoder-only model L = T, and the inputs are the
+        pieces that stand before the targets.
+      teacher_params: of `objective.teacher`; no gradient flows to them.
+      dropout_key: None switches dropout off.
+    """
+    logits, teacher_logits = _logits(params, batch, objective, teacher_params, dropout_key)
+    metrics = _metrics(logits, teacher_logits, batch[1], objective)
+    return metrics.loss / jnp.maximum(metrics.pieces, 1), metrics
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Parameters, optimiser state and step count `[]`."""
+
+    params: dict
+    opt_state: optax.OptState
+    step: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "optimizer", "loss"), donate_argnums=0)
+def train_step(state: TrainState, batch, teacher_params, seed, *, objective, optimizer, loss=loss_fn):
+    """One optimiser step; returns the new state and `Metrics`. `teacher_params` is None without a teacher.
+
+    `loss` says what is minimised, given `objective`, which for `loss_fn` is an `Objective`.
+    """
+    key = None
+    if objective.model.config.dropout_rate > 0:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    (_, metrics), grads = gradient(state.params, batch, objective, teacher_params, key)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
+
+
+def assess(params, batch, objective: Objective, teacher_params=None) -> tuple[Metrics, TeacherAgreement | None]:
+    """What `evaluate` sums up; `Likeness` where there is a teacher."""
+    logits, teacher_logits = _logits(params, batch, objective, teacher_params)
+    likeness = None if teacher_logits is None else _likeness(logits, teacher_logits, batch[1])
+    return _metrics(logits, teacher_logits, batch[1], objective), likeness
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "assess"))
+def _evaluate(params, batch, teacher_params, *, objective, assess):
+    return assess(params, batch, objective, teacher_params)
+
+
+def evaluate(params, batches: training_batches.BucketedBatches, objective, teacher_params=None, assess=assess):
+    """Sums of what `assess` gives over one epoch of `batches`, without dropout and label smoothing."""
+    objective = dataclasses.replace(objective, label_smoothing=0.0)
+    epoch = (batches[step] for step in range(batches.per_epoch))
+    sums = [_evaluate(params, (b.inputs, b.targets), teacher_params, objective=objective, assess=assess) for b in epoch]
+    return jax.tree.map(lambda *values: np.sum(values), *jax.device_get(sums))

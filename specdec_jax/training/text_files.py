@@ -1,0 +1,95 @@
+"""Reads texts, pairs and documents from files, gzip or not."""
+
+import gzip
+import pathlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+from specdec_jax.models.vocabularies import LONGEST_TEXT
+
+_LONGEST_LINE = 4 * LONGEST_TEXT  # bytes: of a longer one the text cannot be encoded
+_COUNTED = 1 << 25  # bytes of a longer line that are read for the message
+
+
+def read_lines(path) -> Iterator[str]:
+    """Lines of a UTF-8 text file, gzip or not, without their ends.
+
+    Raises:
+      ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged gzip file.
+    """
+    path = pathlib.Path(path)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        yield from lines_of(file, path)
+
+
+def lines_of(file: BinaryIO, name) -> Iterator[str]:
+    """As `read_lines`, of an open file that messages call `name`."""
+    number = 0
+    try:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
+            if len(line) == _LONGEST_LINE:
+                line += file.readline(_COUNTED)
+                more = "more than " if len(line) >= _COUNTED else ""
+                got = f"got {more}{len(line):,} bytes, expected fewer than {_LONGEST_LINE:,}"
+                raise ValueError(f"{name}, line {number}: {got}: one text a line")
+            yield line.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
+        raise ValueError(f"{name}, line {number}: {reason}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{name}, after line {number}: got a damaged gzip file ({error})") from None
+
+
+def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
+    """(source, target) pairs of TSV files with two columns.
+
+    Raises:
+      ValueError: a line has another number of columns, or a file cannot be read.
+    """
+    pairs = []
+    for path in paths:
+        for number, line in enumerate(read_lines(path), 1):
+            columns = line.split("\t")
+            if len(columns) != 2:
+                raise ValueError(f"{path}, line {number}: got {len(columns)} columns, expected 2 (source, tab, target)")
+            pairs.append((columns[0], columns[1]))
+    return pairs
+
+
+def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
+    """(source, target, ids) of TSV files with two columns, where the ids are None, or three.
+
+    A third column has the ids of the target, with spaces between them: what a model wrote need not be what its vocabulary
+    makes of the text, and need not have come to an end.
+
+    Raises:
+      ValueError: a line has another number of columns or no ids in the third, or a file cannot be read.
+    """
+    examples: list[tuple[str, str, list[int] | None]] = []
+    for path in paths:
+        for number, line in enumerate(read_lines(path), 1):
+            source, *rest = line.split("\t")
+            if len(rest) not in (1, 2):
+                expected = "2 (source, tab, target) or 3 (and the target's ids)"
+                raise ValueError(f"{path}, line {number}: got {len(rest) + 1} columns, expected {expected}")
+            ids = rest[1].split() if rest[1:] else None
+            if ids is not None and not (ids and all(token.isdecimal() for token in ids)):
+                raise ValueError(f"{path}, line {number}: got {rest[1]!r} in column 3, expected the target's ids")
+            examples.append((source, rest[0], None if ids is None else [int(token) for token in ids]))
+    return examples
+
+
+def read_documents(paths: Sequence) -> list[str]:
+    """Documents of text files, one a line, without the spaces around them; empty lines are left out.
+
+    Raises:
+      ValueError: a file has no text, or cannot be read.
+    """
+    documents = []
+    for path in paths:
+        found = [line.strip() for line in read_lines(path) if line.strip()]
+        if not found:
+            raise ValueError(f"{path}: got no text, expected at least one line that is not empty")
+        documents += found
+    return documents

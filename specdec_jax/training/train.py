@@ -1,0 +1,368 @@
+"""Trains a model, goes on after a kill, and writes the result."""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import rich.console
+
+from specdec_jax.checkpoints import converter, loader, own
+from specdec_jax.files import reading
+from specdec_jax.files.reading import digest
+from specdec_jax.files.writing import alone
+from specdec_jax.models import vocabularies
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import ModelConfig, initial_params, module_of
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.training import batches as training_batches
+from specdec_jax.training import corpus, losses
+from specdec_jax.training.config import TrainConfig, expect
+from specdec_jax.training.deepening import deepen
+from specdec_jax.training.losses import Metrics, Objective, TeacherAgreement, TrainState, evaluate, loss_fn, train_step
+from specdec_jax.training.optimizer import make_optimizer
+from specdec_jax.training.run_folder import (
+    Checkpoints,
+    Reporter,
+    changed_settings,
+    deferred_signals,
+    record_contents,
+    record_settings,
+    record_target,
+)
+
+# Files in the folder of a run: of the model whose encoder output is read, or of another teacher.
+_ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
+
+
+# The run.
+
+
+def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
+    """Trains, or goes on where an earlier run into `output_dir` stopped, and writes the model `output_dir/model`.
+
+    `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters that did best on the validation files
+    (`best`, judged by `select`), which become the model, and `log.jsonl`. SIGINT and SIGTERM end the step in progress and save it.
+
+    Args:
+      begun: called once nothing is left that could refuse the run, before its first step.
+
+    Returns: the parameters of the last step.
+    Raises:
+      ValueError: bad settings or files, before anything compiles; a loss that is no longer finite.
+      KeyboardInterrupt: after a signal, when the run is saved.
+    """
+    check_files(config)
+    output = pathlib.Path(config.output_dir).absolute()
+    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    output.mkdir(parents=True, exist_ok=True)
+    with alone(output):
+        saved = Checkpoints(output, resume=True, select=config.select)
+        for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
+            console.print(line, markup=False)
+        state = go_on(Run(config, saved), console, config, begun)
+        export(output, output / "model")
+    console.print(f"wrote {output / 'model'}", markup=False)
+    return state.params
+
+
+def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[], object]) -> TrainState:
+    """Records `settings`, now that nothing can refuse the run, calls `begun`, and takes the steps that are left.
+
+    Returns: the state of the last step.
+    """
+    config, state = run.config, run.initial_state()
+    changed = run.record()
+    record_settings(settings, pathlib.Path(config.output_dir).absolute())
+    begun()
+    start = int(state.step)
+    for line in changed:
+        console.print(line, markup=False)
+    console.print(
+        f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
+        f"epoch, {config.corpus.summary(run.batches)}; {parameter_count(state.params):,} parameters, "
+        f"{run.objective.model.config.dtype}",
+        markup=False,
+    )
+    if start < config.steps:
+        with Reporter(console, pathlib.Path(config.output_dir, "log.jsonl"), start, config.steps) as reporter:
+            state = _loop(run, state, reporter)
+    return state
+
+
+def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16") -> None:
+    """Writes the model of the run in `output_dir` to the folder `path`, replacing a model there.
+
+    Args:
+      output_dir: also of a run that was moved or copied: what the run recorded as its own folder does not count.
+      which: "best" takes the parameters that did best on the validation files (the newest where none were taken),
+        "newest" those of the newest checkpoint.
+      dtype: in which the parameters are stored; None keeps float32.
+    """
+    expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
+    output, path = pathlib.Path(output_dir).absolute(), pathlib.Path(path)
+    if not (output / "config.json").is_file():
+        raise ValueError(f"{output_dir}: got a folder without config.json, expected one of a training run")
+    stored = reading.read_json(output / "config.json")
+    config = TrainConfig(**{**stored, "model": _recorded_shape(stored), "output_dir": str(output)})
+    saved = Checkpoints(output, select=config.select)
+    state = _abstract_state(config)
+    if which == "best" and saved.best.latest_step() is not None:
+        params = saved.best.restore(saved.best.best_step(), args=ocp.args.StandardRestore(state.params))
+    elif saved.newest.latest_step() is not None:
+        params = saved.restore(state).params
+    else:
+        raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
+    network = dataclasses.replace(config.model, matmul_dtype=None, dropout_rate=0.0)
+    vocabulary = corpus.recorded_vocabulary(_vocabulary_path(config), config.vocabulary_size)
+    fingerprint = output / _ENCODER
+    model = LanguageModel(
+        network, params, vocabulary, start_token=config.corpus.start_token(vocabulary), eos_ids=vocabulary.eos_ids, name=path.name,
+        encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
+    )  # fmt: skip
+    converter.save(model, path, dtype=dtype)
+
+
+def parameter_count(params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+class Run:
+    """What a run needs beside its state: networks, vocabulary, batches; `loss` is what it minimises, `assess` what it reports."""
+
+    loss: Any = staticmethod(loss_fn)
+    assess: Any = staticmethod(losses.assess)
+
+    def __init__(self, config: TrainConfig, saved: Checkpoints):
+        self.config, self.saved = config, saved
+        teacher = _teacher(config)
+        vocabulary = _vocabulary(config, teacher)
+        self._initial = _initial_params(config) if saved.newest.latest_step() is None else None
+        network = computing(config, config.model)
+        self.objective = Objective(module_of(network), config.label_smoothing)
+        self.teacher_params = None
+        if teacher is not None:
+            name = _TEACHER if config.model.encoder_dim is None else _ENCODER
+            record_target(pathlib.Path(config.output_dir, name), "teacher", teacher, saved.newest.latest_step())
+            shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
+            self.objective = dataclasses.replace(
+                self.objective, teacher=module_of(computing(config, shape)), distill_weight=config.distill_weight,
+                divergence=config.divergence, distill_temperature=config.distill_temperature,
+            )  # fmt: skip
+            self.teacher_params = teacher.params
+        self.optimizer = make_optimizer(config)
+        self.read(vocabulary)
+
+    def read(self, vocabulary) -> None:
+        config, batches = self.config, lambda path: _batches(self.config, vocabulary, [path])
+        self.batches = _batches(config, vocabulary, config.paths("train_files"))
+        self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
+        self.vocabulary = vocabulary
+
+    def record(self) -> list[str]:
+        """Records what the run reads; returns what of it was another for the steps before, in lines for the user."""
+        config, names = self.config, ("train_files", "validation_files")
+        files = {file: path for name in names for file, path in zip(getattr(config, name), config.paths(name))}
+        output, step = pathlib.Path(config.output_dir), self.saved.newest.latest_step()
+        return record_contents(output, step, digest([own.vocabulary_contents(self.vocabulary)]), files)
+
+    def initial_state(self) -> TrainState:
+        if self._initial is not None:
+            params, self._initial = self._initial, None
+            return _state_of(self.config, params)
+        if self.saved.newest.latest_step() is None:
+            return jax.jit(functools.partial(_init, self.config))(jax.random.key(self.config.seed))
+        return self.saved.restore(_abstract_state(self.config))
+
+    def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
+        batch = self.batches[step]
+        return train_step(
+            state, (batch.inputs, batch.targets), self.teacher_params, self.config.seed,
+            objective=self.objective, optimizer=self.optimizer, loss=self.loss,
+        )  # fmt: skip
+
+    def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
+        """Reports means over the pieces, by file and over all, and keeps the parameters if they are the best."""
+        sums = {
+            name: evaluate(state.params, batches, self.objective, self.teacher_params, self.assess)
+            for name, batches in self.validation.items()
+        }
+        pieces = {name: metrics.pieces for name, (metrics, _) in sums.items()}
+
+        def mean(of: dict[str, np.ndarray]) -> tuple[float, dict[str, float]]:
+            each = {name: float(value / pieces[name]) for name, value in of.items()}
+            return float(sum(of.values()) / sum(pieces.values())), each
+
+        loss, by_file = mean({name: metrics.loss for name, (metrics, _) in sums.items()})
+        fields = TeacherAgreement._fields if all(likeness is not None for _, likeness in sums.values()) else ()
+        more = {
+            field: mean({name: getattr(likeness, field) for name, (_, likeness) in sums.items()}) for field in fields
+        }
+        best = self.saved.keep_best(step, state.params, loss, **{field: value for field, (value, _) in more.items()})
+        reporter.validation(step, loss, by_file, best, **more)
+
+    def save(self, state: TrainState, step: int) -> None:
+        if not _finite(state.params):
+            raise ValueError(
+                f"step {step}: got parameters that are not finite, expected finite ones: lower learning_rate"
+            )
+        self.saved.keep_newest(step, state)
+
+
+@jax.jit
+def _finite(params):
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
+
+
+def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
+    config, window = run.config, []
+    with deferred_signals() as signals:
+        if config.initialise_from is not None and run.saved.best.latest_step() is None:
+            run.validate(state, 0, reporter)  # the best is then no worse than where the run began
+        clock = time.perf_counter()
+        for done in range(int(state.step) + 1, config.steps + 1):
+            state, metrics = run.step(state, done - 1)
+            if window:  # the host is at most one step ahead: progress is true, and a signal is soon obeyed
+                jax.block_until_ready(window[-1])
+            window.append(metrics)
+            reporter.advance(done)
+            if signals or done == config.steps or done % config.log_every == 0:
+                _report(window, done, clock, reporter)
+                window, clock = [], time.perf_counter()
+            if done == config.steps or done % config.evaluate_every == 0:
+                pause = time.perf_counter()
+                run.validate(state, done, reporter)
+                clock += time.perf_counter() - pause
+            # Read once, after all that takes time: a signal that comes during the validation saves this step too.
+            saved = bool(signals) or done == config.steps or done % config.save_every == 0
+            if saved:
+                run.save(state, done)
+            if saved and signals:
+                reporter.message(f"interrupted: step {done} is saved; the same command goes on from there")
+                raise KeyboardInterrupt(signals[0])
+    return state
+
+
+def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) -> None:
+    """Reports the mean of `window`, which began at `clock`."""
+    sums = Metrics(*np.sum(jax.device_get(window), axis=0))
+    if not np.isfinite(sums.loss):
+        raise ValueError(f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate")
+    speed = float(sums.pieces) / (time.perf_counter() - clock)
+    reporter.training(step, float(sums.loss / sums.pieces), speed, nll=float(sums.nll / sums.pieces))
+
+
+def _init(config: TrainConfig, key) -> TrainState:
+    return _state_of(config, initial_params(module_of(computing(config, config.model)), key))
+
+
+def _state_of(config: TrainConfig, params: dict) -> TrainState:
+    """The state before the first step."""
+    return TrainState(params, make_optimizer(config).init(params), jnp.zeros((), jnp.int32))
+
+
+def _abstract_state(config: TrainConfig) -> TrainState:
+    return abstract_state(functools.partial(_init, config))
+
+
+def abstract_state(init) -> TrainState:
+    """Shapes and dtypes of the state that `init` makes of a key, placed on the first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
+
+
+def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
+    """`shape` with the dtype of the computation; rounding operands to that same dtype would be no rounding."""
+    dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    rounded = None if shape.matmul_dtype == dtype else shape.matmul_dtype
+    return dataclasses.replace(shape, dtype=dtype, matmul_dtype=rounded)
+
+
+# Files.
+
+
+def check_files(config: TrainConfig) -> None:
+    for name in ("train_files", "validation_files"):
+        for path in config.paths(name):
+            expect(path.is_file(), name, str(path), config.corpus.files)
+    output = pathlib.Path(config.output_dir)
+    expect(output.is_dir() or not output.exists(), "output_dir", config.output_dir, "a folder, or none yet")
+
+
+def _fixed(settings: dict) -> dict:
+    return {"model": _shape(_recorded_shape(settings)), "initialise_from": settings["initialise_from"]}
+
+
+def _recorded_shape(settings: dict) -> ModelConfig:
+    """The network of a run, out of its `config.json`."""
+    shape = settings["model"]
+    return GPTConfig(**shape) if "num_positions" in shape else T5Config(**shape)  # which no T5 has
+
+
+def _shape(model: ModelConfig) -> ModelConfig:
+    """What decides a network's parameters and what it computes with them."""
+    return dataclasses.replace(model, dropout_rate=0.0, dtype="float32", matmul_dtype=None)
+
+
+def _teacher(config: TrainConfig) -> LanguageModel | None:
+    if config.teacher is None:
+        return None
+    teacher = loader.load(config.teacher, computing(config, config.model).dtype)
+    kinds = [type(shape).__name__ for shape in (teacher.config, config.model)]
+    expect(kinds[0] == kinds[1], "teacher", kinds[0], f"{kinds[1]}, like the model")
+    if isinstance(teacher.config, GPTConfig):
+        positions, expected = teacher.config.num_positions, config.sequence_length
+        expect(positions >= expected, "teacher", f"{positions} positions", f"at least sequence_length = {expected}")
+    width, expected = teacher.config.vocab_size, config.model.vocab_size
+    expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
+    expect(teacher.config.encoder_dim is None, "teacher", config.teacher, "a model with an encoder of its own")
+    width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
+    expect(width == expected, "teacher", f"an encoder of width {width}", f"model.encoder_dim = {expected}")
+    corpus.check_special("teacher", teacher.vocabulary, teacher.start_token, config.corpus)
+    return teacher
+
+
+def _initial_params(config: TrainConfig) -> dict | None:
+    if config.initialise_from is None:
+        return None
+    model = loader.load(config.initialise_from, "float32")
+    more = {}
+    for stack in ("encoder", "decoder"):
+        layers, wanted = (getattr(shape, f"num_{stack}_layers", 0) for shape in (model.config, config.model))
+        if 0 < layers < wanted:
+            more[stack] = wanted
+    counts: dict[str, Any] = {f"num_{stack}_layers": wanted for stack, wanted in more.items()}
+    fits = _shape(dataclasses.replace(model.config, **counts)) == _shape(config.model)
+    expect(fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers")
+    params = model.params
+    for stack, wanted in more.items():
+        params = deepen(params, stack, wanted)
+    return params
+
+
+def _vocabulary_path(config: TrainConfig) -> pathlib.Path:
+    return pathlib.Path(config.vocabulary or pathlib.Path(config.output_dir, "vocabulary.model"))
+
+
+def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> vocabularies.SentencePieceVocabulary:
+    given = {}
+    if teacher is not None:
+        given["the teacher"] = teacher.vocabulary
+    if config.initialise_from is not None:
+        pieces, start_token = loader.load_vocabulary(config.initialise_from)
+        corpus.check_special("initialise_from", pieces, start_token, config.corpus)
+        given[config.initialise_from] = pieces
+    make = lambda: corpus.trained_vocabulary(config.corpus, config.paths("train_files"), config.vocabulary_size)
+    return corpus.vocabulary_at(_vocabulary_path(config), config.vocabulary_size, given, make)
+
+
+def _batches(config: TrainConfig, vocabulary, paths) -> training_batches.BucketedBatches:
+    return config.corpus.batches(vocabulary, paths, config.model.vocab_size, config.batch_tokens, config.seed)
