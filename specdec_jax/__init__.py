@@ -28,6 +28,7 @@ from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.verifier import Verifier
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "Stats",
     "T5Config",
     "UnsupportedCombination",
+    "Verifier",
     "VerticalCascade",
     "advance",
     "bundled",

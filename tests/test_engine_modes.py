@@ -20,7 +20,8 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative import draws, laws
 from specdec_jax.speculative.gamma import MAX_GAMMA
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.verifiers import Randomness, verify_tokens
+from specdec_jax.speculative.verifier import Randomness
+from specdec_jax.speculative.verifiers import verify_tokens
 
 MODES = {
     "greedy": dict(temperature=0.0),

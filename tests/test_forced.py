@@ -20,7 +20,8 @@ from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.laws import Law
-from specdec_jax.speculative.verifiers import Randomness, Settings, verify_forced
+from specdec_jax.speculative.verifier import Randomness, Settings
+from specdec_jax.speculative.verifiers import verify_forced
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -67,7 +68,7 @@ def test_decisions_by_hand():
     p = np.array([[[0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [0.0, 1.0, 0.0]]] * 3, np.float32)
     q = np.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]] * 3, np.float32)
     accept = np.array([[0.59, 0.59], [0.59, 0.6], [0.6, 0.0]], np.float32)
-    settings = Settings(*np.ones((3, 3), np.float32), np.full(3, 0.6, np.float32))
+    settings = {"forced_alpha": np.full(3, 0.6, np.float32)}
     draws = Randomness(accept, toy.words(np.full((3, 3), 0.5)))
     verify = jax.jit(lambda p, q, *rest: verify_forced(Law.of(jnp.log(p)), Law.of(jnp.log(q)), *rest))
     verified = verify(p, q, np.array([[0, 1]] * 3, np.int32), np.full(3, 2, np.int32), draws, settings)

@@ -11,7 +11,8 @@ import toy
 from toy import Rule
 
 from specdec_jax.speculative.laws import Law
-from specdec_jax.speculative.verifiers import Randomness, verify_greedy, verify_tokens
+from specdec_jax.speculative.verifier import Randomness
+from specdec_jax.speculative.verifiers import verify_greedy, verify_tokens
 
 pytestmark = pytest.mark.usefixtures("quick")
 

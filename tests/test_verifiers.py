@@ -14,7 +14,8 @@ from test_verification import DRAFTS, GRID, SIZES, TARGETS, as_law, laws
 from toy import BLOCK, REJECTION, TOKEN, Rule
 
 from specdec_jax.speculative.laws import PointMass
-from specdec_jax.speculative.verifiers import LOSSY, VERIFIERS, Randomness, Settings, verify_greedy_leniently
+from specdec_jax.speculative.verifier import Randomness, Settings
+from specdec_jax.speculative.verifiers import LOSSY, VERIFIERS, verify_greedy_leniently
 
 pytestmark = pytest.mark.usefixtures("quick")
 LENIENCE, EPSILON, DELTA = 0.6, 0.3, 0.4
@@ -240,7 +241,8 @@ def test_a_sampled_draft_may_be_judged_as_a_point_mass(name):
 
 
 def settings(batch, dtype, lenience=LENIENCE):
-    return Settings(*(np.full(batch, value, dtype) for value in (lenience, EPSILON, DELTA)))
+    values = dict(lenience=lenience, typical_epsilon=EPSILON, typical_delta=DELTA)
+    return {name: np.full(batch, value, dtype) for name, value in values.items()}
 
 
 def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=None):
@@ -251,7 +253,7 @@ def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=N
         accept, noise = (None if x is None else jnp.asarray(x, dtype) for x in (accept, noise))
         draws = Randomness(accept, toy.words(final), noise)
         # The size of the vocabulary stays out of what is traced.
-        verify = jax.jit(lambda target, *rest: VERIFIERS[name](target, draft, *rest))
+        verify = jax.jit(lambda target, *rest: VERIFIERS[name].judge(target, draft, *rest))
         found = verify(as_law(p, dtype), drafted, jnp.asarray(wanted, jnp.int32), draws, settings(len(p), dtype))
         return np.stack(jax.device_get(found), axis=1)
 
@@ -376,7 +378,7 @@ def everything(target, draft, drafted, wanted, draws):
     """All verifiers, with the draft as drawn and as a point mass."""
     asked = settings(len(wanted), np.float32)
     return [
-        [verify(target, law, drafted, wanted, draws, asked) for verify in VERIFIERS.values()]
+        [verifier.judge(target, law, drafted, wanted, draws, asked) for verifier in VERIFIERS.values()]
         for law in (draft, PointMass(drafted, target.logits.shape[-1]))
     ]
 
@@ -418,7 +420,7 @@ def test_lenience_of_one_is_token_verification():
     with jax.enable_x64(False):
         asked, draws = settings(len(p), np.float32, 1.0), Randomness(np.float32(accept), toy.words(final))
         args = as_law(p, "float32"), as_law(q, "float32"), np.int32(drafted), np.int32(wanted), draws, asked
-        lenient, token = (jax.jit(VERIFIERS[name])(*args) for name in ("lenient", "token"))
+        lenient, token = (jax.jit(VERIFIERS[name].judge)(*args) for name in ("lenient", "token"))
     np.testing.assert_array_equal(np.stack(lenient), np.stack(token))
 
 

@@ -19,7 +19,7 @@ from specdec_jax.decoding.generate import generate
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.verifiers import FORCED, LOSSY
+from specdec_jax.speculative.verifiers import FORCED, verifier_of
 
 
 def benchmark(
@@ -40,7 +40,7 @@ def benchmark(
     def arm(gamma: int, forced_alpha: float | None = None) -> Arm:
         wanted, forced = options.gamma_of(gamma) if gamma else 0, {}
         if forced_alpha is not None:
-            forced = dict(verifier=FORCED, forced_alpha=forced_alpha)
+            forced = dict(verifier=FORCED.name, forced_alpha=forced_alpha)
         return Arm(gamma, lambda batch: generate(
             target, batch.inputs, drafter=drafter if gamma else None, gamma=wanted, key=batch.keys,
             **options.decoding(plain=not gamma) | forced,
@@ -137,7 +137,8 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     prediction = "with_lengths" if "draft step" in times else "with_counts"
     seconds = Spread.of(arm.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.
-    same_tokens = options.verifier == "gumbel" or options.temperature == 0 and options.verifier not in LOSSY
+    verifier = verifier_of(options.verifier)
+    same_tokens = verifier.coupled or options.temperature == 0 and verifier.exact
     same_tokens &= arm.forced_alpha is None
     shares = (
         None if adaptive or untimed else predictions.shares(predictions.cost(counted, arm.gamma, times), seconds.median)

@@ -25,6 +25,7 @@ from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import DecodeState, Draft, StaticConfig
+from specdec_jax.speculative.verifiers import VERIFIERS
 
 STEPS = 32
 # Verifiers whose cost is measured.
@@ -214,7 +215,7 @@ def verified_state(
     vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
     start = (slots - gamma - 1) // 2 + 1
     state = _prefill_state(
-        network, None, StaticConfig(gamma, config.mode, vocab, verifier), slots, inputs, lengths, rows(0)[:, None], rows(1),
+        network, None, StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier]), slots, inputs, lengths, rows(0)[:, None], rows(1),
         fold_keys(seeded(0), np.arange(batch)), config.rows(batch, vocab), None, rows(slots), rows(-1)[:, None],
         rows(gamma), rows(0).astype(bool),
     )  # fmt: skip

@@ -28,7 +28,7 @@ from specdec_jax.models.sharding import ShardingRules, make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, POLICIES, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS
+from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS, verifier_of
 
 AUTO_HELP = (
     "tokens drafted per target call, or auto: as many as pay on this machine, measured when a model is first used, and at "
@@ -178,14 +178,15 @@ class DecodingOptions:
         """As `check`, for commands that may do without a checkpoint."""
         sampling = self.sampling()
         at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
-        if self.verifier == FORCED:
+        if self.verifier == FORCED.name:
             expected = ", ".join(VERIFIERS)
             raise ValueError(
-                f"verifier: got {FORCED!r}, expected one of {expected} (--forced_alpha of `specdec benchmark` times with it)"
+                f"verifier: got {FORCED.name!r}, expected one of {expected} (--forced_alpha of `specdec benchmark` times with it)"
             )
         verifier_settings(
-            self.verifier, sampling, int(self.drafts), 1, self.lenience, self.typical_epsilon, self.typical_delta
-        )
+            verifier_of(self.verifier), sampling, int(self.drafts), 1, lenience=self.lenience,
+            typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,
+        )  # fmt: skip
         if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
             raise UnsupportedCombination(
                 f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at least 1"

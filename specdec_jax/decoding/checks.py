@@ -10,7 +10,7 @@ from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.verifiers import Settings
+from specdec_jax.speculative.verifier import Verifier
 
 
 class UnsupportedCombination(ValueError):
@@ -44,42 +44,44 @@ def check_policy(gamma, drafter) -> None:
         )
 
 
-# Medusa's constants of typical acceptance.
-_EPSILON, _DELTA = 0.09, 0.3
+def verifier_settings(
+    verifier: Verifier, sampling: SamplingConfig, width: int, batch: int, **given
+) -> dict[str, np.ndarray] | None:
+    """Returns the verifier's parameters, `[batch]` float32 each, None of one that has none.
 
+    Args:
+      width: the most tokens that are drafted, 0 for plain decoding.
+      given: parameters of any verifier by name; None: not given.
 
-def verifier_settings(verifier, sampling, width, batch, lenience, epsilon, delta, forced_alpha=None) -> Settings | None:
-    """Checks the verifier and what goes with it; returns what one that does not keep the law is asked for."""
-    names = tuple(verifiers.VERIFIERS)
-    if verifier not in (*names, verifiers.FORCED):
-        raise ValueError(f"verifier: got {verifier!r}, expected one of {', '.join(names)}")
-    for name, value, owner in (
-        ("lenience", lenience, "lenient"), ("typical_epsilon", epsilon, "typical"), ("typical_delta", delta, "typical"),
-        ("forced_alpha", forced_alpha, verifiers.FORCED),
-    ):  # fmt: skip
-        if value is not None and verifier != owner:
-            raise UnsupportedCombination(f"{name}: got {value} with verifier={verifier!r}, expected {owner!r}")
-    if verifier not in (*verifiers.LOSSY, verifiers.FORCED):
+    Raises:
+      UnsupportedCombination: a parameter of another verifier, a missing one, or a verifier that has nothing to judge.
+    """
+    for name, value in given.items():
+        if value is not None and name not in dict(verifier.parameters):
+            owners = [
+                one.name for one in (*verifiers.VERIFIERS.values(), verifiers.FORCED) if name in dict(one.parameters)
+            ]
+            raise UnsupportedCombination(
+                f"{name}: got {value} with verifier={verifier.name!r}, expected {' or '.join(map(repr, owners))}"
+            )
+    if not verifier.parameters:
         return None
     if not width:
         raise UnsupportedCombination(
-            f"verifier: got {verifier!r} for plain decoding, expected a drafter and gamma of at least 1"
+            f"verifier: got {verifier.name!r} for plain decoding, expected a drafter and gamma of at least 1"
         )
-    if verifier == "lenient" and lenience is None:
-        raise UnsupportedCombination("lenience: got none with verifier='lenient', expected a number in (0, 1]")
-    if verifier == verifiers.FORCED and forced_alpha is None:
-        raise UnsupportedCombination("forced_alpha: got none with verifier='forced', expected a number in (0, 1]")
-    if verifier == "typical" and not np.all(np.greater(sampling.temperature, 0)):
+    values = {name: default if given.get(name) is None else given[name] for name, default in verifier.parameters}
+    for name, value in values.items():
+        if value is None:
+            raise UnsupportedCombination(
+                f"{name}: got none with verifier={verifier.name!r}, expected a number in (0, 1]"
+            )
+    if verifier.sampled_only and not np.all(np.greater(sampling.temperature, 0)):
         raise UnsupportedCombination(
-            f"temperature: got {sampling.temperature} with verifier='typical', expected more than 0 "
+            f"temperature: got {sampling.temperature} with verifier={verifier.name!r}, expected more than 0 "
             "(at 0 it would accept the argmax alone)"
         )
-    return Settings(
-        _fraction("lenience", 1.0 if lenience is None else lenience, batch),
-        _fraction("typical_epsilon", _EPSILON if epsilon is None else epsilon, batch),
-        _fraction("typical_delta", _DELTA if delta is None else delta, batch),
-        None if forced_alpha is None else _fraction("forced_alpha", forced_alpha, batch),
-    )
+    return {name: _fraction(name, value, batch) for name, value in values.items()}
 
 
 def _fraction(name: str, value, batch: int) -> np.ndarray:

@@ -189,7 +189,7 @@ def key_of(network: Network, drafter: Drafter, program: StaticConfig, rows: int,
     coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
     own, mode = program.mode.processor is not None, program.mode._replace(processor=None)
     return _key(
-        _describe(network), _describe(drafter), program.verifier, mode, own, rows, coarse(length), coarse(slots)
+        _describe(network), _describe(drafter), program.verifier.name, mode, own, rows, coarse(length), coarse(slots)
     )
 
 

@@ -15,6 +15,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.verifier import Verifier
 
 
 def generate(
@@ -24,7 +25,7 @@ def generate(
     drafter: Drafter | None = None,
     gamma: str | int | Sequence[int] | Policy = "auto",
     sampling: SamplingConfig = SamplingConfig(),
-    verifier: str = "block",
+    verifier: str | Verifier = "block",
     lenience: float | Sequence[float] | None = None,
     typical_epsilon: float | Sequence[float] | None = None,
     typical_delta: float | Sequence[float] | None = None,
@@ -59,7 +60,8 @@ def generate(
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
-        "lenient" and "typical". Each is explained in `verification.py`. "forced" verifies nothing, its outputs mean nothing.
+        "lenient" and "typical". Each is explained in `verifiers.py`. "forced" verifies nothing, its outputs mean nothing. Or
+        a `Verifier` of your own.
       lenience: l in (0, 1], for "lenient", which needs it; one, or one per input.
       typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
       forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.

@@ -29,7 +29,8 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingRows
 from specdec_jax.speculative.state import DecodeState, StaticConfig
-from specdec_jax.speculative.verifiers import Settings
+from specdec_jax.speculative.verifier import Settings
+from specdec_jax.speculative.verifiers import verifier_of
 
 prefill = jax.jit(speculative_prefill.prefill, static_argnames=("program", "slots"))
 
@@ -241,9 +242,11 @@ def plan(
     if any(not isinstance(token, int | np.integer) or not 0 <= token < vocab_size for token in eos_ids):
         raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
     rows, width = sampling.rows(batch, vocab_size), int(max(gammas))
+    verifier = verifier_of(verifier)
     settings = verifier_settings(
-        verifier, sampling, width, batch, lenience, typical_epsilon, typical_delta, forced_alpha
-    )
+        verifier, sampling, width, batch, lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta,
+        forced_alpha=forced_alpha,
+    )  # fmt: skip
     check_limits(sampling, limits, samples)
     stop = check_stop(stop, deadline)
     if stop and target.vocabulary is None:

@@ -140,7 +140,7 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
     if request.learns:
         costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
-    stats = _stats(counts, committed, token_by_token=program.verifier != "block" or program.mode.greedy)
+    stats = _stats(counts, committed, token_by_token=program.verifier.has_rate or program.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
 
 

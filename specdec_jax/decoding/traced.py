@@ -26,6 +26,8 @@ from specdec_jax.speculative.draws import seeded, threefry
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.verifier import Verifier
+from specdec_jax.speculative.verifiers import verifier_of
 
 # T5X takes the argmax at a temperature up to this.
 _LEAST_TEMPERATURE = 1e-4
@@ -92,7 +94,7 @@ class Decoder:
     drafter: Drafter | None = None
     gamma: int | Policy = 4
     sampling: SamplingConfig = SamplingConfig()
-    verifier: str = "block"
+    verifier: str | Verifier = "block"
     lenience: float | None = None
     typical_epsilon: float | None = None
     typical_delta: float | None = None
@@ -121,8 +123,9 @@ class Decoder:
 
     def _settings(self, batch: int):
         return verifier_settings(
-            self.verifier, self.sampling, self.width, batch, self.lenience, self.typical_epsilon, self.typical_delta
-        )
+            verifier_of(self.verifier), self.sampling, self.width, batch, lenience=self.lenience,
+            typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,
+        )  # fmt: skip
 
     def decode(
         self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
@@ -158,7 +161,7 @@ class Decoder:
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
         widths = call_widths(self.width, none=varies) if self.width and (varies or policy is not None) else ()
-        program = StaticConfig(self.width, mode, self.config.vocab_size, self.verifier, widths)
+        program = StaticConfig(self.width, mode, self.config.vocab_size, verifier_of(self.verifier), widths)
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1

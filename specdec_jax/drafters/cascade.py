@@ -14,6 +14,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import verify
 from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.verifiers import VERIFIERS
 
 
 class CascadeState(NamedTuple):
@@ -197,7 +198,7 @@ class VerticalCascade(_Cascade):
         """
         (model_drafter, inner), program = self.parts, state.program
         width = min(self.number, max(program.gamma - 1, 1))
-        verifier = "gumbel" if program.verifier == "gumbel" else "token"
+        verifier = program.verifier if program.verifier.coupled else VERIFIERS["token"]
         inside = dataclasses.replace(
             state, policy=None, keys=keys_apart(state), program=program._replace(gamma=width, verifier=verifier)
         )

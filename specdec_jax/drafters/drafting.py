@@ -23,7 +23,7 @@ def keys_apart(state: DecodeState) -> jax.Array:
     Uniforms are keyed by the length at which a draft begins. With the request's own keys a part that begins later would
     meet the draws of a later iteration. Coupling keys by absolute position, which is its point: there the keys stay.
     """
-    if state.program.verifier == "gumbel":
+    if state.program.verifier.coupled:
         return state.keys
     fold = lambda key, length: jax.random.fold_in(jax.random.fold_in(key, _APART), length)
     return jax.vmap(fold)(state.keys, state.lengths)
@@ -107,7 +107,7 @@ def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Arra
 
     While catching up (step < 0) what is drawn is thrown away.
     """
-    if state.program.verifier == "gumbel":
+    if state.program.verifier.coupled:
         positions = (state.lengths + jnp.maximum(step, 0))[:, None]
         noise = draws.gumbel_noise(state.keys, positions, state.program.vocab_size)
         return laws.argmax(here.logits + noise)[:, 0], law

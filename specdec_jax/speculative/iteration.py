@@ -16,7 +16,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Outcome
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
-from specdec_jax.speculative.verifiers import Randomness, Verification
+from specdec_jax.speculative.verifier import Randomness, Verification
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
@@ -129,30 +129,27 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
         tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted) if program.gamma else tokens
     prefixes = context(state, tokens)
     processed = laws.process(logits, prefixes, state.sampling, program.mode)
-    forced = program.verifier == verifiers.FORCED
-    offsets = jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
-    if program.strict_argmax:
-        tokens = laws.argmax(processed)
-        if not forced:
-            return verifiers.verify_greedy(tokens, draft.tokens, draft.num_drafted), None
-        accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
-        return verifiers.verify_greedy_forced(tokens, draft.num_drafted, accept, state.settings.forced_alpha), None
-    law = laws.standardize(logits, prefixes, state.sampling, program.mode)
-    greedy = None
-    if program.verifier == "lenient":  # judged before temperature 0 makes the law one-hot
-        greedy = verifiers.verify_greedy_leniently(processed, draft.tokens, draft.num_drafted, state.settings.lenience)
-        if program.mode.greedy:
-            return greedy, law
+    verifier, offsets = program.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
+    greedy = None
+    if program.mode.greedy or verifier.softens:  # judged before temperature 0 makes the law one-hot
+        if verifier.judge_greedy is None:
+            greedy = verifiers.verify_greedy(laws.argmax(processed), draft.tokens, draft.num_drafted)
+        else:
+            greedy = verifier.judge_greedy(processed, draft.tokens, draft.num_drafted, accept, state.settings)
+        if program.strict_argmax:
+            return greedy, None
+    law = laws.standardize(logits, prefixes, state.sampling, program.mode)
+    if program.mode.greedy:
+        return greedy, law
     # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
     residual = draws.words(keys, lengths, offsets, draws.RESIDUAL)
     bonus = draws.words(keys, lengths, offsets, draws.BONUS)
     final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
-    noise = None
-    if program.verifier == "gumbel":
-        noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size)
-    judge = verifiers.verify_forced if forced else verifiers.VERIFIERS[program.verifier]
-    verified = judge(law, draft.law, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings)
+    noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size) if verifier.coupled else None
+    verified = verifier.judge(
+        law, draft.law, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings
+    )
     if greedy is not None:
         argmax = state.sampling.temperature == 0
         verified = Verification(*(jnp.where(argmax, a, b) for a, b in zip(greedy, verified)))

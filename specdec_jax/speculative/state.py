@@ -6,12 +6,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.gamma import DraftSignals, Policy
 from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
-from specdec_jax.speculative.verifiers import Settings
+from specdec_jax.speculative.verifier import Settings, Verifier
+from specdec_jax.speculative.verifiers import VERIFIERS
 
 
 class StaticConfig(NamedTuple):
@@ -21,30 +21,30 @@ class StaticConfig(NamedTuple):
       gamma: G, the most tokens drafted in one iteration; 0 is plain decoding.
       mode: which sampling adjustments are on.
       vocab_size: V, width of the target's logits; a drafter's laws are brought to it.
-      verifier: name of the verifier.
+      verifier: decides which drafted tokens stand.
       widths: positions of the target calls that are compiled, ascending, the last one G + 1; () is G + 1 alone.
     """
 
     gamma: int
     mode: SamplingMode
     vocab_size: int
-    verifier: str = "block"
+    verifier: Verifier = VERIFIERS["block"]
     widths: tuple[int, ...] = ()
 
     @property
     def strict_argmax(self) -> bool:
         """Whether every token is the target's argmax: then no law over the vocabulary is ever built."""
-        return self.mode.greedy and self.verifier != "lenient"
+        return self.mode.greedy and not self.verifier.softens
 
     @property
     def commits_argmax(self) -> bool:
         """Whether every token is the argmax of the target's own logits, so that of these only the greatest matters."""
-        return self.strict_argmax and not self.mode.processes and self.verifier != verifiers.FORCED
+        return self.strict_argmax and not self.mode.processes and self.verifier.judge_greedy is None
 
     @property
     def asks_draft_law(self) -> bool:
         """Whether the verifier looks at the law that the draft was drawn from."""
-        return not self.mode.greedy and self.verifier not in ("gumbel", "typical")
+        return not self.mode.greedy and self.verifier.reads_draft_law
 
 
 @flax.struct.dataclass

@@ -1,76 +1,15 @@
 """Verifiers: how many drafted tokens stand, and which token follows them. Pure functions.
 
-Convention: p is the target's law (`target`), q the drafter's (`draft`); γ = G drafted positions. A row examines the
-first n = `num_drafted` of its positions; what lies past them may be anything.
-
-Every verifier for T > 0 has one signature and is listed in `VERIFIERS`:
-
-    verify(target, draft, draft_tokens, num_drafted, draws, settings) -> Verification
-
-    target: `Law` over `[B, G + 1, V]`.
-    draft: `Law` over `[B, G, V]` from which `draft_tokens` were really drawn, or `PointMass` where they were not drawn.
-    draft_tokens: `[B, G]` int32.
-    num_drafted: `[B]` int32, at most G.
-    draws: the randomness of the iteration.
-    settings: what the lossy verifiers are asked for.
+Convention: p is the target's law (`target`), q the drafter's (`draft`); γ = G drafted positions. `Verifier.judge` says
+what the arguments are. A new verifier is a function like these and a row of the table `VERIFIERS`.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from specdec_jax.speculative.draws import draw
 from specdec_jax.speculative.laws import Law, PointMass, argmax
-
-
-class Verification(NamedTuple):
-    """Outcome of one iteration.
-
-    Attributes:
-      num_accepted: τ, `[B]` int32, drafted tokens that stand, at most `num_drafted`.
-      next_token: `[B]` int32, the token after them: the correction at a rejection, else the bonus token; −1 where the
-        target's law there is not one of numbers.
-    """
-
-    num_accepted: jax.Array
-    next_token: jax.Array
-
-
-class Randomness(NamedTuple):
-    """The randomness of one iteration.
-
-    Attributes:
-      accept: `[B, G]` uniforms in [0, 1).
-      final: `[B, G + 1, 2]` random words, the n-th two for the token that follows n accepted ones (residual or bonus).
-      noise: `[B, G + 1, V]` standard Gumbel noise of the absolute positions, shared with the drafter; None but for
-        `verify_coupled`.
-    """
-
-    accept: jax.Array
-    final: jax.Array
-    noise: jax.Array | None = None
-
-
-@flax.struct.dataclass
-class Settings:
-    """What the lossy verifiers are asked for, per row.
-
-    Attributes:
-      lenience: l `[B]` in (0, 1], of `verify_leniently`.
-      epsilon, delta: `[B]`, of `verify_typical`.
-      forced_alpha: `[B]`, of `verify_forced`.
-    """
-
-    lenience: jax.Array
-    epsilon: jax.Array
-    delta: jax.Array
-    forced_alpha: jax.Array | None = None
-
-
-Verifier = Callable[[Law, Law | PointMass, jax.Array, jax.Array, Randomness, Settings | None], Verification]
+from specdec_jax.speculative.verifier import Randomness, Settings, Verification, Verifier
 
 
 def verify_greedy(target_tokens: jax.Array, draft_tokens: jax.Array, num_drafted: jax.Array) -> Verification:
@@ -119,7 +58,7 @@ def verify_leniently(target, draft, draft_tokens, num_drafted, draws: Randomness
 
     No token gets more than p(x) / l of probability after any prefix. l = 1 is `verify_tokens`.
     """
-    scaled = draws.accept * settings.lenience[:, None] * draft.prob(draft_tokens)
+    scaled = draws.accept * settings["lenience"][:, None] * draft.prob(draft_tokens)
     num_accepted = _count_leading(scaled < _leading_law(target).prob(draft_tokens), num_drafted)
     return _correct(target, draft, num_accepted, num_drafted, draws.final)
 
@@ -190,7 +129,9 @@ def verify_typical(target, draft, draft_tokens, num_drafted, draws: Randomness, 
     iteration's last token is the target's own, every other one has at least that probability under the target.
     """
     here = _leading_law(target)
-    threshold = jnp.minimum(settings.epsilon[:, None], settings.delta[:, None] * jnp.exp(-here.entropy()))
+    threshold = jnp.minimum(
+        settings["typical_epsilon"][:, None], settings["typical_delta"][:, None] * jnp.exp(-here.entropy())
+    )
     num_accepted = _count_leading(here.prob(draft_tokens) > threshold, num_drafted)
     return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
 
@@ -200,7 +141,7 @@ def verify_forced(target, draft, draft_tokens, num_drafted, draws: Randomness, s
 
     What follows is corrected as by `verify_tokens`, so that an iteration costs what it costs with that.
     """
-    num_accepted = _count_leading(draws.accept < settings.forced_alpha[:, None], num_drafted)
+    num_accepted = _count_leading(draws.accept < settings["forced_alpha"][:, None], num_drafted)
     return _correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
@@ -216,18 +157,46 @@ def verify_greedy_forced(
     return _leading(accept < forced_alpha[:, None], num_drafted, target_tokens)
 
 
-VERIFIERS: dict[str, Verifier] = {
-    "token": verify_tokens,
-    "block": verify_blocks,
-    "gumbel": verify_coupled,
-    "lenient": verify_leniently,
-    "typical": verify_typical,
-    "rejection": verify_by_rejection,
-}
+_KNOWN = (
+    Verifier("token", verify_tokens),
+    Verifier("block", verify_blocks, has_rate=False),
+    Verifier("gumbel", verify_coupled, reads_draft_law=False, coupled=True),
+    Verifier(
+        "lenient", verify_leniently, exact=False, softens=True, parameters=(("lenience", None),),
+        judge_greedy=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_leniently(
+            logits, draft_tokens, num_drafted, settings["lenience"]
+        ),
+    ),
+    # Medusa's constants.
+    Verifier(
+        "typical", verify_typical, exact=False, reads_draft_law=False, sampled_only=True,
+        parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
+    ),
+    Verifier("rejection", verify_by_rejection),
+)  # fmt: skip
+VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _KNOWN}
 # Their output law differs from the target's.
-LOSSY = ("lenient", "typical")
-# No verifier: drafts stand by coin, outputs mean nothing.
-FORCED = "forced"
+LOSSY = tuple(name for name, verifier in VERIFIERS.items() if not verifier.exact)
+# Verifies nothing: drafts stand by coin, outputs mean nothing. For timing alone, so not among the others.
+FORCED = Verifier(
+    "forced", verify_forced, exact=False, parameters=(("forced_alpha", None),),
+    judge_greedy=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_forced(
+        argmax(logits), num_drafted, accept, settings["forced_alpha"]
+    ),
+)  # fmt: skip
+
+
+def verifier_of(given: str | Verifier) -> Verifier:
+    """Returns the verifier of a name, or the one that is given.
+
+    Raises:
+      ValueError: no such name.
+    """
+    if isinstance(given, Verifier):
+        return given
+    if given not in (*VERIFIERS, FORCED.name):
+        raise ValueError(f"verifier: got {given!r}, expected one of {', '.join(VERIFIERS)}, or a Verifier")
+    return VERIFIERS.get(given, FORCED)
 
 
 def _leading_law(target: Law) -> Law:

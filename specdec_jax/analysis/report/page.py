@@ -187,7 +187,7 @@ def _name(row: Row) -> str:
 
 
 def _is_forced(row: Row) -> bool:
-    return row.verifier.startswith(FORCED)
+    return row.verifier.startswith(FORCED.name)
 
 
 def _rates(found: Sequence[Row]) -> list[Markup]:
@@ -198,7 +198,7 @@ def _rates(found: Sequence[Row]) -> list[Markup]:
         if (
             row.alpha is not None
             and row.temperature in (0, 1)
-            and row.verifier.partition(",")[0] not in (FORCED, *LOSSY)
+            and row.verifier.partition(",")[0] not in (FORCED.name, *LOSSY)
         ):
             ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, row.alpha)
     lines += [

@@ -90,7 +90,7 @@ def spread_of(found: Mapping[str, float]) -> Spread:
 
 
 def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    return _named(options) if arm["forced_alpha"] is None else f"{FORCED}, α = {arm['forced_alpha']:g}"
+    return _named(options) if arm["forced_alpha"] is None else f"{FORCED.name}, α = {arm['forced_alpha']:g}"
 
 
 def _named(options: Mapping[str, Any]) -> str:
