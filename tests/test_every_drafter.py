@@ -8,6 +8,7 @@ import functools
 
 import jax
 import numpy as np
+import own_parts
 import pytest
 from test_heads import random_heads
 from toy_models import noisy_copy, tiny_t5
@@ -48,12 +49,13 @@ DRAFTERS = {
     "lookup": lambda: sd.PromptLookupDrafter(1),
     "assisted": lambda: sd.AssistedNGramDrafter(),
     "random": lambda: sd.RandomDrafter(V),
+    "from outside": own_parts.RepeatDrafter,
     "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
     "horizontal cascade": lambda: sd.HorizontalCascade(sd.ModelDrafter(similar()), table(2, True), 2),
 }
 
 
-def run(drafter, verifier: str, sampling=SAMPLING):
+def run(drafter, verifier: str | sd.Verifier, sampling=SAMPLING):
     return sd.generate(
         target(), INPUTS, drafter=drafter, gamma=GAMMA, verifier=verifier, sampling=sampling, decoder_prefix=PREFIXES,
         max_new_tokens=LIMIT, key=jax.random.key(5),
@@ -61,12 +63,17 @@ def run(drafter, verifier: str, sampling=SAMPLING):
 
 
 @functools.cache
-def plain(verifier: str):
+def plain(verifier: str | sd.Verifier):
     return run(None, verifier)
 
 
 @pytest.mark.parametrize(
-    "verifier", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("token", "gumbel", "rejection"))]
+    "verifier",
+    [
+        "block",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("token", "gumbel", "rejection")),
+        pytest.param(own_parts.MIRRORED, id="from outside"),
+    ],
 )
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_under_every_verifier(name, verifier):
@@ -81,5 +88,5 @@ def test_every_drafter_under_every_verifier(name, verifier):
 
 
 def test_the_table_has_every_drafter():
-    exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))}
-    assert exported == {type(make()).__name__ for make in DRAFTERS.values()}
+    exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))} - {"Drafter"}
+    assert exported == {type(make()).__name__ for name, make in DRAFTERS.items() if name != "from outside"}

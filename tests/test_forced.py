@@ -20,7 +20,7 @@ from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.laws import Law
-from specdec_jax.speculative.verifier import Randomness, Settings
+from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import verify_forced
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -10,6 +10,7 @@ import functools
 
 import jax
 import numpy as np
+import own_parts
 import pytest
 import scipy.stats
 import toy
@@ -212,7 +213,9 @@ def test_acceptance_is_the_sum_of_minima():
 # --- The other verifiers ---
 
 
-@pytest.mark.parametrize("verifier, draws", [("block", DRAWS), ("rejection", 4 * ROWS), ("gumbel", 4 * ROWS)])
+@pytest.mark.parametrize(
+    "verifier, draws", [("block", DRAWS), ("rejection", 4 * ROWS), ("gumbel", 4 * ROWS), (own_parts.MIRRORED, 4 * ROWS)]
+)
 def test_law_of_every_verifier(verifier, draws):
     target, draft = hash_pair()
     counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, draws, verifier=verifier)

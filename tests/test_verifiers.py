@@ -14,7 +14,7 @@ from test_verification import DRAFTS, GRID, SIZES, TARGETS, as_law, laws
 from toy import BLOCK, REJECTION, TOKEN, Rule
 
 from specdec_jax.speculative.laws import PointMass
-from specdec_jax.speculative.verifier import Randomness, Settings
+from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import LOSSY, VERIFIERS, verify_greedy_leniently
 
 pytestmark = pytest.mark.usefixtures("quick")

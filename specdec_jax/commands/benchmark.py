@@ -9,7 +9,7 @@ import numpy as np
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.benchmark import benchmark
-from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import sentences as sentences_command
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
@@ -74,6 +74,7 @@ class BenchmarkOptions(DecodingOptions):
         None,
         "with --suite: HTML file for the records beside the paper's tables and figures",
     )
+    plot: str | None = option(None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -117,6 +118,8 @@ class BenchmarkOptions(DecodingOptions):
             if preset:
                 check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
         check_output(self.output)
+        if self.plot:
+            plots.check(self.plot)
 
     def _check_forced(self) -> None:
         for alpha in self.forced_alpha:
@@ -160,9 +163,11 @@ def run(options: BenchmarkOptions) -> None:
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else summaries.benchmark_summary(record))
-    finally:  # if one of the two fails, the record is in the other
+    finally:  # if one of them fails, the record is in another
         if options.output:
             write_file(options.output, text + "\n")
+        if options.plot:
+            plots.save(plots.wall_time(record), options.plot)
     if problems:
         raise CheckFailed("; ".join(problems))
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import io
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,6 +23,7 @@ from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import track, waiting
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import trace
+from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import native
 from specdec_jax.speculative.auto import MAXIMUM
 from specdec_jax.speculative.draws import seeded
@@ -30,6 +33,7 @@ _STYLES = {
     "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
 }  # fmt: skip
 _MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
+_COLUMNS = 112  # of the picture
 _SENTENCES = 8  # of the built-in ones
 _NEXT = """
 next: specdec demo "A sentence of your own."
@@ -48,6 +52,7 @@ class DemoOptions(DecodingOptions):
     # A number, so that there is something to see: nothing is drafted where that would not pay.
     gamma: int | str = option(4, AUTO_HELP)
     repeats: int = option(3, "timed passes over the sentences")
+    picture: str | None = option(None, "SVG file for what the terminal shows, in colour")
 
     def check(self) -> None:
         super().check()
@@ -56,6 +61,9 @@ class DemoOptions(DecodingOptions):
         check_gamma(self.gamma)
         at_least(1, repeats=self.repeats, gamma=1 if isinstance(self.gamma, str) else self.gamma)
         self.gamma_of(self.gamma)
+        if self.picture and not self.picture.endswith(".svg"):
+            raise ValueError(f"picture: got {self.picture!r}, expected the name of a file that ends in .svg")
+        check_output(self.picture, "picture")
 
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
@@ -63,19 +71,17 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     options.check()
     check_text("sentence", arguments)
     sentences = list(arguments) or built_in()[:_SENTENCES]
-    console = Console()
-    colours = console.is_terminal and "NO_COLOR" not in os.environ
-    show = lambda parts: console.print(render(parts, colours), soft_wrap=True)
+    screen = Screen()
     with waiting(f"loading {options.target} and {options.drafter}"):
         target, drafter = options.load()
         ids = encode(target, sentences, options.max_input_length)
     most = options.gamma if options.gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
-    print(
-        f"{options.drafter} drafts up to {most} tokens, {options.target} checks them all in one call and adds one of "
-        "its own. One line for each such call:"
+    screen.say(
+        f"The drafter, {options.drafter}, proposes up to {most} tokens. The target, {options.target}, checks them all in one\n"
+        "call and adds one token of its own; the text is the one that the target alone would have written.\n"
+        "Each line below is one such call:"
     )
-    show(traces.LEGEND)
-    console.file.flush()
+    screen.show(traces.LEGEND)
     keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
     speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
     drafted = 0
@@ -85,13 +91,12 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
         with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():
             steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
         drafted += sum(step.gamma for step in steps)
-        console.print(Text(f"\n{sentence}"), soft_wrap=True)
+        screen.say(f"\n{sentence}")
         for parts in traces.lines(steps, target):
-            show(parts)
-        console.file.flush()
-    print()
+            screen.show(parts)
+    screen.say("")
     if not drafted and options.gamma == "auto":
-        print(
+        screen.say(
             "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the same)\n"
         )
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
@@ -101,14 +106,46 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     }
     numbers = [number for number, text in enumerate(sentences) if text.strip()]
     if not numbers:
-        print("nothing to time: no sentence has any text")
-        return
+        screen.say("nothing to time: no sentence has any text")
+        return screen.save(options.picture)
     for number in {*shapes.values()} & {*numbers}:
         with compiling("plain decoding", len(ids[number])):
             for arm in arms.values():
                 arm(number)
     kernel = [native.state()] if jax.default_backend() == "cpu" else []
-    print(comparison(arms, numbers, options.repeats), *kernel, _NEXT, sep="\n")
+    screen.say(comparison(arms, numbers, options.repeats))
+    screen.save(options.picture)
+    print(*kernel, _NEXT, sep="\n")
+
+
+class Screen:
+    """Standard output, and the same in colour for a picture."""
+
+    def __init__(self):
+        self._console = Console()
+        self._colours = self._console.is_terminal and "NO_COLOR" not in os.environ
+        self._picture = Console(
+            file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=_COLUMNS, legacy_windows=False
+        )  # fmt: skip
+
+    def say(self, text: str) -> None:
+        """Prints plain text."""
+        self._console.print(Text(text), soft_wrap=True)
+        self._console.file.flush()
+        self._picture.print(Text(text))
+
+    def show(self, parts: Sequence[tuple[str, str]]) -> None:
+        """Prints a line of (kind, text)."""
+        self._console.print(render(parts, self._colours), soft_wrap=True)
+        self._console.file.flush()
+        self._picture.print(render(parts, True))
+
+    def save(self, path: str | None) -> None:
+        """Writes what was printed as an SVG file, where there is a path; it needs no font but the reader's own."""
+        if path:
+            svg = self._picture.export_svg(title="specdec demo", unique_id="specdec")
+            svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+            write_file(path, svg.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas"))
 
 
 def compiling(what: str, tokens: int):

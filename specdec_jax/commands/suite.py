@@ -59,7 +59,7 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
         lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
         how = [dict(temperature=0.0, verifier="token"), dict(temperature=1.0, verifier="token"), *lenient]
     made = [
-        dataclasses.replace(options, suite=None, output=None, report=None, **drafter, **one)
+        dataclasses.replace(options, suite=None, output=None, report=None, plot=None, **drafter, **one)
         for drafter in drafters
         for one in how
     ]
@@ -76,6 +76,8 @@ def _check(options: BenchmarkOptions) -> None:
     check_output(options.output)
     if passes_through(options.output):
         raise ValueError(f"output: got {options.output!r}, expected a regular file: its records are read again")
+    if options.plot:
+        raise ValueError(f"plot: got {options.plot!r} with suite={options.suite!r}, expected --report for its figures")
     if options.report:
         figures.check_page("report", options.report)
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():

@@ -48,9 +48,9 @@ def verify_tokens(target, draft, draft_tokens, num_drafted, draws: Randomness, s
     Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i), strictly, so that a token with p = 0 never stands. At the
     first rejection the next token is drawn from norm(max(0, p − q)); if all stand, from p at the next position.
     """
-    accepted = draws.accept * draft.prob(draft_tokens) < _leading_law(target).prob(draft_tokens)
-    num_accepted = _count_leading(accepted, num_drafted)
-    return _correct(target, draft, num_accepted, num_drafted, draws.final)
+    accepted = draws.accept * draft.prob(draft_tokens) < leading_law(target).prob(draft_tokens)
+    num_accepted = count_leading(accepted, num_drafted)
+    return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
 def verify_leniently(target, draft, draft_tokens, num_drafted, draws: Randomness, settings: Settings) -> Verification:
@@ -59,8 +59,8 @@ def verify_leniently(target, draft, draft_tokens, num_drafted, draws: Randomness
     No token gets more than p(x) / l of probability after any prefix. l = 1 is `verify_tokens`.
     """
     scaled = draws.accept * settings["lenience"][:, None] * draft.prob(draft_tokens)
-    num_accepted = _count_leading(scaled < _leading_law(target).prob(draft_tokens), num_drafted)
-    return _correct(target, draft, num_accepted, num_drafted, draws.final)
+    num_accepted = count_leading(scaled < leading_law(target).prob(draft_tokens), num_drafted)
+    return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
 def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
@@ -72,8 +72,8 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, s
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
-        return _correct(target, draft, num_drafted, num_drafted, draws.final)
-    target_probs, draft_probs = _leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
+        return correct(target, draft, num_drafted, num_drafted, draws.final)
+    target_probs, draft_probs = leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
     ratios = jnp.where(draft_probs == 0, target_probs > 0, target_probs / draft_probs)  # p(x) = 0 never stands
     ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
     weight, weights = jnp.ones_like(ratios[:, 0]), []
@@ -90,7 +90,7 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, s
     stands = (draws.accept < stand) & (index <= num_drafted[:, None])
     num_accepted = jnp.max(jnp.where(stands, index, 0), axis=1).astype(jnp.int32)
     scale = jnp.take_along_axis(jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1), num_accepted[:, None], axis=1)
-    return _correct(target, draft, num_accepted, num_drafted, draws.final, scale)
+    return correct(target, draft, num_accepted, num_drafted, draws.final, scale)
 
 
 def verify_by_rejection(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
@@ -100,14 +100,14 @@ def verify_by_rejection(target, draft, draft_tokens, num_drafted, draws: Randomn
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
-        return _correct(target, draft, num_drafted, num_drafted, draws.final)
+        return correct(target, draft, num_drafted, num_drafted, draws.final)
     if isinstance(draft, PointMass):
         draft = draft.law()
-    here = _leading_law(target)
+    here = leading_law(target)
     ratio = (draft.logits - draft.log_normalizer[..., None]) - (here.logits - here.log_normalizer[..., None])
     inverse = jnp.exp(jnp.min(jnp.where(here.logits > -jnp.inf, ratio, jnp.inf), axis=-1))  # 1 / M
     accepted = draws.accept * draft.prob(draft_tokens) < here.prob(draft_tokens) * inverse
-    num_accepted = _count_leading(accepted, num_drafted)
+    num_accepted = count_leading(accepted, num_drafted)
     return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
 
 
@@ -128,11 +128,11 @@ def verify_typical(target, draft, draft_tokens, num_drafted, draws: Randomness, 
     x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))); the token after the last that stands is drawn from p: each
     iteration's last token is the target's own, every other one has at least that probability under the target.
     """
-    here = _leading_law(target)
+    here = leading_law(target)
     threshold = jnp.minimum(
         settings["typical_epsilon"][:, None], settings["typical_delta"][:, None] * jnp.exp(-here.entropy())
     )
-    num_accepted = _count_leading(here.prob(draft_tokens) > threshold, num_drafted)
+    num_accepted = count_leading(here.prob(draft_tokens) > threshold, num_drafted)
     return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
 
 
@@ -141,8 +141,8 @@ def verify_forced(target, draft, draft_tokens, num_drafted, draws: Randomness, s
 
     What follows is corrected as by `verify_tokens`, so that an iteration costs what it costs with that.
     """
-    num_accepted = _count_leading(draws.accept < settings["forced_alpha"][:, None], num_drafted)
-    return _correct(target, draft, num_accepted, num_drafted, draws.final)
+    num_accepted = count_leading(draws.accept < settings["forced_alpha"][:, None], num_drafted)
+    return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
 def verify_greedy_forced(
@@ -199,7 +199,7 @@ def verifier_of(given: str | Verifier) -> Verifier:
     return VERIFIERS.get(given, FORCED)
 
 
-def _leading_law(target: Law) -> Law:
+def leading_law(target: Law) -> Law:
     """The law over the drafted positions: without that of the bonus token."""
     return Law(target.logits[:, :-1], target.log_normalizer[:, :-1])
 
@@ -209,14 +209,14 @@ def _at(values: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
 
-def _count_leading(accepted: jax.Array, num_drafted: jax.Array) -> jax.Array:
+def count_leading(accepted: jax.Array, num_drafted: jax.Array) -> jax.Array:
     """Number of leading True of `accepted [B, G]`, at most `num_drafted [B]`."""
     inside = jnp.arange(accepted.shape[1]) < num_drafted[:, None]
     return jnp.sum(jnp.cumprod((accepted & inside).astype(jnp.int32), axis=1), axis=1)
 
 
 def _leading(accepted: jax.Array, num_drafted: jax.Array, target_tokens: jax.Array) -> Verification:
-    num_accepted = _count_leading(accepted, num_drafted)
+    num_accepted = count_leading(accepted, num_drafted)
     return Verification(num_accepted, _at(target_tokens, num_accepted))
 
 
@@ -231,7 +231,7 @@ def _excess(target: Law, draft: Law | PointMass, draft_tokens: jax.Array, scale:
     return jnp.sum(jnp.maximum(scale[..., None] * here.probs() - there.probs(), 0), axis=-1)
 
 
-def _correct(target, draft, num_accepted, num_drafted, final, scale=1.0) -> Verification:
+def correct(target, draft, num_accepted, num_drafted, final, scale=1.0) -> Verification:
     """Draws the next token: from norm(max(scale · p − q, 0)) after a rejection, else from p."""
     weights = target.row(num_accepted)
     gamma = final.shape[1] - 1

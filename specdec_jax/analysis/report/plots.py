@@ -127,6 +127,39 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
     return figure
 
 
+def wall_time(record: Mapping[str, Any]):
+    """Draws what `specdec benchmark` timed: milliseconds for each token, a bar for every way of decoding.
+
+    Args:
+      record: of the benchmark, with another implementation's arm or without.
+    """
+    plain, against = record["plain"], record.get("against")
+    milliseconds = lambda arm: 1e3 * np.array([arm["seconds"][name] for name in Spread._fields]) / max(arm["tokens"], 1)
+    named = {"t5x": "T5X"}
+    bars = [(named.get(against["name"], against["name"]), milliseconds(against), "tab:gray")] if against else []
+    bars.append(("plain", milliseconds(plain), "tab:blue"))
+    for arm in record["speculative"]:
+        forced = "" if arm["forced_alpha"] is None else f", α forced to {arm['forced_alpha']:g}"
+        bars.append((f"speculative, γ = {arm['gamma']}{forced}", milliseconds(arm), "tab:orange"))
+    figure, (axes,) = _figure(("milliseconds per token, with the spread of the passes", ""))
+    figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
+    axes.grid(False, axis="y")
+    slowest = max(median for _, (median, _, _), _ in bars)
+    for place, (_, (median, least, most), colour) in enumerate(bars):
+        axes.barh(place, median, xerr=[[median - least], [most - median]], capsize=2, color=colour, height=0.65)
+        axes.text(most + 0.02 * slowest, place, f"{median:.2f} ms, {bars[0][1][0] / median:.2f}×", va="center")
+    axes.set(xlim=(0, 1.3 * slowest))
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.invert_yaxis()
+    host = record["machine"]
+    axes.set_title(
+        f"{_drawn(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
+        f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {host['cores']} cores",
+        fontsize="medium", parse_math=False,
+    )  # fmt: skip
+    return figure
+
+
 _COLOURS = {
     "target encoder": "tab:purple", "drafter encoder": "tab:pink", "draft step": "tab:orange", "target call": "tab:blue",
 }  # fmt: skip
