@@ -17,6 +17,7 @@ from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import comparison, near_ties, predictions, products, timing, traces
 from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding import generate as decoding_generate
 from specdec_jax.decoding import progress
@@ -347,7 +348,7 @@ def test_a_call_alone_computes_all_logits(target):
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
     monkeypatch.setitem(models_network.PRESETS, "tiny", CONFIG)
-    monkeypatch.setattr(benchmark_command.checkpoints.jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(loader.jax, "default_backend", lambda: platform)
     target, _, _ = benchmark_command.load(benchmark_command.BenchmarkOptions(preset="tiny"))
     assert target.config.dtype == dtype and dtype in capsys.readouterr().err
 
@@ -400,7 +401,7 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
 @pytest.mark.parametrize("fails", ["print", "write"])
 def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     output = tmp_path / "record.json"
-    monkeypatch.setattr(analysis_benchmark, "benchmark", lambda *_: ({"a": 1}, []))
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
     monkeypatch.setattr(benchmark_command, "load", lambda _: (None, None, []))
     options = benchmark_command.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
     if fails == "write":

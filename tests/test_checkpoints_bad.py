@@ -249,7 +249,7 @@ GROUPS = {
 def test_memory_within_a_container(case, tmp_path, monkeypatch):
     groups, files, expected = GROUPS[case]
     for name, path in (("CGROUPS", "cgroup"), ("CGROUPS_OF_PROCESS", "groups"), ("MEMORY", "meminfo")):
-        monkeypatch.setattr(loader, name, tmp_path / path)
+        monkeypatch.setattr(memory, name, tmp_path / path)
     (tmp_path / "meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable:   31250000 kB\n")
     if groups is not None:
         (tmp_path / "groups").write_text(groups + "\n")

@@ -13,7 +13,8 @@ import pytest
 from devices import SPECDEC
 
 import specdec_jax as sd
-from specdec_jax.analysis import benchmark, traces
+from specdec_jax.analysis import traces
+from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate as generate_command
 from specdec_jax.commands import main
 from specdec_jax.decoding import inputs as decoding_inputs
@@ -219,7 +220,7 @@ def test_benchmark(specdec, tmp_path):
 
 def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):
     """The record is written, the exit code is 1."""
-    monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
     code, out, err = specdec("benchmark", *MODELS, "--json", "--output", tmp_path / "record.json")
     assert code == 1 and json.loads(out) == {"a": 1} == json.loads((tmp_path / "record.json").read_text())
     assert err == "specdec: error: gamma 2: got other tokens\n"
@@ -265,7 +266,7 @@ def test_gin_without_a_file(specdec):
     ("line", "said"),
     [
         ("generate.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
-        ("inference.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
+        ("generate.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
         ("from specdec_jax.commands import generat", "No module named 'specdec_jax.commands.generat'"),
     ],
 )

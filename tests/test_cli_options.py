@@ -9,7 +9,7 @@ import test_cli
 from absl.flags import FLAGS
 
 import specdec_jax as sd
-from specdec_jax.analysis import benchmark
+from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
 from specdec_jax.decoding import jobs
 from specdec_jax.decoding.stream import Piece
@@ -224,7 +224,7 @@ def test_demo_takes_the_verifier_and_the_seed(specdec):
 def test_benchmark_takes_the_options(specdec, monkeypatch):
     """What they then do to its arms is tested with it."""
     seen = []
-    monkeypatch.setattr(benchmark, "benchmark", lambda *arguments: seen.append(arguments[3]) or ({}, []))
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *arguments: seen.append(arguments[3]) or ({}, []))
     flags = ["--verifier=lenient", "--lenience=0.5", "--temperature=0.7", "--min_p=0.1", "--seed=4", "--json"]
     assert specdec("benchmark", *test_cli.MODELS, *flags)[0] == 0
     sampling = sd.SamplingConfig(temperature=0.7, min_p=0.1)
@@ -344,7 +344,7 @@ def test_a_killed_evaluation_keeps_its_finished_runs(evaluate, pair, tmp_path, m
     (tmp_path / "pairs.tsv").write_text("We asked\tTom\nTom\tWe\n", encoding="utf-8")
     output = tmp_path / "record.json"
     monkeypatch.setattr(evaluate, "quality", lambda *_: {"bleu": 0.0, "chrf": 0.0})
-    monkeypatch.setattr(evaluate.checkpoints, "load", lambda path, *_: sd.load(path, dtype="float32"))
+    monkeypatch.setattr(evaluate.loader, "load", lambda path, *_: sd.load(path, dtype="float32"))
     whole = evaluate.compare
 
     def compare(target, inputs, plain, outputs, gamma, batch):

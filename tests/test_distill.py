@@ -336,7 +336,7 @@ def test_settings_are_there_before_the_outputs(models, language, tmp_path, monke
     def stops(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training_outputs, "write_outputs", stops)
+    monkeypatch.setattr(distill, "write_outputs", stops)
     assert main.main(arguments(distill_config(models, language, tmp_path))) == 130
     before = (tmp_path / "operative.gin").read_text()
     assert main.main(arguments(distill_config(models, language, tmp_path, max_new_tokens=9))) == 2

@@ -11,12 +11,11 @@ import tokenizers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.arms import Batch
 from specdec_jax.checkpoints import own
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate, main, suite
 from specdec_jax.commands import journal as journal_command
-from specdec_jax.drafters.named import drafter_contents
 from specdec_jax.models import native, panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import flatten, unflatten
@@ -126,10 +125,10 @@ def drafters() -> list:
 
 
 def test_drafters_are_told_apart_by_what_they_are_made_of(monkeypatch):
-    found = [drafter_contents(drafter) for drafter in drafters()]
+    found = [drafter.contents for drafter in drafters()]
     assert len(set(found)) == len(found)
     monkeypatch.setattr(panels, "usable", lambda dtype: False)
-    assert [drafter_contents(drafter) for drafter in drafters()] == found
+    assert [drafter.contents for drafter in drafters()] == found
 
 
 # Vocabularies.
@@ -207,8 +206,8 @@ def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_refused(cap
 
 
 def test_a_suite_is_of_its_models(monkeypatch):
-    drafter, batches = sd.PromptLookupDrafter(), [analysis_benchmark.passes.Batch([[3, 1]], [[3, 1]], [0], None)]
-    monkeypatch.setattr(suite.passes, "check_prompts", lambda *_: None)
+    drafter, batches = sd.PromptLookupDrafter(), [Batch([[3, 1]], [[3, 1]], [0], None)]
+    monkeypatch.setattr(suite.arms, "check_prompts", lambda *_: None)
     found = []
     for model in (tiny_t5(1), tiny_t5(1), changed(tiny_t5(1), "encoder/layers_0/mlp/wo/kernel")):
         monkeypatch.setattr(benchmark_command, "load", lambda row, target, model=model: (model, drafter, batches))

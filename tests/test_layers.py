@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import tomllib
 
@@ -109,6 +110,27 @@ def test_imports_run_downward(module):
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_file_is_long(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_function_is_long(module):
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = {
+        node.name
+        for node in ast.walk(MODULES[module])
+        if isinstance(node, functions) and node.end_lineno - node.lineno >= 60
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_declared_is_not_asked_for_by_name(path):
+    """Which drafter or verifier it is, only its own file and its table know; others read what it declares."""
+    text, room = path.read_text(encoding="utf-8"), room_of(str(path.relative_to(PACKAGE)).replace("/", "."))
+    if room != "drafters":
+        assert not re.findall(r"isinstance\([^()]*\w(?:Drafter|Cascade)\b", text)
+    if path.name != "verifiers.py":
+        assert not re.findall(r"verifier\b\S* (?:==|!=|in|not in) [\"(]", text)
 
 
 def test_no_circle():

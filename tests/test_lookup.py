@@ -15,6 +15,7 @@ import specdec_jax as sd
 from specdec_jax.commands import main
 from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
 from specdec_jax.speculative import draws
 from specdec_jax.speculative import laws as speculative_laws
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -360,7 +361,7 @@ def folder(tmp_path_factory):
         "She asked where the book was.",
         "We leave before eight.",
     ] * 3
-    vocabulary = sd.data.SentencePieceVocabulary.train(text, 36)
+    vocabulary = SentencePieceVocabulary.train(text, 36)
     target = tiny_t5(0, 64, 1)
     target = sd.LanguageModel(target.config, target.params, vocabulary, name="target")
     sd.save(target, path / "target")

@@ -104,8 +104,7 @@ def greedy():
     """Eight rows, scored and counted with γ = 3, and decoded with every γ up to it."""
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(8, 4)
     ways = {
-        how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options())
-        for how in ("scored", "counted")
+        how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options()) for how in ("score", "count")
     }
     results = {
         gamma: [generate(TARGET, batch.ids, drafter=drafter, gamma=gamma, max_new_tokens=12) for batch in batches]
@@ -119,13 +118,13 @@ def test_calls_expected_with_argmax_are_those_made(greedy):
     ways, results = greedy
     for gamma, found in results.items():
         calls = [max(row.target_calls for row in result.stats.per_row) for result in found]
-        assert [work.calls for work in ways["scored"].work["block", gamma]] == pytest.approx(calls)
+        assert [work.calls for work in ways["score"].work["block", gamma]] == pytest.approx(calls)
     assert {reason for result in results[1] for reason in result.finish_reasons} == {"eos", "length"}
 
 
 def test_counting_and_scoring_agree(greedy):
     ways, results = greedy
-    scored, counted = ways["scored"], ways["counted"]
+    scored, counted = ways["score"], ways["count"]
     assert 0 < scored.alpha < 1 and scored.error > 0
     lengths = [result.lengths.tolist() for result in results[3]]
     assert [rows.tolist() for rows in scored.lengths] == [rows.tolist() for rows in counted.lengths] == lengths

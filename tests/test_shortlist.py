@@ -25,6 +25,7 @@ from specdec_jax.models import layouts, native
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.panels import Panels
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
 from specdec_jax.speculative import draws
 from specdec_jax.speculative.sampling import SamplingConfig
 
@@ -300,7 +301,7 @@ def test_other_bad_arguments():
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("shortlist")
     text = ["Tom is learning German.", "The weather is nice.", "She asked where the book was."] * 4
-    vocabulary = sd.data.SentencePieceVocabulary.train(text, 32)
+    vocabulary = SentencePieceVocabulary.train(text, 32)
     for seed, name in enumerate(("target", "drafter")):
         model = tiny_t5(seed, 64, 1)
         sd.save(sd.LanguageModel(model.config, model.params, vocabulary, name=name), path / name)

@@ -32,7 +32,7 @@ def compute(iterations=10**8):
 
 class Package(types.ModuleType):
     @property
-    def cli(self):
+    def main(self):
         importing()
         return types.SimpleNamespace(main=main)
 
@@ -48,7 +48,8 @@ def main():
 
 """
 END = """
-sys.modules["specdec_jax"] = Package("specdec_jax")
+sys.modules["specdec_jax"] = types.ModuleType("specdec_jax")
+sys.modules["specdec_jax.commands"] = Package("specdec_jax.commands")
 sys.exit(specdec_main.main())
 """
 

@@ -51,11 +51,11 @@ def test_rows_of_presets():
 def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     output, measure, begun = tmp_path / "records.jsonl", benchmark.benchmark, []
 
-    def killed(target, drafter, batches, options):
+    def killed(target, drafter, batches, options, others):
         begun.append((options.drafter_preset, options.drafter, options.gamma))
         if len(begun) == 2:
             raise KeyboardInterrupt
-        return measure(target, drafter, batches, options)
+        return measure(target, drafter, batches, options, others)
 
     monkeypatch.setattr(benchmark, "benchmark", killed)
     assert specdec(*FLAGS, "--output", output)[0] == 130 and not output.exists()
@@ -92,7 +92,7 @@ def test_one_command_makes_the_page(specdec, tmp_path):
 
 def test_a_row_that_fails_a_check_is_not_kept(specdec, monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
-    monkeypatch.setattr(suite.records, "summary", str)
+    monkeypatch.setattr(suite.summaries, "benchmark_summary", str)
     code, _, err = specdec(*FLAGS, "--output", tmp_path / "records.jsonl")
     assert code == 1 and "gamma 2: got other tokens" in err
     assert len((tmp_path / "records.jsonl.partial").read_text().splitlines()) == 1  # the settings
@@ -103,6 +103,7 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
     seen = []
     monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, []))
+    monkeypatch.setattr(suite, "others_of", lambda *_: {})
     options = dict(preset="tiny", drafter="lookup", forced_alpha=(0.5,), gamma=(2,), input_length=5, max_new_tokens=4)
     target = None
     for temperature in (0.0, 1.0):

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import test_cli
 
-from specdec_jax.analysis import acceptance, arms, benchmark, tuning
+from specdec_jax.analysis import acceptance, arms, tuning
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.report import summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tuning import Choice
+from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate, tune
 from specdec_jax.commands import options as options_command
 from specdec_jax.drafters.model import ModelDrafter
@@ -109,7 +110,7 @@ def write(path, pair, chosen: Choice, **settings):
 def arrived(monkeypatch):
     """The options that a command runs with, which then ends."""
     found = []
-    for module in (generate, benchmark):
+    for module in (generate, benchmark_command):
         monkeypatch.setattr(module, "run", lambda options, *_: found.append(options))
     return found
 

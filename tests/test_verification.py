@@ -1,5 +1,6 @@
 """Token verification has the target's law: by enumeration, and the JAX code takes the enumerated decisions."""
 
+import doctest
 import itertools
 
 import hypothesis
@@ -10,6 +11,7 @@ import pytest
 import toy
 from toy import Rule
 
+from specdec_jax.speculative import iteration
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import verify_greedy, verify_tokens
@@ -250,3 +252,9 @@ def test_verify_greedy():
     nothing = verify(target[:, :1], draft[:, :0], np.zeros(4, np.int32))
     np.testing.assert_array_equal(nothing.num_accepted, 0)
     np.testing.assert_array_equal(nothing.next_token, target[:, 0])
+
+
+def test_algorithm_1_as_it_is_told():
+    """The lines at the head of `iteration.py`, beside the compiled code."""
+    found = doctest.testmod(iteration)
+    assert found.attempted >= 10 and found.failed == 0

@@ -14,10 +14,11 @@ import test_cli
 from devices import SPECDEC, Pipe, fill, names, null_device
 
 import specdec_jax as sd
-from specdec_jax.analysis import benchmark, expectations, tuning
 from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import loader
+from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import journal, tune
+from specdec_jax.commands import measure as measure_command
 from specdec_jax.files import writing
 
 disk = devices.disk
@@ -28,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.fixture
 def commands(pair, tmp_path, monkeypatch):
     """Arguments of commands that write a file, but for its name; what would be measured is made up."""
-    monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(expectations, "measure", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
-    monkeypatch.setattr(tuning, "tune", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
+    monkeypatch.setattr(measure_command, "measure", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
+    monkeypatch.setattr(tune, "tune", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
     monkeypatch.setattr(tune, "gin_file", lambda *_: "# chosen\n")
     monkeypatch.setattr(summaries, "benchmark_summary", lambda *_: "")
     inputs = tmp_path / "inputs"

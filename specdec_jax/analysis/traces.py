@@ -43,7 +43,7 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
 
     Args:
       padded: length that the input is padded to.
-      times: as `measure.step_arms` names them.
+      times: as `timing.step_arms` names them.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
     draft = predictions.draft_seconds(gamma, times) if gamma and "draft step" in times else None

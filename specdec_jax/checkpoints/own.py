@@ -125,7 +125,7 @@ def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, by
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
-    """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" is of matrices (`eight_bits.py`)."""
+    """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" is of matrices (`int8.py`)."""
     write_description(checkpoint, folder)
     names = track(list(checkpoint.leaves))
     leaves = checkpoint.leaves

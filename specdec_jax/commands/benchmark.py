@@ -132,7 +132,7 @@ class BenchmarkOptions(DecodingOptions):
                 f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both: "
                 "with random weights nothing else is timed of it"
             )
-        if self.forced_alpha and (self.verifier != "block" or self.gamma_policy != "fixed"):
+        if self.forced_alpha and (self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy):
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
             raise UnsupportedCombination(f"forced_alpha: got it with {got}, expected neither: nothing is verified")
 

@@ -19,7 +19,7 @@ from specdec_jax.decoding.checks import (
 )
 from specdec_jax.decoding.costs import FIXED
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.drafters.named import check_drafter_name, named_drafter
+from specdec_jax.drafters.named import WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.language_model import LanguageModel
@@ -51,8 +51,9 @@ class DecodingOptions:
     drafter: str | None = option(
         None,
         "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the target's "
-        "first K decoder layers; lookup, copies from input and output; assisted, n-grams gathered while decoding; a table "
-        "(.npz) that `specdec count` wrote; random, random tokens (default: nothing drafts, which is plain decoding)",
+        "first K decoder layers; a table (.npz) that `specdec count` wrote; "
+        + "; ".join(f"{name}, {one.summary}" for name, one in WITHOUT_FILES.items())
+        + " (default: nothing drafts, which is plain decoding)",
     )
     shortlist_size: int = option(
         0,

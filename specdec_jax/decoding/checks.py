@@ -109,13 +109,25 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
         raise UnsupportedCombination(f"forced_tokens: got place {last}, expected below max_new_tokens = {max(limits)}")
 
 
-def check_stop(stop, deadline) -> tuple[str, ...]:
-    """The stop strings, after a look at them and at the deadline."""
+def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
+    """Returns the ids that stop a row, the model's own where none are given; refuses any that the model lacks."""
+    vocab_size = target.config.vocab_size
+    eos_ids = target.eos_ids if eos_ids is None else eos_ids
+    eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
+    if any(not isinstance(token, int | np.integer) or not 0 <= token < vocab_size for token in eos_ids):
+        raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
+    return eos_ids
+
+
+def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str, ...]:
+    """Returns the stop strings; refuses what is none, a target without a vocabulary, and a deadline that is no time."""
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop: got {stop!r}, expected strings that are not empty")
     if deadline is not None and not (isinstance(deadline, int | float | np.number) and deadline > 0):
         raise ValueError(f"deadline: got {deadline!r}, expected seconds, more than 0")
+    if stop and target is not None and target.vocabulary is None:
+        raise ValueError("stop: got strings for a model without a vocabulary, expected none")
     return tuple(stop)
 
 

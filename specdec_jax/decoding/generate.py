@@ -19,27 +19,14 @@ from specdec_jax.speculative.verifier import Verifier
 
 
 def generate(
-    target: LanguageModel,
-    inputs,
-    *,
-    drafter: Drafter | None = None,
-    gamma: str | int | Sequence[int] | Policy = "auto",
-    sampling: SamplingConfig = SamplingConfig(),
-    verifier: str | Verifier = "block",
-    lenience: float | Sequence[float] | None = None,
-    typical_epsilon: float | Sequence[float] | None = None,
-    typical_delta: float | Sequence[float] | None = None,
-    forced_alpha: float | Sequence[float] | None = None,
-    max_new_tokens: int | Sequence[int] = 64,
-    key=None,
-    num_samples: int = 1,
-    input_lengths=None,
-    max_input_length: int = 512,
-    decoder_prefix=None,
-    eos_ids: Sequence[int] | None = None,
-    stop: str | Sequence[str] = (),
-    deadline: float | None = None,
-) -> GenerationResult:
+    target: LanguageModel, inputs, *, drafter: Drafter | None = None, gamma: str | int | Sequence[int] | Policy = "auto",
+    sampling: SamplingConfig = SamplingConfig(), verifier: str | Verifier = "block",
+    lenience: float | Sequence[float] | None = None, typical_epsilon: float | Sequence[float] | None = None,
+    typical_delta: float | Sequence[float] | None = None, forced_alpha: float | Sequence[float] | None = None,
+    max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1, input_lengths=None,
+    max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (), deadline: float | None = None,
+) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
     The output law is the target's either way, but for the verifiers "lenient" and "typical", which say how far it is off.
@@ -68,8 +55,7 @@ def generate(
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
       key: one key (request i gets `fold_in(key, i)`) or B keys; that of seed 0 if None. Keys of other kinds than
         threefry (rbg, as T5X uses them) are made into threefry keys first.
-      num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; the encoder runs once for each input, a prompt
-        is read once.
+      num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, once.
       input_lengths: `[B]`, with an array of inputs only.
       max_input_length: longer inputs are refused.
       decoder_prefix: like `inputs` (B of them), without start token or EOS: forced first decoder tokens. Not repeated

@@ -50,7 +50,7 @@ def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> Deco
 
 @functools.partial(jax.jit, static_argnames=("program", "slots"))
 def _decode(target, drafter, program, slots, max_iterations, *arguments) -> dict[str, jax.Array]:
-    """Prefill and loop in one program: what the host reads of their result; args as for `speculative.prefill`."""
+    """Prefill and loop in one program: what the host reads of their result; args as for `prefill.prefill`."""
     state = prefill.prefill(target, drafter, program, slots, *arguments)
     return Committed.fields(_loop(target, drafter, state, max_iterations, len(state.done)))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 from specdec_jax.decoding import costs
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
+    check_eos_ids,
     check_limits,
     check_pair,
     check_per_row,
@@ -205,19 +207,8 @@ def plan(
       batch_size: inputs that are decoded together; None: all.
       first: as at the first call of a kind: `gamma="auto"` drafts, whatever earlier requests came to.
     """
-    if target.config.encoder_dim is not None:
-        raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
-    if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
-        inputs = list(inputs)  # read twice below
-    tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
+    inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
     batch = len(lengths)
-    if batch == 0:
-        raise ValueError("inputs: got 0 inputs, expected at least 1")
-    if max(lengths) > max_input_length:
-        row = int(np.argmax(lengths))
-        raise ValueError(
-            f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {max_input_length}"
-        )
     measured = isinstance(gamma, str) and drafter is not None
     gamma = _number_or_policy(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
@@ -231,60 +222,96 @@ def plan(
     if drafter is not None:
         check_pair(target, drafter)
         check_policy(gamma, drafter)
-    rules = target.network.rules
-    if rules is not None:
-        rules.check_rows("inputs" if batch_size is None else "batch_size", batch if batch_size is None else batch_size)
-        if deadline is not None and jax.process_count() > 1:
-            raise UnsupportedCombination("deadline: got one for several processes, expected None: their clocks differ")
-    vocab_size = target.config.vocab_size
-    eos_ids = target.eos_ids if eos_ids is None else eos_ids
-    eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
-    if any(not isinstance(token, int | np.integer) or not 0 <= token < vocab_size for token in eos_ids):
-        raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
-    rows, width = sampling.rows(batch, vocab_size), int(max(gammas))
+    together = batch if batch_size is None else batch_size
+    _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, deadline)
+    eos_ids = check_eos_ids(target, eos_ids)
+    rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     verifier = verifier_of(verifier)
     settings = verifier_settings(
         verifier, sampling, width, batch, lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta,
         forced_alpha=forced_alpha,
     )  # fmt: skip
     check_limits(sampling, limits, samples)
-    stop = check_stop(stop, deadline)
-    if stop and target.vocabulary is None:
-        raise ValueError("stop: got strings for a model without a vocabulary, expected none")
-    empty = empty_rows(target, inputs, lengths)
+    stop = check_stop(stop, deadline, target)
+    empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None
+    prefix, prefix_lengths, longest = _beginnings(target, tokens, lengths, decoder_prefix, limits, drafter)
     if decoder_only(target):
-        if decoder_prefix is not None:
-            raise UnsupportedCombination(
-                "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
-            )
-        prefix, prefix_lengths = prompt_tokens(target, tokens, lengths)
-        check_prompts(target, drafter if width else None, prefix_lengths, limits)
-        # Not by the longest prompt: then what compiles would depend on more than its padded length.
-        longest, tokens, lengths = prefix.shape[1] + int(max(limits)), tokens[:, :0], np.zeros_like(lengths)
-    else:
-        prefix, prefix_lengths = decoder_tokens(target, decoder_prefix, batch)
-        longest = int(max(prefix_lengths + limits))
-
-    drafter, varies = drafter if width else None, drafter is not None and drafter.varies
-    widths = call_widths(width, none=varies) if width and (varies or policy is not None) else ()
-    program = StaticConfig(width, sampling.mode, vocab_size, verifier)
-    if target.network.skips:
-        widths = ()
-    # Where positions are left out, what is made of their logits is not, which is much beside a step in 8 bits.
-    if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
-        widths = policy.widths
-    program = program._replace(widths=widths)
-    keys = row_keys(key, batch, samples)
+        tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
+    program = StaticConfig(width, sampling.mode, target.config.vocab_size, verifier)
+    program = program._replace(widths=_widths(target, drafter, policy, program))
+    keys, rules = row_keys(key, batch, samples), target.network.rules
     if rules is not None:  # once for the request, and not with every call
         keys, drafter = rules.put(keys), rules.put(drafter)
-    per_input, total = rows.replace(bias=None, forced=None), (batch if batch_size is None else batch_size) * samples
     found = Plan(
         network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
         slots=slots(longest, width), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
-        rows=per_input, settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
+        rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy,
+        shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip
-    return _by_costs(found, total, first) if measured else found
+    return _by_costs(found, together * samples, first) if measured else found
+
+
+def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Returns the inputs, which can be read again, their ids `[N, L]` and how many of them count, `[N]`.
+
+    Raises:
+      ValueError: no input, one that is too long, or a target that has no encoder of its own.
+    """
+    if target.config.encoder_dim is not None:
+        raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
+    if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
+        inputs = list(inputs)
+    tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
+    if not len(lengths):
+        raise ValueError("inputs: got 0 inputs, expected at least 1")
+    if max(lengths) > longest:
+        row = int(np.argmax(lengths))
+        raise ValueError(f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {longest}")
+    return inputs, tokens, lengths
+
+
+def _check_mesh(target: LanguageModel, name: str, rows: int, deadline) -> None:
+    """Refuses rows that a mesh cannot divide, and what its processes cannot agree on; `name` is the argument that says `rows`."""
+    rules = target.network.rules
+    if rules is None:
+        return
+    rules.check_rows(name, rows)
+    if deadline is not None and jax.process_count() > 1:
+        raise UnsupportedCombination("deadline: got one for several processes, expected None: their clocks differ")
+
+
+def _beginnings(
+    target: LanguageModel, tokens, lengths, decoder_prefix, limits, drafter: Drafter | None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns what the decoder begins with, `[N, P]` and `[N]`, and the most tokens that a row may come to.
+
+    That is a start token and a decoder prefix, or the inputs themselves where the target is decoder-only.
+    """
+    if not decoder_only(target):
+        prefix, prefix_lengths = decoder_tokens(target, decoder_prefix, len(lengths))
+        return prefix, prefix_lengths, int(max(prefix_lengths + limits))
+    if decoder_prefix is not None:
+        raise UnsupportedCombination(
+            "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
+        )
+    prefix, prefix_lengths = prompt_tokens(target, tokens, lengths)
+    check_prompts(target, drafter, prefix_lengths, limits)
+    # Not by the longest prompt: then what compiles would depend on more than its padded length.
+    return prefix, prefix_lengths, prefix.shape[1] + int(max(limits))
+
+
+def _widths(
+    target: LanguageModel, drafter: Drafter | None, policy: Policy | None, program: StaticConfig
+) -> tuple[int, ...]:
+    """Returns the widths of the target's calls that are compiled; () is the widest alone."""
+    varies = drafter is not None and drafter.varies
+    # Where positions are left out, what is made of their logits is not, which is much beside a step in 8 bits.
+    if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
+        return policy.widths
+    if target.network.skips or not program.gamma or not (varies or policy is not None):
+        return ()
+    return call_widths(program.gamma, none=varies)
 
 
 _PENDING = Auto()

@@ -14,7 +14,7 @@ from specdec_jax.speculative.state import DecodeState
 
 
 class Stats(NamedTuple):
-    """Statistics in total and `per_row`; see the fields of `speculative.Counts`.
+    """Statistics in total and `per_row`; see the fields of `state.Counts`.
 
     Attributes:
       target_calls, draft_calls, drafted, accepted: counts.

@@ -15,7 +15,7 @@ class TraceStep(NamedTuple):
     """One iteration of one row: ids accepted, the id rejected (None after a full acceptance), the id the target added.
 
     Also `gamma`, how many were drafted, and `entropies`, of the law that each was drawn from, in nats; None unless the
-    policy of γ reads them (see `gamma.Seen`).
+    policy of γ reads them (see `gamma.DraftSignals`).
     """
 
     accepted: list[int]

@@ -42,7 +42,7 @@ class Decoded(NamedTuple):
     Attributes:
       tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
       scores: `[B]` float32, log-probability of the new tokens; NaN where the target's logits are not numbers.
-      target_calls, drafted, accepted: `[B]` int32, as in `speculative.Counts`.
+      target_calls, drafted, accepted: `[B]` int32, as in `state.Counts`.
     """
 
     tokens: jax.Array

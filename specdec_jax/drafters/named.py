@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from specdec_jax.checkpoints import loader, own
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
@@ -14,11 +15,24 @@ from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
-# Drafters that need nothing but the target.
-WITHOUT_FILES: dict[str, Callable[[LanguageModel], Drafter]] = {
-    "lookup": lambda target: PromptLookupDrafter(),
-    "assisted": lambda target: AssistedNGramDrafter(),
-    "random": lambda target: RandomDrafter(target.config.vocab_size),
+
+class Named(NamedTuple):
+    """A drafter that needs nothing but the target.
+
+    Attributes:
+      summary: what it drafts, for the help.
+      make: from the target to the drafter.
+    """
+
+    summary: str
+    make: Callable[[LanguageModel], Drafter]
+
+
+# A new drafter without files of its own is a row here.
+WITHOUT_FILES = {
+    "lookup": Named("copies from input and output", lambda target: PromptLookupDrafter()),
+    "assisted": Named("n-grams gathered while decoding", lambda target: AssistedNGramDrafter()),
+    "random": Named("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
 }
 
 
@@ -30,9 +44,9 @@ def without_model(name: str) -> bool:
 def named_drafter(
     name: str, target: LanguageModel, load: Callable[[str], LanguageModel], reduced: Callable[[LanguageModel], ModelDrafter]
 ) -> Drafter:  # fmt: skip
-    """What `--drafter` names, a model's as `reduced` makes it; a folder called lookup, assisted or random can be had as ./lookup."""
+    """What `--drafter` names, a model's as `reduced` makes it; a folder of such a name can be had as ./NAME."""
     if name in WITHOUT_FILES:
-        return WITHOUT_FILES[name](target)
+        return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
         return EarlyExitDrafter(target, _exit_layer(name))
     if name.endswith(".npz"):
@@ -50,7 +64,7 @@ def check_drafter_name(name: str) -> None:
         loader.resolve(name)
     except ValueError as error:
         missing, stop, advice = str(error).partition(". If a model")
-        others = "lookup, assisted, exit:K, random or a table (.npz)"
+        others = f"{', '.join(WITHOUT_FILES)}, exit:K or a table (.npz)"
         raise ValueError(f"drafter: {missing}, {others}{stop}{advice}") from None
 
 

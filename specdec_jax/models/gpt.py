@@ -122,7 +122,7 @@ class GPTLayer(nn.Module):
         common = dict(dtype=dtype, fused=True, matmul_dtype=config.matmul_dtype, use_bias=True)
         attention = dict(native=self.native, **common)
         self.pre_self_attention_layer_norm = LayerNorm(dtype)
-        # Its qkv kernel is one in checkpoints too, so that `packing.py` has nothing to join or split under this name.
+        # Its qkv kernel is one in checkpoints too, so that `layouts.py` has nothing to join or split under this name.
         self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **attention)
         self.pre_mlp_layer_norm = LayerNorm(dtype)
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)

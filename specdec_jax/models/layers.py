@@ -210,7 +210,7 @@ class Attention(nn.Module):
     queries).
 
     `fused` reads the query, key and value kernels as one matrix `qkv [D, 3·H·K]`: fewer, larger products in the decode
-    loop (see `packing.py`). `native`, with `fused`, attends by `panels.py` instead of XLA.
+    loop (see `layouts.py`). `native`, with `fused`, attends by `panels.py` instead of XLA.
     """
 
     heads: int

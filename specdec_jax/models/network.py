@@ -23,7 +23,7 @@ class Network:
     """A model as the jitted loop takes it: the parameters are traced, the module is static.
 
     Attributes:
-      params: nested dict of arrays in the loop's layout (`packing.py`).
+      params: nested dict of arrays in the loop's layout (`layouts.py`).
       module: the linen module, hashable.
       rules: how parameters and caches lie on a mesh; None: on one device.
     """
@@ -64,7 +64,7 @@ class Network:
 
         Args:
           inputs: `[B, L]` int32; ids at or past a row's length do not matter. `[B, 0]` for a decoder-only network, whose
-            prompt is what its decoder begins with (`speculative.filled`).
+            prompt is what its decoder begins with (`prefill.fill_cache`).
           input_lengths: `[B]`.
           slots: S, positions that the self-attention caches hold.
           encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other model's; None runs the encoder.
@@ -145,7 +145,7 @@ class Network:
 
 
 def module_of(config: ModelConfig, fused: bool = False, native: bool = False) -> T5 | GPT:
-    """The network of this shape; `fused`, `native`: for parameters in the loop's layout, as `packing.pack` makes it."""
+    """The network of this shape; `fused`, `native`: for parameters in the loop's layout, as `layouts.pack` makes it."""
     return GPT(config, native) if isinstance(config, GPTConfig) else T5(config, fused, native)
 
 

@@ -1,7 +1,35 @@
 """One iteration of speculative decoding: draft → score → verify → commit.
 
-Leviathan, Kalman, Matias 2023, algorithm 1. Before an iteration the target's cache lacks exactly the last committed
-token; so the target is fed that token and the γ drafted ones, and gives the laws of γ + 1 positions in one call.
+Algorithm 1 of Leviathan, Kalman, Matias 2023 for one row, between the two calls of models:
+
+>>> import numpy as np
+>>> def algorithm_1(p, q, drafted, u):
+...     '''From laws p [γ + 1, V] and q [γ, V], tokens drawn from q, and uniforms u [γ].'''
+...     n = 0  # how many drafted tokens stand
+...     while n < len(drafted) and u[n] < p[n, drafted[n]] / q[n, drafted[n]]:  # with probability min(1, p / q)
+...         n += 1
+...     if n == len(drafted):
+...         return n, p[n]  # all stand: a bonus token from the target's own law
+...     residual = np.maximum(p[n] - q[n], 0)  # else a correction, from what p has more than q
+...     return n, residual / residual.sum()
+
+The compiled code does that for all rows at once, in logits; `verify` is where:
+
+>>> rng = np.random.default_rng(0)
+>>> p, q = (rng.dirichlet(np.ones(5), size).astype(np.float32) for size in (3, 2))
+>>> drafted, u = np.array([1, 4]), rng.uniform(size=2).astype(np.float32)
+>>> n, following = algorithm_1(p, q, drafted, u)
+>>> words = rng.integers(0, 2**32, (1, 3, 2), np.uint32)  # of the last draw
+>>> row = lambda values: jnp.asarray(values)[None]
+>>> law = lambda values: Law.of(jnp.log(row(values)))
+>>> found = verifiers.verify_tokens(law(p), law(q), row(drafted), jnp.array([2]), Randomness(row(u), jnp.asarray(words)))
+>>> int(found.num_accepted[0]) == n
+True
+>>> int(found.next_token[0]) == int(draws.draw(row(following), jnp.asarray(words[:, n]))[0])
+True
+
+Before an iteration the target's cache lacks exactly the last committed token; so the target is fed that token and the γ
+drafted ones, and gives the laws of γ + 1 positions in one call.
 """
 
 from collections.abc import Callable
@@ -55,6 +83,12 @@ def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState
     state = state.replace(draft_failed=jnp.where(failed, state.lengths + first, state.draft_failed))
     num_drafted = jnp.minimum(draft.num_drafted, first)
     return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), state
+
+
+def _no_draft(batch: int, program: StaticConfig) -> Draft:
+    zeros = jnp.zeros(batch, jnp.int32)
+    law = Law.of(jnp.zeros((batch, 0, program.vocab_size))) if program.asks_draft_law else None
+    return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
 
 
 def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array, watched: bool):
@@ -113,12 +147,6 @@ def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.A
     logits = network.head(states, live)
     tokens = laws.argmax(logits)
     return tokens, Law.of(logits).log_prob(tokens)
-
-
-def _no_draft(batch: int, program: StaticConfig) -> Draft:
-    zeros = jnp.zeros(batch, jnp.int32)
-    law = Law.of(jnp.zeros((batch, 0, program.vocab_size))) if program.asks_draft_law else None
-    return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
 
 
 def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verification, Law | None]:

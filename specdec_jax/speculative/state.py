@@ -136,7 +136,7 @@ class Draft(NamedTuple):
       tokens: `[B, G]` int32; −1 where the law to draw from is not one of numbers (NaN): there the draft ends.
       num_drafted: `[B]` int32, how many of them count; at most the number asked for.
       law: the law over `[B, G, V]` that they were really drawn from, a `PointMass` if they were not drawn; None where
-        `Program.asks_draft_law` is False.
+        `StaticConfig.asks_draft_law` is False.
       calls: `[B]` int32 calls of the drafter's model that the row took part in.
       seen: of the laws, where the policy of γ reads them.
       target_cache: the target's cache, if the drafter has written to it: to slots that the target's call overwrites.

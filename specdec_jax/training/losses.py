@@ -180,7 +180,7 @@ def train_step(state: TrainState, batch, teacher_params, seed, *, objective, opt
 
 
 def assess(params, batch, objective: Objective, teacher_params=None) -> tuple[Metrics, TeacherAgreement | None]:
-    """What `evaluate` sums up; `Likeness` where there is a teacher."""
+    """What `evaluate` sums up; `TeacherAgreement` where there is a teacher."""
     logits, teacher_logits = _logits(params, batch, objective, teacher_params)
     likeness = None if teacher_logits is None else _likeness(logits, teacher_logits, batch[1])
     return _metrics(logits, teacher_logits, batch[1], objective), likeness

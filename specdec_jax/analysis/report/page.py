@@ -213,7 +213,7 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
     by_pair: dict[tuple, dict[float, Row]] = {}
     for record in found:
         options = record["options"] if kind_of(record) in (Benchmark, Measured) else {}
-        if options.get("verifier") == "lenient" and options.get("lenience") is not None:
+        if options.get("lenience") is not None:
             for row in rows(record):
                 pair = row.target, row.drafter, row.sentences, row.temperature, row.gamma
                 by_pair.setdefault(pair, {})[options["lenience"]] = row
