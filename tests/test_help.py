@@ -1,24 +1,27 @@
-"""`specdec COMMAND --help`, and the commands that the help and the README show."""
+"""`specdec COMMAND --help`, and the commands that the help and the pages of documentation show."""
 
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import shlex
 import subprocess
 
+import pages
 import pytest
 from devices import SPECDEC
 
 from specdec_jax.commands import help_page, main, sentences
 
-ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Files and folders that are the reader's own, as the README says of them: names that end in "/", and these.
+ROOT = pages.ROOT
+TEXTS = {pages.name_of(path): path.read_text(encoding="utf-8") for path in pages.pages()}
+# Files and folders that are the reader's own, as the pages say of them: names that end in "/", and these.
 OWN = (
     "data",
     "test.txt",
+    "prompts.txt",
+    "abstracts.txt",
+    "ende/train.tsv.gz",
     "ende/test.tsv.gz",
     "wiki_pe/test.tsv.gz",
     "sentencepiece.model",
@@ -38,15 +41,6 @@ READ = {
     "validation_files",
 }
 WRITTEN = {"output", "output_file", "config", "plot", "report", "output_dir"}
-
-
-def commands(text: str) -> list[list[str]]:
-    """The `specdec` command lines in indented or fenced text, each as a list of arguments."""
-    joined = text.replace("\\\n", " ")
-    found = re.findall(r"^(?:specdec|JAX_PLATFORMS=cpu python scripts/tpu_aot.py) .*", joined, re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in found]
-
-
 EXAMPLES = [shlex.split(line) for lines in help_page.EXAMPLES.values() for line in lines]
 
 
@@ -89,6 +83,8 @@ def test_examples_of_the_help_parse(argv):
     assert set(help_page.EXAMPLES) == set(main.COMMANDS) and len(help_page.EXAMPLES["generate"]) == 3
     values, arguments, _ = parsed(argv)
     assert not arguments or main.COMMANDS[argv[1]].arguments
+    if values.gin_file:
+        pages.require_checkout()
     for file in values.gin_file:
         assert (ROOT / file).is_file()
 
@@ -107,16 +103,18 @@ def made_by(argv: list[str]) -> list[str]:
     return found + [f"{folder}/{part}" for folder in found for part in ("model", "heads") if "runs/" in folder]
 
 
-@pytest.mark.parametrize("text", [README, "\n".join(map(shlex.join, EXAMPLES))], ids=["README", "help"])
-def test_what_examples_read_is_there_or_made_by_an_example_before(text):
+def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
+    """Checks the flags of commands, and that each file they read is there, the reader's own, or made before.
+
+    Args:
+      made: files that are made elsewhere.
+    """
     from specdec_jax.checkpoints import loader
     from specdec_jax.drafters.named import without_model
 
-    made = {"tpu.json"} if text is README else {"record.json", "measured.json"}
-    for argv in commands(text):
-        if argv[0] != "specdec":
-            continue
-        values, _, _ = parsed(argv)
+    made = set(made)
+    for argv in argvs:
+        parsed(argv)
         for name in names(argv, READ) + ([argv[argv.index("<") + 1]] if "<" in argv else []):
             known = name in (*loader.bundled(), sentences.BUILT_IN, *made, *OWN) or (ROOT / name).is_file()
             drafts = without_model(name) and not name.endswith(".npz")
@@ -124,7 +122,23 @@ def test_what_examples_read_is_there_or_made_by_an_example_before(text):
         made |= set(made_by(argv))
 
 
+def test_what_examples_of_the_help_read_is_there():
+    pages.require_checkout()
+    check_files_read(EXAMPLES, {"record.json", "measured.json"})
+
+
+def test_what_pages_read_is_there_or_made_by_an_example():
+    """By one before it on the same page, or by any on another page."""
+    pages.require_checkout()
+    commands = {page: pages.commands(text) for page, text in TEXTS.items()}
+    made = {page: {file for argv in argvs for file in made_by(argv)} for page, argvs in commands.items()}
+    for page, argvs in commands.items():
+        elsewhere = {file for other in made if other != page for file in made[other]}
+        check_files_read(argvs, elsewhere | pages.written_by_shell(TEXTS[page]))
+
+
 def test_pairs_to_try_training_on_are_whole():
+    pages.require_checkout()
     rows = [line.split("\t") for name in ("train", "validation") for line in
             (ROOT / f"configs/examples/{name}.tsv").read_text(encoding="utf-8").splitlines()]  # fmt: skip
     assert all(len(row) == 2 and all(part.strip() for part in row) for row in rows) and len(rows) > 30
