@@ -15,7 +15,7 @@ from rich.console import Console
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import comparison, near_ties, predictions, products, timing, traces
-from specdec_jax.analysis.report import rows, summaries
+from specdec_jax.analysis.report import plots, rows, summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
@@ -483,3 +483,22 @@ def test_what_cannot_be_compared_is_refused(change, message, options, monkeypatc
     monkeypatch.setattr(benchmark_command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(options, **change).check()
+
+
+def test_plot_of_wall_time():
+    """A bar for every way of decoding, in milliseconds for each token, another implementation first."""
+    arm = lambda median, tokens, **more: {
+        "seconds": {"median": median, "least": 0.9 * median, "most": 1.2 * median}, "tokens": tokens, **more,
+    }  # fmt: skip
+    record = {
+        "plain": arm(2.0, 100), "against": arm(3.0, 100, name="t5x"), "machine": {"cores": 2}, "sentences": 7,
+        "speculative": [arm(1.0, 100, gamma=4, forced_alpha=None), arm(0.5, 50, gamma=6, forced_alpha=0.75)],
+        "target": {"name": "big", "parameter_dtype": "float32, int8"}, "options": {"batch_size": 1},
+    }  # fmt: skip
+    axes = plots.wall_time(record).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "T5X", "plain", "speculative, γ = 4", "speculative, γ = 6, α forced to 0.75",
+    ]  # fmt: skip
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([30, 20, 10, 10])
+    assert axes.texts[2].get_text() == "10.00 ms, 3.00×" and "big, float32, 7 inputs" in axes.get_title()
+    assert len(plots.wall_time(record | {"against": None}).axes[0].patches) == 3

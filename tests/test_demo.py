@@ -4,6 +4,7 @@ import io
 import itertools
 import re
 import types
+import xml.etree.ElementTree
 
 import numpy as np
 import pytest
@@ -29,11 +30,39 @@ def test_demo_says_what_it_does(specdec):
     assert len(lengths) == 2 and sorted(waits) == sorted(
         itertools.product(["plain decoding", "speculative decoding"], lengths)
     )
-    first, legend, *_ = out.splitlines()
-    assert "drafts up to 2 tokens" in first and "{+correction+}" in legend and "{*bonus*}" in legend
+    first, second, _, legend, *_ = out.splitlines()
+    assert "proposes up to 2 tokens" in first and "the one that the target alone would have written" in second
+    assert "{+correction+}" in legend and "{*bonus*}" in legend
     assert "\nTom\n" in out and "\nWe\n" in out and "{+" in out.partition("\nTom\n")[2]
     assert "tokens per target call" in out and out.splitlines()[-3].startswith("next: specdec demo ")
     assert out.splitlines()[-5].startswith("kernel: ")
+
+
+def test_picture_of_the_demo(specdec, tmp_path):
+    """In colour wherever the output goes, without marks, fonts from elsewhere or the path of the kernel."""
+    picture = tmp_path / "demo.svg"
+    code, out, _ = specdec("demo", *test_cli.MODELS, "--repeats=1", f"--picture={picture}", "Tom", "We")
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert (
+        code == 0
+        and root.tag.endswith("svg")
+        and "proposes up to 2 tokens" in text
+        and "tokens per target call" in text
+    )
+    assert "{=" in out and "{=" not in text and "http" not in text and "kernel" not in text
+    assert "line-through" in text and specdec("demo", *test_cli.MODELS, "--picture=demo.png", "Tom")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "promise"),
+    [
+        (["--temperature=1"], "is distributed as if the target alone"),
+        (["--verifier=lenient", "--lenience=0.5"], "lets others pass"),
+    ],
+)
+def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
+    assert promise in specdec("demo", *test_cli.MODELS, "--repeats=1", *flags, "Tom")[1].splitlines()[1]
 
 
 def test_demo_of_nothing(specdec):

@@ -12,7 +12,7 @@ from specdec_jax.models.language_model import LanguageModel
 LEGEND = (
     ("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
     ("committed", "; the target's own: "), ("corrected", "correction"), ("committed", " after a rejection, "),
-    ("bonus", "bonus"), ("committed", " where nothing was rejected"),
+    ("bonus", "bonus"), ("committed", " where all stand"),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import native
 from specdec_jax.speculative.auto import MAXIMUM
 from specdec_jax.speculative.draws import seeded
+from specdec_jax.speculative.verifiers import verifier_of
 
 # Styles in a terminal, and marks where there are no colours (wdiff's, and one for the bonus).
 _STYLES = {
@@ -78,7 +79,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     most = options.gamma if options.gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
     screen.say(
         f"The drafter, {options.drafter}, proposes up to {most} tokens. The target, {options.target}, checks them all in one\n"
-        "call and adds one token of its own; the text is the one that the target alone would have written.\n"
+        f"call and adds one token of its own; {_promise(options)}.\n"
         "Each line below is one such call:"
     )
     screen.show(traces.LEGEND)
@@ -146,6 +147,15 @@ class Screen:
             svg = self._picture.export_svg(title="specdec demo", unique_id="specdec")
             svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
             write_file(path, svg.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas"))
+
+
+def _promise(options: DemoOptions) -> str:
+    """Says what the output has to do with the target's own."""
+    if not verifier_of(options.verifier).exact:
+        return f"{options.verifier} verification lets others pass than the target would choose"
+    if options.temperature > 0:
+        return "the text is distributed as if the target alone had written it"
+    return "the text is the one that the target alone would have written"
 
 
 def compiling(what: str, tokens: int):
