@@ -14,7 +14,7 @@ import tensorstore
 from flax import serialization
 
 from specdec_jax.checkpoints import converter
-from specdec_jax.checkpoints.huggingface import tensor_name
+from specdec_jax.checkpoints.huggingface_t5 import tensor_name
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import parameter_shapes, unflatten
 from specdec_jax.models.t5 import T5Config

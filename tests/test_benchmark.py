@@ -24,8 +24,7 @@ from specdec_jax.decoding import progress
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models import layouts, native, panels
-from specdec_jax.models import network as models_network
+from specdec_jax.models import families, layouts, native, panels
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative import iteration
@@ -253,7 +252,7 @@ def test_rotation_gives_every_arm_every_place():
 
 
 def test_preset_times_shapes_with_random_weights(monkeypatch):
-    monkeypatch.setitem(models_network.PRESETS, "tiny", CONFIG)
+    monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
     options = benchmark_command.BenchmarkOptions(
         preset="tiny", drafter_preset="tiny", gamma=(3,), max_new_tokens=12, repeats=1, input_length=5, batch_size=2
     )
@@ -267,7 +266,7 @@ def test_preset_times_shapes_with_random_weights(monkeypatch):
 
 
 def test_preset_without_a_drafter_measures_calls_and_the_cost_of_sampling(monkeypatch):
-    monkeypatch.setitem(models_network.PRESETS, "tiny", CONFIG)
+    monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
     options = benchmark_command.BenchmarkOptions(
         preset="tiny", gamma=(3,), max_new_tokens=6, repeats=2, input_length=5, temperature=0.7
     )
@@ -347,7 +346,7 @@ def test_a_call_alone_computes_all_logits(target):
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
-    monkeypatch.setitem(models_network.PRESETS, "tiny", CONFIG)
+    monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
     monkeypatch.setattr(loader.jax, "default_backend", lambda: platform)
     target, _, _ = benchmark_command.load(benchmark_command.BenchmarkOptions(preset="tiny"))
     assert target.config.dtype == dtype and dtype in capsys.readouterr().err

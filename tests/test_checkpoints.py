@@ -14,7 +14,7 @@ import pytest
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY, TINY_1_0, model_of
 
-from specdec_jax.checkpoints import converter, huggingface, leaves, loader
+from specdec_jax.checkpoints import converter, huggingface_t5, leaves, loader
 from specdec_jax.models import network, parameters, vocabularies
 from specdec_jax.models.t5 import PRESETS, T5
 
@@ -92,7 +92,7 @@ def test_parameter_counts():
 
 
 def test_tensor_names():
-    names = [huggingface.tensor_name(name) for name in parameters.parameter_shapes(TINY)]
+    names = [huggingface_t5.tensor_name(name) for name in parameters.parameter_shapes(TINY)]
     assert len(set(names)) == len(names)
     assert "decoder.block.2.layer.2.DenseReluDense.wi_1.weight" in names
 

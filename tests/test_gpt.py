@@ -23,7 +23,7 @@ from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import distill, generate, main, measure
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.request import Plan, prepare
-from specdec_jax.models import heads, language_model, parameters
+from specdec_jax.models import heads, parameters, t5
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -304,7 +304,7 @@ def test_only_t5s_are_distilled_by_command(tmp_path):
         output_dir=str(tmp_path / "run"), drafter=str(FOLDER),
     )  # fmt: skip
     refused(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
-    refused(lambda: language_model.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
+    refused(lambda: t5.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands.sentences import built_in
 from specdec_jax.models import layouts, native, panels
+from specdec_jax.models.families import PRESETS
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.network import PRESETS
 from specdec_jax.models.parameters import flatten
 
 cache, pair, specdec = test_cli.cache, test_cli.pair, test_cli.specdec

@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 from toy_models import EchoModel, HashModel
 
+from specdec_jax.decoding import generate as generate_module
 from specdec_jax.decoding import loop
 from specdec_jax.decoding import stream as stream_module
 from specdec_jax.decoding.generate import generate
@@ -250,7 +251,7 @@ def clock(monkeypatch):
     """A clock that a second passes on with every look at it."""
     seconds = itertools.count()
     fake = types.SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    for module in (loop, stream_module):
+    for module in (generate_module, loop, stream_module):
         monkeypatch.setattr(module, "time", fake)
 
 

@@ -6,7 +6,7 @@ from specdec_jax.analysis import benchmark
 from specdec_jax.analysis.report import rows as report_rows
 from specdec_jax.commands import main, suite
 from specdec_jax.commands.benchmark import BenchmarkOptions
-from specdec_jax.models.network import PRESETS
+from specdec_jax.models.families import PRESETS
 from specdec_jax.models.t5 import T5Config
 
 pytestmark = pytest.mark.usefixtures("quick")

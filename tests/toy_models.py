@@ -149,7 +149,12 @@ class HashModel:
         self.law = Hash(vocab_size, seed, **law)
         self.network, self.fingerprint = HashNetwork(self.law), str(self.law)
         self.config = types.SimpleNamespace(
-            vocab_size=vocab_size, emb_dim=vocab_size, dtype="float32", encoder_dim=None
+            vocab_size=vocab_size,
+            emb_dim=vocab_size,
+            dtype="float32",
+            encoder_dim=None,
+            decoder_only=False,
+            max_positions=None,
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, start_token, tuple(eos_ids), "hash"
 
@@ -196,7 +201,7 @@ class EchoModel:
     def __init__(self, vocabulary, wrong: int = 0):
         self.network, self.config = (
             EchoNetwork(vocabulary.size, wrong),
-            types.SimpleNamespace(vocab_size=vocabulary.size, encoder_dim=None),
+            types.SimpleNamespace(vocab_size=vocabulary.size, encoder_dim=None, decoder_only=False, max_positions=None),
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"
 

@@ -24,9 +24,8 @@ from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import NotNumbers, finish
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import join
+from specdec_jax.models.network import decoder_only, join
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
@@ -260,11 +259,12 @@ def agreement(
       config: what they were sampled with.
     """
     width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
-    shapes = [model.config for model in (target, drafter) if isinstance(model.config, GPTConfig)]
-    if shapes:  # the last id of a prompt is what a start token is elsewhere
+    prompted = decoder_only(target)
+    if prompted:  # the last id of a prompt is what a start token is elsewhere
         prompts = [list(ids) or [target.start_token] for ids in inputs]
         first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
-        width = min(width, *(shape.num_positions - max(map(len, inputs)) for shape in shapes))
+        limits = [model.config.max_positions for model in (target, drafter)]
+        width = min([width, *(limit - max(map(len, inputs)) for limit in limits if limit is not None)])
     tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(np.int32)
     fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
     input_lengths = np.array([len(ids) for ids in inputs], np.int32)
@@ -278,7 +278,9 @@ def agreement(
     draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder)
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
-    before = (join(padded, input_lengths, fed)[0], input_lengths + 1) if shapes else (fed, np.ones_like(input_lengths))
+    before = (
+        (join(padded, input_lengths, fed)[0], input_lengths + 1) if prompted else (fed, np.ones_like(input_lengths))
+    )
     agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
     return Agreement(*jax.device_get(agreed))
 

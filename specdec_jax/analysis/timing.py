@@ -17,7 +17,6 @@ from specdec_jax.decoding.costs import iterated_steps
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.request import Request, prepare
-from specdec_jax.models.gpt import GPT
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import iteration, laws, prefill
@@ -93,11 +92,11 @@ def prefill_cache(network: Network, inputs, input_lengths, *, slots: int):
 
     A network that attends to another's encoder output is given zeros.
     """
-    if isinstance(network.module, GPT):
+    if decoder_only(network):
         return prefill.fill_cache(network, inputs[:, :0], input_lengths * 0, inputs, slots)
     encoded = None
     if network.encoder_dim is not None:
-        encoded = jnp.zeros((*inputs.shape, network.encoder_dim), network.module.config.dtype)
+        encoded = jnp.zeros((*inputs.shape, network.encoder_dim), network.config.dtype)
     return network.prefill(inputs, input_lengths, slots, encoded=encoded)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from specdec_jax.checkpoints import huggingface, int8, own, t5x
@@ -11,13 +11,16 @@ from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track, check
 from specdec_jax.checkpoints.loader import check_stored, complete, open_checkpoint, resolve
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import layouts
-from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.t5 import T5Config
 
 FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
+# The families that another's format has names for.
+_HOLDS: dict[str, Collection[str]] = {
+    "huggingface": huggingface.WRITERS, "t5x": (T5Config.family,), "t5x_legacy": (T5Config.family,),
+}  # fmt: skip
 
 
 def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
@@ -119,14 +122,16 @@ def _write(
     step: int | None = None, track: Track = iter,
 ) -> Written:  # fmt: skip
     """Writes a checkpoint whose special ids are known, and makes sure that the format says of it what it should."""
-    if format != "specdec" and (checkpoint.config.encoder_dim is not None or isinstance(checkpoint.config, GPTConfig)):
-        kind = "a decoder-only model" if isinstance(checkpoint.config, GPTConfig) else "one without an encoder"
+    config = checkpoint.config
+    if format != "specdec" and (config.encoder_dim is not None or config.family not in _HOLDS[format]):
+        kind = "a decoder-only model" if config.decoder_only else "one without an encoder"
+        kind = kind if config.decoder_only or config.encoder_dim is not None else f"a {type(config).__name__}"
         raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
     stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))
     default = "bfloat16" if stored == ("bfloat16",) else "float32"
     dtype = default if dtype is None else check_stored(dtype, format)
     computing = "float32" if dtype == "int8" else dtype
-    checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, dtype=computing))
+    checkpoint = dataclasses.replace(checkpoint, config=checkpoint.config.replace(dtype=computing))
     inner = pathlib.PurePath()
     if format.startswith("t5x") and t5x.step_of(target) is None:
         inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes a step 0 for none
@@ -151,10 +156,8 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
     """Raises ValueError where a format has no way to say something of a model, as Hugging Face's ByT5 of no sentinels."""
 
     def said(checkpoint: Checkpoint) -> dict:
-        config, vocabulary = checkpoint.config, checkpoint.vocabulary
+        config, vocabulary = checkpoint.config.explicit(), checkpoint.vocabulary
         shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        if isinstance(config, T5Config) and config.scale_decoder_outputs is None:
-            shape["scale_decoder_outputs"] = config.logits_via_embedding
         for name in ("dropout_rate", "dtype", "matmul_dtype"):  # of training, and of the parameters
             shape.pop(name, None)
         ids = dict(

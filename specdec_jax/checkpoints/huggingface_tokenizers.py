@@ -126,3 +126,25 @@ def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary:
             got = f"added token {reading.shown(token)}" + (f" with id {i}" if i is not None else "")
             path = folder / "tokenizer_config.json"
             raise ValueError(f"{path}: got {got}, expected only sentinels <extra_id_0> … or a tokenizer.json")
+
+
+def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """Returns the contents of the files that `open_folder` makes the same vocabulary of: bytes, or what JSON holds."""
+    if vocabulary is None:
+        return {}
+    options: dict[str, Any] = {
+        "eos_token": vocabulary.piece(vocabulary.eos_ids[0]),
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
+    if isinstance(vocabulary, TokenizerJsonVocabulary):
+        options["tokenizer_class"] = "PreTrainedTokenizerFast"
+        return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
+    if not isinstance(vocabulary, SentencePieceVocabulary | ByteVocabulary):
+        raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that Hugging Face has files for")
+    options["extra_ids"] = vocabulary.extra_ids
+    options["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
+    if isinstance(vocabulary, ByteVocabulary):
+        return {"tokenizer_config.json": options | {"tokenizer_class": "ByT5Tokenizer"}}
+    options["tokenizer_class"] = "T5Tokenizer"
+    return {"spiece.model": vocabulary.model, "tokenizer_config.json": options}

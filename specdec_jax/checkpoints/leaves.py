@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.network import ModelConfig
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.vocabularies import Vocabulary
 
@@ -86,7 +85,7 @@ class Checkpoint:
 
 def check(checkpoint: Checkpoint, path) -> None:
     """Raises ValueError where a parameter is missing, unexpected or of the wrong shape."""
-    kind = "GPT" if isinstance(checkpoint.config, GPTConfig) else "T5"
+    kind = checkpoint.config.family.upper()
     check_shapes(checkpoint.leaves, parameter_shapes(checkpoint.config), path, f"of a {kind} of this configuration")
 
 

@@ -16,10 +16,10 @@ from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.leaves import Checkpoint, check
 from specdec_jax.checkpoints.memory import check_memory
 from specdec_jax.checkpoints.weights import kernels_of, read_params
-from specdec_jax.models.language_model import LanguageModel, check_ids, t5_only
-from specdec_jax.models.network import ModelConfig
+from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.sharding import ShardingRules
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.models.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 
 BUNDLED = pathlib.Path(__file__).parent.parent / "bundled"
@@ -92,7 +92,7 @@ def load(
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
-    network = dataclasses.replace(checkpoint.config, dtype=dtype, matmul_dtype=None)
+    network = checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
     with returning_freed_memory():
         params = read_params(checkpoint, dtype, rules, kernels)
         return LanguageModel(

@@ -5,7 +5,7 @@ import pathlib
 import jax
 
 from specdec_jax.checkpoints.weights import required_bytes
-from specdec_jax.models.network import ModelConfig
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules
 

@@ -14,11 +14,10 @@ from specdec_jax.checkpoints import int8, tensorstore_arrays
 from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track
 from specdec_jax.files import reading
 from specdec_jax.files.writing import new_folder, write_file
+from specdec_jax.models.families import describe, family_of
 from specdec_jax.models.fields import build
-from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
@@ -28,7 +27,6 @@ from specdec_jax.models.vocabularies import (
 )
 
 FORMAT, VERSION = "specdec_jax", 1
-_CONFIGS = {"t5": T5Config, "gpt": GPTConfig}
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
@@ -49,11 +47,11 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
 def open_description(folder: pathlib.Path) -> Checkpoint:
     """All that `write_description` wrote; no leaves."""
     path, content = folder / "config.json", _read_record(folder)
-    architecture = content.get("architecture", "t5")  # the first models were all T5s, and do not say so
-    if not isinstance(architecture, str) or architecture not in _CONFIGS:
-        expected = f"one of {', '.join(_CONFIGS)}"
-        raise ValueError(f"{path}: architecture: got {reading.shown(architecture)}, expected {expected}")
-    config = build(_CONFIGS[architecture], content.get("model"), path)
+    try:
+        shape = family_of(content.get("architecture", "t5"))  # the first models were all T5s, and do not say so
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    config = build(shape, content.get("model"), path)
     eos_ids, entry, encoder = (content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint"))
     for name, value, kind, expected in (
         ("eos_ids", [] if eos_ids is None else eos_ids, list, "a list of ids"),
@@ -136,9 +134,9 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
     """Writes config.json with everything but the parameters, and the vocabulary's file unless the folder above holds the same."""
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
-    architecture = next(name for name, shape in _CONFIGS.items() if isinstance(checkpoint.config, shape))
+    described = describe(checkpoint.config)
     record = {
-        **_head(kind), "architecture": architecture, "model": dataclasses.asdict(checkpoint.config),
+        **_head(kind), "architecture": described.pop("architecture"), "model": described,
         "start_token": checkpoint.start_token,
         "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
     }  # fmt: skip

@@ -13,6 +13,7 @@ from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
 from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track
 from specdec_jax.files.reading import check_file, check_folder, inside, shown
 from specdec_jax.files.writing import write_file
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.fields import build
 from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.models.t5 import T5Config
@@ -28,6 +29,18 @@ def find(folder: pathlib.Path) -> pathlib.Path | None:
         return folder
     steps = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and _is_step(child)]
     return max(steps, key=lambda child: int(_STEP.fullmatch(child.name)[1]), default=None)
+
+
+def why_not(config: ModelConfig) -> str | None:
+    """Says what T5X's own network, `t5x.examples.t5`, lacks to compute a model of this shape; None: it can."""
+    if config.family != T5Config.family:
+        return f"got a {type(config).__name__}, expected a T5"
+    if (config.num_buckets, config.max_distance) != (32, 128):
+        got = f"num_buckets={config.num_buckets}, max_distance={config.max_distance}"
+        return f"got {got}, expected 32 and 128, which T5X's module has built in"
+    if config.scales_outputs != config.logits_via_embedding:
+        return "got scale_decoder_outputs other than logits_via_embedding, expected T5X's scale"
+    return None
 
 
 def _is_step(folder: pathlib.Path) -> bool:

@@ -11,8 +11,8 @@ import numpy as np
 from specdec_jax.checkpoints import int8
 from specdec_jax.checkpoints.leaves import Checkpoint, Leaf
 from specdec_jax.models import panels
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.network import ModelConfig
 from specdec_jax.models.parameters import parameter_shapes, unflatten
 from specdec_jax.models.sharding import ShardingRules
 from specdec_jax.models.sharding import read as read_shards

@@ -16,8 +16,9 @@ from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma,
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import PRESETS, check_positions
+from specdec_jax.models.network import check_positions
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.sampling import SamplingConfig
 
@@ -87,7 +88,7 @@ class BenchmarkOptions(DecodingOptions):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
-        if self.drafter_preset and type(PRESETS[self.drafter_preset]) is not type(PRESETS[self.preset]):
+        if self.drafter_preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
             got, expected = (
                 f"drafter_preset: got {self.drafter_preset!r}",
                 f"a shape of the same family as {self.preset!r}",
@@ -190,7 +191,7 @@ def _preset(
         quantize = None if drafts else options.quantize
         kernels = "rounded" if quantize == "int8" else None
         dtype = loader.choose_dtype(options.dtype, preset, kernels=kernels)
-        config = dataclasses.replace(PRESETS[preset], dtype=dtype)
+        config = PRESETS[preset].replace(dtype=dtype)
         random = LanguageModel.random(config, name=preset, rules=options.placement(drafts), quantize=quantize)
         random.eos_ids = ()  # every output has full length
         return random

@@ -8,7 +8,7 @@ from specdec_jax.checkpoints import converter, loader, t5x
 from specdec_jax.commands.options import option
 from specdec_jax.decoding.progress import track
 from specdec_jax.models.layers import ACTIVATIONS
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5 import t5_only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ def run(options: ConvertOptions) -> None:
             raise ValueError(f"gated_activation: got {options.gated_activation!r}, expected one of {ACTIVATIONS}")
         if t5x.find(pathlib.Path(options.source)) is None:
             raise ValueError(f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only")
-        shape = loader.load_shape(options.source)
-        if not isinstance(shape, T5Config) or len(shape.mlp_activations) == 1:
+        shape = t5_only("source", loader.load_shape(options.source))
+        if len(shape.mlp_activations) == 1:
             raise ValueError("gated_activation: got it for a checkpoint without gates, expected none")
         config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
     written = converter.convert(

@@ -19,8 +19,7 @@ from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone, write_file
 from specdec_jax.models import vocabularies
-from specdec_jax.models.language_model import t5_only
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.training import batches, text_files, train
 from specdec_jax.training import config as training_config
 from specdec_jax.training import corpus as training_corpus

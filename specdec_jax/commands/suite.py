@@ -14,6 +14,7 @@ from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import page as report_page
 from specdec_jax.analysis.report import paper, summaries
 from specdec_jax.analysis.report import rows as report_rows
+from specdec_jax.checkpoints import t5x
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import figures
 from specdec_jax.commands.benchmark import BenchmarkOptions, CheckFailed, others_of
@@ -22,7 +23,6 @@ from specdec_jax.decoding.progress import Progress
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, passes_through, write_file
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.t5 import T5Config
 
 SUITES = ("paper",)
 
@@ -171,13 +171,9 @@ def _measured(row: BenchmarkOptions, target: LanguageModel | None) -> tuple[Lang
 
 def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
     """Whether T5X can decode the row too: argmax, a model that it knows, and its being installed."""
-    config = target.config
-    if row.temperature > 0 or row.sampling().mode.processes or not isinstance(config, T5Config):
+    if row.temperature > 0 or row.sampling().mode.processes or t5x.why_not(target.config):
         return False
-    known = (
-        target.start_token == 0 and len(target.eos_ids) <= 1 and (config.num_buckets, config.max_distance) == (32, 128)
-    )
-    known &= config.scale_decoder_outputs in (None, config.logits_via_embedding)
+    known = target.start_token == 0 and len(target.eos_ids) <= 1
     return known and importlib.util.find_spec("t5x") is not None
 
 

@@ -20,7 +20,7 @@ from specdec_jax.decoding.request import prefill
 from specdec_jax.models import layouts, panels
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
-from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded, threefry
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
@@ -67,10 +67,10 @@ def network_of(params: Mapping, config: T5Config) -> Network:
     check_shapes(flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration")
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
     if not panels.usable(config.dtype):
-        return Network(tree, T5(config))
-    packed, module = layouts.pack(tree, True), T5(config, fused=True, native=True)
+        return Network(tree, config.module())
+    packed, module = layouts.pack(tree, True), config.module(fused=True, native=True)
     if config.logits_via_embedding:
-        packed, module = layouts.with_head(packed, True, True), T5(config.with_own_head(), fused=True, native=True)
+        packed, module = layouts.with_head(packed, True, True), config.with_own_head().module(fused=True, native=True)
     return Network(packed, module)
 
 

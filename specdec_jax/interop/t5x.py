@@ -14,11 +14,12 @@ from t5x import decoding, models
 from t5x.examples.t5 import network
 
 from specdec_jax.analysis.arms import Arm, Batch
-from specdec_jax.checkpoints import loader
+from specdec_jax.checkpoints import loader, t5x
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.traced import Decoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.interop.vocabularies import difference
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
@@ -166,17 +167,14 @@ def _check_model(model: LanguageModel, vocabulary) -> None:
         )
 
 
-def transformer(config: T5Config) -> network.Transformer:
+def transformer(config: ModelConfig) -> network.Transformer:
     """T5X's module of this shape.
 
     Raises:
-      ValueError: a shape that it does not have: other buckets, or another scale of the output.
+      ValueError: a shape that it does not have (`checkpoints.t5x.why_not`).
     """
-    if (config.num_buckets, config.max_distance) != (32, 128):
-        got = f"num_buckets={config.num_buckets}, max_distance={config.max_distance}"
-        raise ValueError(f"t5x: got {got}, expected 32 and 128, which T5X's module has built in")
-    if config.scale_decoder_outputs not in (None, config.logits_via_embedding):
-        raise ValueError("t5x: got scale_decoder_outputs other than logits_via_embedding, expected T5X's scale")
+    if lack := t5x.why_not(config):
+        raise ValueError(f"t5x: {lack}")
     names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
     return network.Transformer(network.T5Config(
         **{name: getattr(config, name) for name in names}, mlp_activations=config.mlp_activations,
@@ -189,13 +187,12 @@ def greedy(target: LanguageModel) -> Callable[[np.ndarray, int], np.ndarray]:
 
     `EncoderDecoderModel.predict_batch` with `decoding.temperature_sample` at temperature 0, on the same arrays.
     """
-    if not isinstance(target.config, T5Config):
-        raise ValueError(f"t5x: got a {type(target.config).__name__}, expected a T5")
+    module = transformer(target.config)
     if len(target.eos_ids) > 1 or target.start_token != 0:
         got = f"EOS ids {target.eos_ids}, start token {target.start_token}"
         raise ValueError(f"t5x: got {got}, expected one EOS id and start token 0, as T5X decodes")
     sample = functools.partial(decoding.temperature_sample, temperature=0.0)
-    model = models.EncoderDecoderModel(transformer(target.config), None, None, None, decode_fn=sample)
+    model = models.EncoderDecoderModel(module, None, None, None, decode_fn=sample)
     eos = target.eos_ids[0] if target.eos_ids else -1  # none is ever met
     params = target.params
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from specdec_jax.models import panels
 from specdec_jax.models.cache import KVCache
+from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, SteppedModule, product
+from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, product
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """Shape of a GPT-like network: learned positions, normalisation before each block, biases, gelu, as in GPT-2.
 
     Attributes:
@@ -44,7 +45,8 @@ class GPTConfig:
     dropout_rate: float = 0.0
     dtype: str = "float32"
     matmul_dtype: str | None = None
-    encoder_dim: ClassVar[None] = None  # of a `T5Config`; there is nothing to attend to
+    family: ClassVar[str] = "gpt"
+    decoder_only: ClassVar[bool] = True
 
     def __post_init__(self):
         check_fields(self)
@@ -57,9 +59,22 @@ class GPTConfig:
         """K features of each head."""
         return self.emb_dim // self.num_heads
 
+    @property
+    def max_positions(self) -> int:
+        return self.num_positions
+
     def with_own_head(self) -> "GPTConfig":
-        """The same function of the parameters, but for a head that is a kernel of its own."""
         return dataclasses.replace(self, logits_via_embedding=False)
+
+    def module(self, fused: bool = False, native: bool = False) -> "GPT":
+        return GPT(self, native)  # there is nothing to join: see `GPTLayer`
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return _parameter_shapes(self)
+
+    @classmethod
+    def presets(cls) -> dict[str, "GPTConfig"]:
+        return GPT_PRESETS
 
 
 def _gpt2(emb_dim, num_heads, layers):
@@ -79,6 +94,26 @@ GPT_PRESETS = {
     "gpt2/large": _gpt2(1280, 20, 36),
     "gpt2/xl": _gpt2(1600, 25, 48),
 }
+
+
+def _parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    width = config.emb_dim
+    norm = lambda name: {f"{name}/{part}": (width,) for part in ("scale", "bias")}
+    dense = lambda name, shape: {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
+    layer: dict[str, tuple[int, ...]] = {
+        **norm("pre_self_attention_layer_norm"), **norm("pre_mlp_layer_norm"),
+        **dense("causal_attention/qkv", (width, 3 * width)), **dense("causal_attention/out", (width, width)),
+        **dense("mlp/wi", (width, config.mlp_dim)), **dense("mlp/wo", (config.mlp_dim, width)),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embedder/embedding": (config.vocab_size, width),
+        "decoder/position_embedder/embedding": (config.num_positions, width),
+        **norm("decoder/decoder_norm"),
+    }
+    if not config.logits_via_embedding:
+        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
+    layers = range(config.num_decoder_layers)
+    return shapes | {f"decoder/layers_{i}/{name}": shape for i in layers for name, shape in layer.items()}
 
 
 @flax.struct.dataclass
@@ -181,8 +216,8 @@ class GPTDecoder(nn.Module):
         return self.logits_dense.peak(x, live, normalize)
 
 
-class GPT(SteppedModule):
-    """The whole network, with the methods of `T5` that the decode loop calls; no kernels of it are joined."""
+class GPT(FamilyModule):
+    """The whole network; no kernels of it are joined."""
 
     config: GPTConfig
     native: bool = False
@@ -191,9 +226,12 @@ class GPT(SteppedModule):
         self.token_embedder = Embedder(self.config.vocab_size, self.config, self.native)
         self.decoder = GPTDecoder(self.config, self.native)
 
-    def empty_cache(self, batch: int, slots: int) -> GPTCache:
-        """A cache for sequences of which nothing has been fed."""
-        config = self.config
+    def dummy_inputs(self) -> tuple:
+        return (jnp.ones((1, 2), jnp.int32),)
+
+    def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None) -> GPTCache:
+        """Makes a cache for sequences of which nothing has been fed."""
+        config, batch = self.config, len(inputs) * copies
         empty = lambda: KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
 

@@ -118,9 +118,9 @@ def init_params(config: HeadsConfig, key, head_kernel=None) -> dict:
 
 def head_kernel(config: T5Config, params: dict) -> jax.Array:
     """The kernel `[D, V]` by which a T5 with these parameters (T5X's tree) multiplies its last states."""
-    tied, scaled = config.logits_via_embedding, config.scale_decoder_outputs
+    tied = config.logits_via_embedding
     kernel = params["token_embedder"]["embedding"].T if tied else params["decoder"]["logits_dense"]["kernel"]
-    return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if (tied if scaled is None else scaled) else kernel
+    return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if config.scales_outputs else kernel
 
 
 def pack(params: dict, dtype: str) -> dict:

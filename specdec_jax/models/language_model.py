@@ -7,8 +7,8 @@ import numpy as np
 
 from specdec_jax.files.reading import shown
 from specdec_jax.models import identity, layouts, panels
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.network import (
-    ModelConfig,
     Network,
     check_positions,
     continuation_logits,
@@ -17,12 +17,10 @@ from specdec_jax.models.network import (
     given_lengths,
     join,
     lay_out,
-    module_of,
     random_params,
     teacher_forced_logits,
 )
 from specdec_jax.models.sharding import ShardingRules
-from specdec_jax.models.t5 import T5Config
 
 
 class LanguageModel:
@@ -62,10 +60,10 @@ class LanguageModel:
             rules.check(config)
             lay_out(params, rules)
         fused = fuses(rules)
-        packed, module = layouts.pack(params, native, fused), module_of(config, fused, native)
+        packed, module = layouts.pack(params, native, fused), config.module(fused, native)
         if native and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
-            packed, module = layouts.with_head(packed, True, native), module_of(config.with_own_head(), fused, native)
+            packed, module = layouts.with_head(packed, True, native), config.with_own_head().module(fused, native)
             packed = layouts.in_int8(packed) if self.quantized else packed
         self.network = Network(packed, module, rules)
 
@@ -82,7 +80,7 @@ class LanguageModel:
         if rules is not None:
             rules.check(config)
         key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
-        params = random_params(key, module=module_of(config), dtype=config.dtype, rules=rules)
+        params = random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
         params = layouts.round_params(params) if quantize == "int8" else params
         return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True, rules=rules)
 
@@ -153,13 +151,6 @@ class LanguageModel:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
         if wrong.size:
             raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
-
-
-def t5_only(name: str, config: ModelConfig) -> T5Config:
-    """`config`, for what only models with an encoder can do, training above all; raises ValueError for another."""
-    if isinstance(config, T5Config):
-        return config
-    raise ValueError(f"{name}: got a decoder-only model, expected a T5")
 
 
 def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:

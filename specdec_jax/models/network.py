@@ -9,13 +9,8 @@ import numpy as np
 
 from specdec_jax.models import layouts
 from specdec_jax.models.cache import KVCache
-from specdec_jax.models.gpt import GPT, GPT_PRESETS, GPTCache, GPTConfig
+from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.sharding import ShardingRules, pinned, read
-from specdec_jax.models.t5 import PRESETS as T5_PRESETS
-from specdec_jax.models.t5 import T5, DecoderCache, T5Config
-
-ModelConfig = T5Config | GPTConfig
-PRESETS: dict[str, ModelConfig] = {**T5_PRESETS, **GPT_PRESETS}
 
 
 @flax.struct.dataclass
@@ -29,13 +24,18 @@ class Network:
     """
 
     params: dict
-    module: T5 | GPT = flax.struct.field(pytree_node=False)
+    module: FamilyModule = flax.struct.field(pytree_node=False)
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The network's shape."""
+        return self.module.config
 
     @property
     def vocab_size(self) -> int:
         """Width V of the logits."""
-        return self.module.config.vocab_size
+        return self.config.vocab_size
 
     @property
     def skips(self) -> bool:
@@ -45,7 +45,7 @@ class Network:
     @property
     def encoder_dim(self) -> int | None:
         """Width of another model's encoder output, if the network attends to such instead of having an encoder."""
-        return self.module.config.encoder_dim
+        return self.config.encoder_dim
 
     def encode(self, inputs: jax.Array, input_lengths: jax.Array) -> jax.Array:
         """The encoder's output `[B, L, D]`; arguments as for `prefill`."""
@@ -59,7 +59,7 @@ class Network:
 
     def prefill(
         self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1, encoded: jax.Array | None = None
-    ) -> DecoderCache | GPTCache:
+    ):
         """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
 
         Args:
@@ -69,14 +69,10 @@ class Network:
           slots: S, positions that the self-attention caches hold.
           encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other model's; None runs the encoder.
         """
-        if isinstance(self.module, GPT):
-            return self._placed(self.module.empty_cache(len(inputs) * copies, slots))
-        encoded = self.encode(inputs, input_lengths) if encoded is None else encoded
-        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        apply = self.module.apply
-        return self._placed(
-            apply({"params": self.params}, inputs, mask, slots, copies, self._by_rows(encoded), method="prefill")
-        )
+        if not decoder_only(self):
+            encoded = self._by_rows(self.encode(inputs, input_lengths) if encoded is None else encoded)
+        mask, apply = jnp.arange(inputs.shape[1]) < input_lengths[:, None], self.module.apply
+        return self._placed(apply({"params": self.params}, inputs, mask, slots, copies, encoded, method="prefill"))
 
     def _placed(self, cache):
         """A new cache, which knows from now on how it lies on the mesh."""
@@ -122,13 +118,13 @@ class Network:
 
     def shortlisted(self, ids: np.ndarray) -> "Network":
         """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
-        config, native = self.module.config, self.module.native
+        config, native = self.config, self.module.native
         params = layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
-        return self.replace(params=params, module=module_of(config.with_own_head(), fuses(self.rules), native))
+        return self.replace(params=params, module=config.with_own_head().module(fuses(self.rules), native))
 
     def in_int8(self) -> "Network":
         """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
-        tied = self.module.config.logits_via_embedding
+        tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
         return network.replace(params=layouts.in_int8(network.params))
 
@@ -142,11 +138,6 @@ class Network:
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
         return pinned(logits, self.rules)
-
-
-def module_of(config: ModelConfig, fused: bool = False, native: bool = False) -> T5 | GPT:
-    """The network of this shape; `fused`, `native`: for parameters in the loop's layout, as `layouts.pack` makes it."""
-    return GPT(config, native) if isinstance(config, GPTConfig) else T5(config, fused, native)
 
 
 def fuses(rules: ShardingRules | None) -> bool:
@@ -169,7 +160,7 @@ def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
 
 def decoder_only(model) -> bool:
     """Whether a model has no encoder: its inputs are prompts, which its outputs continue."""
-    return isinstance(model.config, GPTConfig)
+    return model.config.decoder_only
 
 
 def given_lengths(model, inputs: np.ndarray) -> np.ndarray:
@@ -186,11 +177,11 @@ def join(inputs: np.ndarray, input_lengths: np.ndarray, tokens: np.ndarray) -> t
 
 
 def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
-    """Raises ValueError where a decoder-only model has fewer positions than `length`."""
-    if isinstance(config, GPTConfig) and length > config.num_positions:
+    """Raises ValueError where a model has fewer positions than `length`."""
+    if config.max_positions is not None and length > config.max_positions:
         raise ValueError(
             f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "
-            f"num_positions = {config.num_positions}"
+            f"num_positions = {config.max_positions}"
         )
 
 
@@ -214,11 +205,9 @@ def continuation_logits(network: Network, sequences, places):
     return pinned(network.module.apply({"params": network.params}, sequences, places), network.rules)
 
 
-def initial_params(module: T5 | GPT, key) -> dict:
-    """Random parameters, float32."""
-    tokens = jnp.ones((1, 2), jnp.int32)
-    inputs = (tokens,) if isinstance(module, GPT) else (tokens, tokens > 0, tokens, True, module.dummy_encoded())
-    return module.init(key, *inputs)["params"]
+def initial_params(module: FamilyModule, key) -> dict:
+    """Makes random parameters, float32."""
+    return module.init(key, *module.dummy_inputs())["params"]
 
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype", "rules"))

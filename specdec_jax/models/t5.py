@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import flax.linen as nn
 import flax.struct
@@ -9,13 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.models import panels
-from specdec_jax.models.cache import MAX_UNROLLED_ROWS, KVCache
+from specdec_jax.models.cache import KVCache
+from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, GatedMLP, RelativePositionBias, RMSNorm, SteppedModule, product
+from specdec_jax.models.layers import Attention, Dense, GatedMLP, RMSNorm, product
+from specdec_jax.models.relative_bias import RelativePositionBias, seen_from
 
 
 @dataclasses.dataclass(frozen=True)
-class T5Config:
+class T5Config(ModelConfig):
     """Shape of a T5-family network; field names as in T5X.
 
     Attributes:
@@ -51,6 +54,8 @@ class T5Config:
     dropout_rate: float = 0.0
     dtype: str = "float32"
     matmul_dtype: str | None = None
+    family: ClassVar[str] = "t5"
+    decoder_only: ClassVar[bool] = False
 
     def __post_init__(self):
         check_fields(self)
@@ -64,11 +69,34 @@ class T5Config:
             raise FieldError(self, "max_distance", f"got {self.max_distance}, expected {expected}")
 
     def with_own_head(self) -> "T5Config":
-        """The same function of the parameters, but for a head that is a kernel of its own."""
-        tied, scale = self.logits_via_embedding, self.scale_decoder_outputs
-        return dataclasses.replace(
-            self, logits_via_embedding=False, scale_decoder_outputs=tied if scale is None else scale
-        )
+        return dataclasses.replace(self.explicit(), logits_via_embedding=False)
+
+    def explicit(self) -> "T5Config":
+        return dataclasses.replace(self, scale_decoder_outputs=self.scales_outputs)
+
+    @property
+    def scales_outputs(self) -> bool:
+        """Whether the decoder's output is multiplied by 1/√D before the head."""
+        scale = self.scale_decoder_outputs
+        return self.logits_via_embedding if scale is None else scale
+
+    def module(self, fused: bool = False, native: bool = False) -> "T5":
+        return T5(self, fused, native)
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return _parameter_shapes(self)
+
+    @classmethod
+    def presets(cls) -> dict[str, "T5Config"]:
+        return PRESETS
+
+
+def t5_only(name: str, config: ModelConfig) -> T5Config:
+    """Returns `config`, for what only models with an encoder can do, training above all; raises ValueError for another."""
+    if isinstance(config, T5Config):
+        return config
+    kind = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
+    raise ValueError(f"{name}: got {kind}, expected a T5")
 
 
 def _t5_1_0(emb_dim, num_heads, head_dim, layers, mlp_dim):
@@ -101,6 +129,40 @@ PRESETS = {
     "t5_1_1/xl": _t5_1_1(2048, 32, 24, 5120),
     "t5_1_1/xxl": _t5_1_1(4096, 64, 24, 10240),
 }
+
+
+def _parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
+    width, inner = config.emb_dim, config.num_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
+    if not config.logits_via_embedding:
+        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
+    count = len(config.mlp_activations)
+    inputs = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
+    mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in inputs} | {
+        "mlp/wo/kernel": (config.mlp_dim, width)
+    }
+    for stack, layers, attentions, norms in (
+        ("encoder", config.num_encoder_layers, ("attention",), ("attention", "mlp")),
+        (
+            "decoder",
+            config.num_decoder_layers,
+            ("self_attention", "encoder_decoder_attention"),
+            ("self_attention", "cross_attention", "mlp"),
+        ),
+    ):
+        layer: dict[str, tuple[int, ...]] = dict(mlp)
+        for attention in attentions:
+            layer |= {f"{attention}/{name}/kernel": (width, inner) for name in ("query", "key", "value")}
+            if attention == "encoder_decoder_attention" and config.encoder_dim is not None:
+                layer |= {f"{attention}/{name}/kernel": (config.encoder_dim, inner) for name in ("key", "value")}
+            layer[f"{attention}/out/kernel"] = (inner, width)
+        layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in norms}
+        if stack == "encoder" and config.encoder_dim is not None:
+            continue
+        shapes[f"{stack}/relpos_bias/rel_embedding"] = (config.num_heads, config.num_buckets)
+        shapes[f"{stack}/{stack}_norm/scale"] = (width,)
+        shapes |= {f"{stack}/layers_{i}/{name}": shape for i in range(layers) for name, shape in layer.items()}
+    return shapes
 
 
 @flax.struct.dataclass
@@ -241,7 +303,7 @@ class Decoder(nn.Module):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
         `positions [B]` of every row; the caches of the layers above stay as they are. `live [B, T]` as in `Network.decode`."""
         mask, bias = (
-            (None, cache.position_bias) if self.native else _seen_from(positions, x.shape[1], cache.position_bias)
+            (None, cache.position_bias) if self.native else seen_from(positions, x.shape[1], cache.position_bias)
         )
         written = list(cache.layers)
         for i, layer in enumerate(self.layers[:layers]):
@@ -272,22 +334,7 @@ class Decoder(nn.Module):
         return self.logits_dense.peak(self._scaled(x), live, normalize)
 
     def _scaled(self, x):
-        config = self.config
-        scale = config.scale_decoder_outputs
-        scaled = config.logits_via_embedding if scale is None else scale
-        return x / jnp.sqrt(config.emb_dim).astype(x.dtype) if scaled else x
-
-
-def _seen_from(positions, queries: int, position_bias) -> tuple[jax.Array, jax.Array]:
-    """Mask `[B, 1, T, S]` and bias `[B, H, T, S]` of T = `queries` positions from `positions [B]` on."""
-    query_positions = positions[:, None] + jnp.arange(queries)
-    mask = jnp.arange(position_bias.shape[0]) <= query_positions[:, None, :, None]
-    take = lambda start: jax.lax.dynamic_slice_in_dim(position_bias, start, queries, axis=0)
-    if len(positions) > MAX_UNROLLED_ROWS:
-        bias = jax.vmap(take)(positions)
-    else:
-        bias = jnp.stack([take(positions[row]) for row in range(len(positions))])
-    return mask, bias.transpose(0, 2, 1, 3)
+        return x / jnp.sqrt(self.config.emb_dim).astype(x.dtype) if self.config.scales_outputs else x
 
 
 class TokenEmbedder(nn.Module):
@@ -305,7 +352,7 @@ class TokenEmbedder(nn.Module):
         return jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.config.dtype)
 
 
-class T5(SteppedModule):
+class T5(FamilyModule):
     """The whole network; `fused` and `native` say how the parameters of the decode loop are stored (`LanguageModel`)."""
 
     config: T5Config
@@ -327,10 +374,10 @@ class T5(SteppedModule):
         encoded = self.encode(inputs, mask) if encoded is None else encoded
         return self.decoder.init_cache(encoded, mask, slots, copies)
 
-    def dummy_encoded(self):
-        """What `init` needs beside inputs of shape `[1, 2]`: zeros for another model's encoder output, or None."""
-        width = self.config.encoder_dim
-        return None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
+    def dummy_inputs(self) -> tuple:
+        tokens, width = jnp.ones((1, 2), jnp.int32), self.config.encoder_dim
+        encoded = None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
+        return tokens, tokens > 0, tokens, True, encoded
 
     def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
         """Teacher-forced logits `[B, T, V]` float32."""

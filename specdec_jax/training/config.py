@@ -5,8 +5,7 @@ import pathlib
 
 import numpy as np
 
-from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.network import ModelConfig
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.training import corpus
 from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
 
@@ -85,7 +84,12 @@ class TrainConfig:
             expect(len(getattr(self, name)) > 0, name, files, "at least one file")
         object.__setattr__(self, "buckets", tuple(self.buckets))
         object.__setattr__(self, "target_buckets", tuple(self.target_buckets))
-        expect(isinstance(self.model, ModelConfig), "model", self.model, "a T5Config or a GPTConfig")
+        expect(
+            isinstance(self.model, ModelConfig),
+            "model",
+            self.model,
+            "a T5Config, a GPTConfig or that of another family",
+        )
         expect(self.model.dtype == "float32", "model.dtype", self.model.dtype, "float32: TrainConfig.dtype sets it")
         for name in ("steps", "log_every", "save_every", "evaluate_every", "vocabulary_size"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
@@ -116,11 +120,12 @@ class TrainConfig:
         expect(self.dtype in (None, "float32", "bfloat16"), "dtype", self.dtype, "None, float32 or bfloat16")
 
     def _check_lengths(self) -> None:
-        if not isinstance(self.model, GPTConfig):
+        if not self.model.decoder_only:
             expect(self.sequence_length is None, "sequence_length", self.sequence_length, "None: the model is a T5")
             return
-        most = min(self.model.num_positions, self.batch_tokens)
-        limits = f"model.num_positions = {self.model.num_positions} and batch_tokens = {self.batch_tokens}"
+        positions = self.model.max_positions
+        most = self.batch_tokens if positions is None else min(positions, self.batch_tokens)
+        limits = f"model.num_positions = {positions} and batch_tokens = {self.batch_tokens}"
         fits = self.sequence_length is not None and 1 <= self.sequence_length <= most
         expect(fits, "sequence_length", self.sequence_length, f"a number from 1 to the smaller of {limits}")
         for name in ("buckets", "target_buckets"):
@@ -130,7 +135,7 @@ class TrainConfig:
     @property
     def corpus(self) -> corpus.Corpus:
         """What the model is trained on."""
-        if isinstance(self.model, GPTConfig):
+        if self.model.decoder_only:
             assert self.sequence_length is not None
             return corpus.Text(self.sequence_length)
         return corpus.Pairs(self.buckets, self.target_buckets)

@@ -19,10 +19,11 @@ import rich.console
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files.writing import alone
+from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
-from specdec_jax.models.language_model import LanguageModel, t5_only
-from specdec_jax.models.network import ModelConfig, Network
-from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
+from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.training import config as training_config
 from specdec_jax.training import optimizer, train
 from specdec_jax.training.losses import Metrics, TrainState
@@ -124,7 +125,7 @@ class HeadsObjective:
       label_smoothing, soft_weight, backbone_weight: as in `HeadsTrainConfig`.
     """
 
-    model: T5
+    model: FamilyModule
     heads: Heads
     start_token: int = 0
     label_smoothing: float = 0.0
@@ -204,7 +205,7 @@ class HeadsRun(train.Run):
         self.settings, self.config, self.saved, self.target = settings, config, saved, target
         network = train.computing(config, config.model)
         self.objective: Any = HeadsObjective(
-            T5(network), Heads(settings.heads(network)), target.start_token, settings.label_smoothing,
+            network.module(), Heads(settings.heads(network)), target.start_token, settings.label_smoothing,
             settings.soft_weight, settings.backbone_weight,
         )  # fmt: skip
         self.optimizer = make_optimizer(config)
@@ -238,7 +239,7 @@ class HeadsRun(train.Run):
             params = self.saved.best.restore(step, args=ocp.args.StandardRestore(abstract.params))
         if self.settings.trains_backbone:
             target = LanguageModel(
-                dataclasses.replace(target.config, dtype="float32"), params["target"], target.vocabulary, start_token=target.start_token,
+                target.config.replace(dtype="float32"), params["target"], target.vocabulary, start_token=target.start_token,
                 eos_ids=target.eos_ids, name="target",
             )  # fmt: skip
             converter.save(target, output / "target", dtype="bfloat16")

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specdec_jax.models.gpt import GPT
-from specdec_jax.models.t5 import T5
+from specdec_jax.models.family import FamilyModule
 from specdec_jax.speculative import laws
 from specdec_jax.training import batches as training_batches
 
@@ -64,9 +63,9 @@ class Objective:
         teacher's argmax.
     """
 
-    model: T5 | GPT
+    model: FamilyModule
     label_smoothing: float = 0.0
-    teacher: T5 | GPT | None = None
+    teacher: FamilyModule | None = None
     distill_weight: float = 0.0
     divergence: str = "forward_kl"
     distill_temperature: float = 1.0
@@ -104,7 +103,7 @@ def _logits(params, batch, objective: Objective, teacher_params, dropout_key=Non
     teacher, variables = objective.teacher, {"params": teacher_params}
     arguments: tuple = (inputs,)
     own, teachers = {}, {}
-    if isinstance(objective.model, T5):
+    if not objective.model.config.decoder_only:
         arguments, encoded = (inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))), None
         if teacher is not None:
             encoded = jax.lax.stop_gradient(teacher.apply(variables, *arguments[:2], method="encode"))

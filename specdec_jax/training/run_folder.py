@@ -21,6 +21,7 @@ import rich.progress
 
 from specdec_jax.files import reading
 from specdec_jax.files.writing import naming, write_file
+from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.training.losses import TrainState
 
@@ -108,10 +109,12 @@ def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Call
     """
     if step is not None and step > config.steps:
         raise ValueError(f"steps: got {config.steps}, expected at least the {step} steps that are saved in it")
-    path, settings = output / "config.json", json.loads(json.dumps(dataclasses.asdict(config)))
+    path, settings = output / "config.json", _settings(config)
     if step is not None and path.exists():
         # What a setting did before it was one, its default says.
-        before = {field.name: field.default for field in dataclasses.fields(config)} | reading.read_json(path)
+        before: dict = {field.name: field.default for field in dataclasses.fields(config)} | reading.read_json(path)
+        if "model" in settings:  # likewise
+            before["model"] = _plain(describe(build_config(before["model"])))
         for name, value in fixed(settings).items():
             if fixed(before)[name] != value:
                 expected = f"that of the run in {config.output_dir}: {before[name]}"
@@ -123,7 +126,17 @@ def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Call
 
 def record_settings(config, output: pathlib.Path) -> None:
     """Writes `config.json`, from which a run is resumed and exported."""
-    write_file(output / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
+    write_file(output / "config.json", json.dumps(_settings(config), indent=1))
+
+
+def _settings(config) -> dict:
+    """Returns the settings of a run as its config.json has them."""
+    settings = dataclasses.asdict(config)
+    return _plain(settings | {"model": describe(config.model)} if "model" in settings else settings)
+
+
+def _plain(settings: dict) -> dict:
+    return json.loads(json.dumps(settings))
 
 
 def record_contents(

@@ -18,10 +18,10 @@ from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone
 from specdec_jax.models import vocabularies
-from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.families import build_config
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import ModelConfig, initial_params, module_of
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.network import initial_params
 from specdec_jax.training import batches as training_batches
 from specdec_jax.training import corpus, losses
 from specdec_jax.training.config import TrainConfig, expect
@@ -120,7 +120,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
         params = saved.restore(state).params
     else:
         raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
-    network = dataclasses.replace(config.model, matmul_dtype=None, dropout_rate=0.0)
+    network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
     vocabulary = corpus.recorded_vocabulary(_vocabulary_path(config), config.vocabulary_size)
     fingerprint = output / _ENCODER
     model = LanguageModel(
@@ -146,14 +146,14 @@ class Run:
         vocabulary = _vocabulary(config, teacher)
         self._initial = _initial_params(config) if saved.newest.latest_step() is None else None
         network = computing(config, config.model)
-        self.objective = Objective(module_of(network), config.label_smoothing)
+        self.objective = Objective(network.module(), config.label_smoothing)
         self.teacher_params = None
         if teacher is not None:
             name = _TEACHER if config.model.encoder_dim is None else _ENCODER
             record_target(pathlib.Path(config.output_dir, name), "teacher", teacher, saved.newest.latest_step())
-            shape = dataclasses.replace(teacher.config, matmul_dtype=config.model.matmul_dtype)
+            shape = teacher.config.replace(matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
-                self.objective, teacher=module_of(computing(config, shape)), distill_weight=config.distill_weight,
+                self.objective, teacher=computing(config, shape).module(), distill_weight=config.distill_weight,
                 divergence=config.divergence, distill_temperature=config.distill_temperature,
             )  # fmt: skip
             self.teacher_params = teacher.params
@@ -260,7 +260,7 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
 
 
 def _init(config: TrainConfig, key) -> TrainState:
-    return _state_of(config, initial_params(module_of(computing(config, config.model)), key))
+    return _state_of(config, initial_params(computing(config, config.model).module(), key))
 
 
 def _state_of(config: TrainConfig, params: dict) -> TrainState:
@@ -283,7 +283,7 @@ def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
     """`shape` with the dtype of the computation; rounding operands to that same dtype would be no rounding."""
     dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rounded = None if shape.matmul_dtype == dtype else shape.matmul_dtype
-    return dataclasses.replace(shape, dtype=dtype, matmul_dtype=rounded)
+    return shape.replace(dtype=dtype, matmul_dtype=rounded)
 
 
 # Files.
@@ -303,13 +303,12 @@ def _fixed(settings: dict) -> dict:
 
 def _recorded_shape(settings: dict) -> ModelConfig:
     """The network of a run, out of its `config.json`."""
-    shape = settings["model"]
-    return GPTConfig(**shape) if "num_positions" in shape else T5Config(**shape)  # which no T5 has
+    return build_config(settings["model"])
 
 
 def _shape(model: ModelConfig) -> ModelConfig:
     """What decides a network's parameters and what it computes with them."""
-    return dataclasses.replace(model, dropout_rate=0.0, dtype="float32", matmul_dtype=None)
+    return model.replace(dropout_rate=0.0, dtype="float32", matmul_dtype=None)
 
 
 def _teacher(config: TrainConfig) -> LanguageModel | None:
@@ -318,8 +317,8 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     teacher = loader.load(config.teacher, computing(config, config.model).dtype)
     kinds = [type(shape).__name__ for shape in (teacher.config, config.model)]
     expect(kinds[0] == kinds[1], "teacher", kinds[0], f"{kinds[1]}, like the model")
-    if isinstance(teacher.config, GPTConfig):
-        positions, expected = teacher.config.num_positions, config.sequence_length
+    positions, expected = teacher.config.max_positions, config.sequence_length
+    if positions is not None and expected is not None:
         expect(positions >= expected, "teacher", f"{positions} positions", f"at least sequence_length = {expected}")
     width, expected = teacher.config.vocab_size, config.model.vocab_size
     expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")

@@ -1,0 +1,82 @@
+"""Hugging Face's GPT-2: config.json and the names of tensors; read only."""
+
+import pathlib
+import re
+
+from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
+from specdec_jax.checkpoints.huggingface_tokenizers import first
+from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.models.fields import build
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.parameters import parameter_shapes
+
+ARCHITECTURES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
+START = "bos_token_id"
+_END = 50256  # <|endoftext|>
+SPECIAL_IDS = {"bos_token_id": _END, "eos_token_id": _END}  # where config.json does not say
+NO_EOS: tuple[int, ...] = ()  # what `"eos_token_id": null` means: nothing ends a sequence
+_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu", "silu": "silu"}
+# What a GPT-2 may be configured to and is not here, with the value that is.
+_FIXED = {
+    "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False, "add_cross_attention": False,
+}  # fmt: skip
+_FIELDS = {
+    "vocab_size": "vocab_size", "emb_dim": "n_embd", "num_heads": "n_head", "num_decoder_layers": "n_layer",
+    "mlp_dim": "n_inner", "num_positions": "n_positions", "logits_via_embedding": "tie_word_embeddings",
+}  # fmt: skip
+
+
+def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[GPTConfig, dict[str, Leaf]]:
+    """Returns the configuration that config.json tells, and the tensors as our leaves."""
+    config = _config(folder, options)
+    return config, _by_our_names(tensors, config)
+
+
+def _config(folder: pathlib.Path, options: dict) -> GPTConfig:
+    path, width = folder / "config.json", first(options.get("n_embd"), 768)
+    check_fixed(path, options, _FIXED)
+    defaults = {
+        "vocab_size": 50257, "emb_dim": width, "num_heads": 12, "num_decoder_layers": 12, "num_positions": 1024,
+        "mlp_dim": 4 * width if isinstance(width, int) else None, "logits_via_embedding": True,
+    }  # fmt: skip
+    fields = read_fields(options, _FIELDS, defaults)
+    fields["mlp_activation"] = choose(path, options, "activation_function", "gelu_new", _ACTIVATIONS)
+    return build(GPTConfig, fields, path, _FIELDS)
+
+
+_PLACES = {
+    "token_embedder": "wte", "decoder/position_embedder": "wpe", "decoder/decoder_norm": "ln_f",
+    "pre_self_attention_layer_norm": "ln_1", "causal_attention/qkv": "attn.c_attn", "causal_attention/out": "attn.c_proj",
+    "pre_mlp_layer_norm": "ln_2", "mlp/wi": "mlp.c_fc", "mlp/wo": "mlp.c_proj",
+}  # fmt: skip
+
+
+def tensor_name(name: str) -> str:
+    """Hugging Face's name of our parameter `name`, without the prefix `transformer.` that all but the head's may have.
+
+    Example: `decoder/layers_3/mlp/wo/kernel` -> `h.3.mlp.c_proj.weight`.
+    """
+    if name == "decoder/logits_dense/kernel":
+        return "lm_head.weight"
+    place, last = name.rsplit("/", 1)
+    last = "bias" if last == "bias" else "weight"
+    if place in _PLACES:
+        return f"{_PLACES[place]}.{last}"
+    _, layer, place = place.split("/", 2)
+    return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
+
+
+def _by_our_names(tensors: dict[str, Leaf], config: GPTConfig) -> dict[str, Leaf]:
+    """Tensors as our leaves: kernels are `[in, out]` already, but for the head; unknown ones keep their names."""
+    tensors = {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()}
+    leaves = {}
+    for name in parameter_shapes(config):
+        leaf = tensors.pop(tensor_name(name), None)
+        if leaf is not None:
+            leaves[name] = leaf.transposed() if name == "decoder/logits_dense/kernel" else leaf
+    if config.logits_via_embedding:
+        tensors.pop("lm_head.weight", None)  # a copy of the embedding
+    # The mask, which old files hold as a tensor of every layer.
+    masks = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
+    return leaves | {name: leaf for name, leaf in tensors.items() if not masks.fullmatch(name)}

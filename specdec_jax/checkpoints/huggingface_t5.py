@@ -1,0 +1,126 @@
+"""Hugging Face's T5 1.0, 1.1, Flan-T5, mT5, UL2 and ByT5: config.json and the names of tensors, both ways."""
+
+import pathlib
+from typing import Any
+
+from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
+from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.models.fields import build
+from specdec_jax.models.parameters import parameter_shapes
+from specdec_jax.models.t5 import T5Config
+
+_NAMES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
+ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES}  # those of every model_type
+START = "decoder_start_token_id"
+SPECIAL_IDS: dict[str, int] = {}  # where config.json does not say
+NO_EOS = None  # what `"eos_token_id": null` means: nothing
+# "gelu" alone means the exact form there, which no T5 uses; "gated-gelu" means the tanh approximation.
+_ACTIVATIONS = {
+    "relu": ("relu",), "gelu_new": ("gelu",), "silu": ("silu",), "gated-relu": ("relu", "linear"),
+    "gated-gelu": ("gelu", "linear"), "gated-gelu_new": ("gelu", "linear"), "gated-silu": ("silu", "linear"),
+}  # fmt: skip
+_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# A bias that the first T5 checkpoints hold and no implementation uses.
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+# What config.json calls the fields of `T5Config`.
+_FIELDS = {
+    "vocab_size": "vocab_size", "emb_dim": "d_model", "num_heads": "num_heads", "head_dim": "d_kv",
+    "num_encoder_layers": "num_layers", "num_decoder_layers": "num_decoder_layers", "mlp_dim": "d_ff",
+    "num_buckets": "relative_attention_num_buckets", "max_distance": "relative_attention_max_distance",
+    "scale_decoder_outputs": "scale_decoder_outputs",
+}  # fmt: skip
+
+
+def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[T5Config, dict[str, Leaf]]:
+    """Returns the configuration that config.json and the tensors tell, and the tensors as our leaves."""
+    config = _config(folder, options, separate_head="lm_head.weight" in tensors)
+    return config, _by_our_names(tensors, config)
+
+
+def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Config:
+    """config.json as ours; what decides on the head is the file (transformers 5 calls every T5 tied)."""
+    path, is_mt5 = folder / "config.json", options["model_type"] == "mt5"
+    activations = choose(path, options, "feed_forward_proj", "gated-gelu" if is_mt5 else "relu", _ACTIVATIONS)
+    check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
+    # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always writes true).
+    defaults = {
+        "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
+        "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
+    }  # fmt: skip
+    names = _FIELDS | ({} if "scale_decoder_outputs" in options else {"scale_decoder_outputs": "tie_word_embeddings"})
+    fields = read_fields(options, _FIELDS, defaults)
+    fields |= {"mlp_activations": activations, "logits_via_embedding": not separate_head}
+    return build(T5Config, fields, path, names)
+
+
+_ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
+
+
+def tensor_name(name: str) -> str:
+    """Hugging Face's name of our parameter `name`.
+
+    Example: `decoder/layers_3/mlp/wo/kernel` -> `decoder.block.3.layer.2.DenseReluDense.wo.weight`.
+    """
+    fixed = {"token_embedder/embedding": "shared.weight", "decoder/logits_dense/kernel": "lm_head.weight"}
+    if name in fixed:
+        return fixed[name]
+    stack, *path = name.split("/")
+    if path[0] == "relpos_bias":
+        return f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    if path[0].endswith("_norm"):
+        return f"{stack}.final_layer_norm.weight"
+    block = f"{stack}.block.{path[0].removeprefix('layers_')}.layer"
+    mlp = 1 if stack == "encoder" else 2
+    norms = {"pre_attention_layer_norm": 0, "pre_self_attention_layer_norm": 0, "pre_cross_attention_layer_norm": 1}
+    if path[1].endswith("layer_norm"):
+        return f"{block}.{norms.get(path[1], mlp)}.layer_norm.weight"
+    if path[1] == "mlp":
+        return f"{block}.{mlp}.DenseReluDense.{path[2]}.weight"
+    sublayer = "1.EncDecAttention" if path[1] == "encoder_decoder_attention" else "0.SelfAttention"
+    return f"{block}.{sublayer}.{_ATTENTION[path[2]]}.weight"
+
+
+def _turned(name: str, leaf: Leaf) -> Leaf:
+    """Their tensor `[out, in]` of our parameter `name` as ours, or ours as theirs."""
+    return leaf.transposed() if name.endswith(("/kernel", "/rel_embedding")) else leaf
+
+
+def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
+    """Tensors `[out, in]` as our leaves; tensors that no T5 of this configuration has keep their own names."""
+    embedding = next((name for name in _EMBEDDINGS if name in tensors), _EMBEDDINGS[0])
+    leaves, used = {}, {*_EMBEDDINGS, _UNUSED}
+    for name in parameter_shapes(config):
+        theirs = embedding if name == "token_embedder/embedding" else tensor_name(name)
+        used.add(theirs)
+        if theirs in tensors:
+            leaves[name] = _turned(name, tensors[theirs])
+    return leaves | {name: leaf for name, leaf in tensors.items() if name not in used}
+
+
+def by_their_names(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Returns our leaves as their tensors."""
+    return {tensor_name(name): _turned(name, leaf) for name, leaf in leaves.items()}
+
+
+def options_of(config: T5Config, dtype: str) -> dict[str, Any]:
+    """Returns `config` as config.json has it: the inverse of `_config`.
+
+    Raises:
+      ValueError: a feed-forward block that Hugging Face's T5 has no name for.
+    """
+    names = [name for name, activations in _ACTIVATIONS.items() if activations == config.mlp_activations]
+    if not names:
+        known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
+        raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
+    # transformers builds the network by `num_decoder_layers`, its caches by `decoder_layers` and without it `num_layers`.
+    return {
+        "model_type": "t5", "architectures": [_NAMES[0]], "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,
+        "d_kv": config.head_dim, "num_layers": config.num_encoder_layers,
+        "num_decoder_layers": config.num_decoder_layers, "decoder_layers": config.num_decoder_layers,
+        "d_ff": config.mlp_dim, "feed_forward_proj": names[0],
+        "tie_word_embeddings": config.logits_via_embedding, "scale_decoder_outputs": config.scales_outputs,
+        "relative_attention_num_buckets": config.num_buckets, "relative_attention_max_distance": config.max_distance,
+        "layer_norm_epsilon": 1e-6, "dropout_rate": config.dropout_rate, "torch_dtype": dtype,
+    }  # fmt: skip

@@ -1,0 +1,39 @@
+"""The table of model families: where a checkpoint's name of a family becomes the class of its configuration.
+
+A new family is a row here, and a file for each format of others that it is read from (`checkpoints/huggingface_NAME.py`).
+"""
+
+import dataclasses
+
+from specdec_jax.files.reading import shown
+from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.t5 import T5Config
+
+# By the name that stored models say, which is the class's own.
+FAMILIES: dict[str, type[ModelConfig]] = {"t5": T5Config, "gpt": GPTConfig}
+
+PRESETS: dict[str, ModelConfig] = {
+    name: config for shape in FAMILIES.values() for name, config in shape.presets().items()
+}
+
+
+def family_of(name) -> type[ModelConfig]:
+    """Returns the class of the configurations of the family `name`; raises ValueError where there is none."""
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"architecture: got {shown(name)}, expected one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def describe(config: ModelConfig) -> dict:
+    """Returns a configuration as a dict from which `build_config` makes it again."""
+    if FAMILIES.get(config.family) is not type(config):
+        raise ValueError(f"architecture: got a {type(config).__name__}, expected one of the table of families")
+    return {"architecture": config.family, **dataclasses.asdict(config)}
+
+
+def build_config(record: dict) -> ModelConfig:
+    """Returns the configuration that `describe` gave, or one that was recorded before it named its family."""
+    fields = dict(record)
+    before = "gpt" if "num_positions" in fields else "t5"  # which no T5 has
+    return family_of(fields.pop("architecture", before))(**fields)

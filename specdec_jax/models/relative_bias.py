@@ -1,0 +1,57 @@
+"""T5's relative position bias: a table over buckets of distances, as the bias of every query and key position."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models.cache import MAX_UNROLLED_ROWS
+
+
+class RelativePositionBias(nn.Module):
+    """T5's bucketed relative position bias, one table per stack."""
+
+    heads: int
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool
+
+    @nn.compact
+    def __call__(self, queries: int, keys: int) -> jax.Array:
+        """`[queries, H, keys]` float32 for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
+        init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+        table = self.param("rel_embedding", init, (self.heads, self.num_buckets))
+        distance = np.arange(keys)[None, :] - np.arange(queries)[:, None]
+        buckets = relative_position_bucket(distance, self.bidirectional, self.num_buckets, self.max_distance)
+        return jnp.take(table.astype(jnp.float32), buckets, axis=1).transpose(1, 0, 2)
+
+
+def relative_position_bucket(
+    distance: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
+) -> np.ndarray:
+    """T5's bucket of each distance (key position − query position): exact near zero, logarithmic up to `max_distance`."""
+    offset = np.zeros_like(distance)
+    if bidirectional:
+        num_buckets //= 2
+        offset = (distance > 0) * num_buckets
+        distance = np.abs(distance)
+    else:
+        distance = np.maximum(-distance, 0)
+    exact = num_buckets // 2
+    # float32 as in T5X: in float64 some distances fall on the other side of a bucket's edge.
+    ratio = np.maximum(distance, 1).astype(np.float32) / exact
+    log = np.log(ratio + np.finfo(np.float32).eps) / np.log(np.float32(max_distance / exact))
+    large = exact + (log * (num_buckets - exact)).astype(np.int32)
+    return offset + np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))
+
+
+def seen_from(positions, queries: int, position_bias) -> tuple[jax.Array, jax.Array]:
+    """Mask `[B, 1, T, S]` and bias `[B, H, T, S]` of T = `queries` positions from `positions [B]` on."""
+    query_positions = positions[:, None] + jnp.arange(queries)
+    mask = jnp.arange(position_bias.shape[0]) <= query_positions[:, None, :, None]
+    take = lambda start: jax.lax.dynamic_slice_in_dim(position_bias, start, queries, axis=0)
+    if len(positions) > MAX_UNROLLED_ROWS:
+        bias = jax.vmap(take)(positions)
+    else:
+        bias = jnp.stack([take(positions[row]) for row in range(len(positions))])
+    return mask, bias.transpose(0, 2, 1, 3)
