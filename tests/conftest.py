@@ -6,11 +6,11 @@ import importlib.util
 import os
 import pathlib
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+import hypothesis
+import pytest
+from absl.flags import FLAGS
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-from absl.flags import FLAGS  # noqa: E402
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("project")

@@ -1,0 +1,298 @@
+"""`specdec figures`: the paper's tables from our formulas, and records laid beside them."""
+
+import dataclasses
+import html
+import json
+import pathlib
+import re
+
+import gin
+import pytest
+from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE
+
+from specdec_jax.analysis import formulas
+from specdec_jax.analysis.report import page as report_page
+from specdec_jax.analysis.report import paper, plots, rows
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.commands import benchmark, main
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("row", paper.TABLE_1, ids=str)
+def test_table_1_to_the_digit(row):
+    assert round(formulas.operations(row.alpha, row.gamma), 2) == row.operations
+    assert round(formulas.improvement(row.alpha, row.gamma, 0.0), 2) == row.speed
+
+
+@pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
+def test_table_4_to_the_digit(row):
+    """Three rows need more digits of α and c than were printed; numbers that are printed so give their factor."""
+    computed = formulas.improvement(row.alpha, row.gamma, row.cost_ratio)
+    blurred = {("EnDe", "T5-base", 1): 2.35, ("EnDe", "T5-large", 1): 1.93, ("CNN/DM", "T5-large", 1): 1.54}
+    name = row.task, row.drafter, row.temperature
+    assert (row in report_page.BLURRED) == (name in blurred)
+    if name in blurred:
+        assert round(computed, 2) == blurred[name]
+        assert round(formulas.improvement(row.alpha + 0.005, row.gamma, row.cost_ratio - 0.005), 1) == row.expected
+    else:
+        assert round(computed, 1) == row.expected
+
+
+def test_tables_2_and_3_agree_on_alpha():
+    by_name = {(rate.target, rate.drafter): rate for rate in paper.TABLE_3}
+    for row in paper.TABLE_4:
+        rate = by_name[f"T5-XXL ({row.task})", row.drafter]
+        assert row.alpha == (rate.sampled if row.temperature else rate.argmax)
+    for name, alphas in paper.TABLE_5.items():
+        assert alphas[0] == by_name["T5-XXL (EnDe)", name].sampled
+        assert list(alphas) == sorted(alphas)
+
+
+@pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
+def test_there_is_a_configuration_for_every_row_of_table_2(row):
+    task, drafter = {"EnDe": "ende", "CNN/DM": "cnndm"}[row.task], row.drafter.removeprefix("T5-")
+    path = CONFIGS / "paper" / (f"{task}_xxl_{drafter}" + ("_t1" if row.temperature else "") + ".gin")
+    gin.clear_config()
+    gin.parse_config_file(str(path))
+    options = gin.get_configurable(benchmark.BenchmarkOptions)(target="xxl", drafter="small", input_file="test.txt")
+    gin.clear_config()
+    assert (options.gamma, options.temperature, options.verifier) == ([row.gamma], row.temperature, "token")
+    text = path.read_text(encoding="utf-8")
+    assert f"α {row.alpha:.2f}, improvement {row.measured}" in text and f"configs/paper/{path.name} " in text
+
+
+def test_rows_of_every_kind_of_record():
+    spread = Spread(1.5, 1.25, 1.75)
+    assert rows.rows(BENCHMARK) == [
+        rows.Row(
+            "big",
+            "small",
+            "7 of ende/test.tsv.gz",
+            0.0,
+            "block",
+            3,
+            0.8125,
+            0.0625,
+            1.375,
+            2.75,
+            1.625,
+            spread,
+            0,
+            0.03125,
+            1.25,
+        )
+    ]
+    assert rows.rows(MEASURE) == [
+        rows.Row(
+            "big", "small", "7 of built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
+        )
+    ]
+    assert rows.rows(COMPARED) == [
+        rows.Row("big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0)
+    ]
+
+
+def test_the_compilers_estimates_are_called_that():
+    text = report_page.report([(pathlib.Path("tpu.json"), ESTIMATE)])
+    measured, _, estimated = text.partition("<h2>Estimated, not measured</h2>")
+    assert (
+        "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop bodies copy: 1."
+        in estimated
+    )
+    cells = [
+        "EnDe, t5_1_1/small",
+        "0",
+        "7",
+        "0.75",
+        "0.02",
+        "0.016",
+        "0.75",
+        "3.25",
+        "0.031",
+        "1.12",
+        "2.50",
+        "3.2",
+        "3.4",
+    ]
+    assert re.findall("<td>(.*?)</td>", estimated)[: len(cells)] == cells and "tpu.json" not in measured
+    memory = report_page.report(
+        [(pathlib.Path("tpu.json"), {name: ESTIMATE[name] for name in ESTIMATE if name != "times"})]
+    )
+    assert "does not fit" not in memory and "by the compiler" not in memory
+    assert "does not fit" in report_page.report([(pathlib.Path("tpu.json"), ESTIMATE | {"fits": False})])
+
+
+def test_what_was_not_measured_is_said():
+    """Each with its command, which the command line understands."""
+    what = ["T5-XXL with T5-small on an accelerator", "T5X's own decoding", "The TPU compiler's estimates"]
+    listed = lambda *found: report_page.report([(pathlib.Path("a"), record) for record in found]).partition(
+        "no such record was given"
+    )[2]
+    assert [name in html.unescape(listed(BENCHMARK)) for name in what] == [True] * 3
+    other = BENCHMARK | {"machine": MACHINE | {"device": "gpu: NVIDIA H100, 1"}}
+    gpu = other | {"target": {"name": "t5_1_1/xxl"}}
+    assert what[0] in listed(other), "another pair on a GPU"
+    assert [name in html.unescape(listed(BENCHMARK, gpu, ESTIMATE)) for name in what] == [False, True, False]
+    assert not listed(gpu, ESTIMATE, BENCHMARK | {"against": AGAINST})
+    for _, _, command in report_page._EXPECTED[:2]:
+        flags = [flag.split("=")[0].removeprefix("--") for flag in command.split()[2:]]
+        assert set(flags) <= {field.name for field in dataclasses.fields(benchmark.BenchmarkOptions)}
+
+
+def test_another_implementation_is_laid_beside():
+    text = report_page.report([(pathlib.Path("t5x.json"), BENCHMARK | {"against": AGAINST})])
+    assert (
+        "Time of t5x&#x27;s own decoding over ours" in text
+        and "Inputs with other tokens than plain decoding: 1." in text
+    )
+    assert "<td>gamma 3</td><td>1.625 (1.250 to 1.750)</td>" in text
+
+
+@pytest.fixture
+def page(tmp_path):
+    """The page of three records, written by the command."""
+    for name, record in dict(benchmark=BENCHMARK, measure=MEASURE, compared=COMPARED).items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+
+    def write(name: str) -> str:
+        files = [f"--records={tmp_path / kind}.json" for kind in ("benchmark", "measure", "compared")]
+        assert main.main(["figures", *files, f"--output={tmp_path / name}"]) == 0
+        return (tmp_path / name).read_text(encoding="utf-8")
+
+    return write
+
+
+def test_the_page_says_what_the_records_say(page):
+    text = page("report.html")
+    cells = [re.findall("<t[dh]>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)]
+    measured = "1.500 (1.250 to 1.750)"
+    assert [
+        "small",
+        "block",
+        "3",
+        "0.812",
+        "0.062 (0.031)",
+        "1.38 (1.25)",
+        "2.75",
+        "1.625",
+        measured,
+        "0.923 (0.769 to 1.077)",
+        "0",
+    ] in cells
+    assert ["small", "token", "1", "0.625", "0.062", "1.25", "1.62", "1.240", "-", "-", "-"] in cells
+    assert ["lookup,gamma=2", "token", "-", "0.250", "-", "-", "1.12", "-", measured, "-", "0"] in cells
+    assert ["0.9", "10", "1.60", "1.60", "6.86", "6.86"] in cells
+    # Table 3: the paper's, and ours at the temperature that was measured.
+    assert ["T5-XXL (EnDe)", "bigram", "paper", "0.20", "0.19"] in cells
+    assert ["big", "small", "7 of ende/test.tsv.gz", "0.812", "-"] in cells
+    assert ["big", "small", "7 of built-in sentences", "-", "0.625"] in cells
+    assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
+    # Figures 1 and 5.
+    assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
+    assert '<span class="rejected"> zwei</span><span class="corrected"> drei</span></pre>' in text
+
+
+def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
+    record = json.loads(json.dumps(BENCHMARK))
+    record["speculative"][0] |= {
+        "prediction": "with_counts",
+        "predicted": {"with_lengths": 1.625, "with_counts": 1.375},
+    }
+    assert [row.predicted for row in rows.rows(record)] == [1.375]
+
+
+def test_the_page_stands_alone_and_is_the_same_again(page):
+    text = page("one.html")
+    assert text.count("<svg") == 3 + 4 == text.count("</svg>")
+    assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
+    assert text == page("two.html")
+
+
+def test_forced_acceptance_is_marked_and_no_measured_alpha():
+    record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
+    record["speculative"][0]["forced_alpha"] = 0.8
+    (row,) = rows.rows(record)
+    assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 of random ids")
+    text = report_page.report([(pathlib.Path("forced.json"), record)])
+    assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
+    assert "<td>big</td><td>small</td>" not in text
+
+
+def test_lenience_makes_a_table_of_its_own():
+    def record(lenience: float, alpha: float) -> dict:
+        changed = json.loads(json.dumps(BENCHMARK))
+        changed["options"] |= {"verifier": "lenient", "lenience": lenience, "temperature": 1.0}
+        changed["speculative"][0]["stats"]["acceptance_rate"] = alpha
+        return changed
+
+    named = [(pathlib.Path(f"{value}.json"), record(value, 1 - value / 2)) for value in (0.25, 1.0)]
+    text = report_page.report([*named, (pathlib.Path("exact.json"), BENCHMARK)])
+    table = text.partition("Table 5. α and improvement over lenience")[2].partition("</table>")[0]
+    assert re.findall("<th>(.*?)</th>", table)[-2:] == ["l = 1", "l = 0.25"]
+    cells = ["big", "small", "7 of ende/test.tsv.gz", "1", "3"]
+    assert re.findall("<td>(.*?)</td>", table) == [
+        *cells, "0.500, 1.500 (1.250 to 1.750)", "0.875, 1.500 (1.250 to 1.750)"
+    ]  # fmt: skip
+    assert "<td>lenient, l = 0.25</td>" in text
+    # It is no rate of table 3, which is that of algorithm 1.
+    assert "0.500" not in text.partition("Table 3.")[2].partition("</table>")[0]
+    assert "over lenience</caption>" not in report_page.report([(pathlib.Path("exact.json"), BENCHMARK)])
+
+
+def test_the_timeline_lays_calls_end_to_end():
+    figure = plots.timeline([(str(arm["gamma"]), arm["spans"]) for arm in BENCHMARK["example"]["arms"]])
+    bars = {}
+    for collection in figure.axes[0].collections:
+        for path in collection.get_paths():
+            (left, bottom), (right, _) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            bars.setdefault(round(bottom + 0.35), []).append((round(left, 6), round(right, 6)))
+    assert sorted(bars[0]) == [(0, 1), (1, 3), (3, 5)]
+    assert sorted(bars[1]) == [(0, 1), (1, 1.5), (1.5, 2), (2, 4)]
+
+
+def test_without_records_theory_remains(tmp_path):
+    assert main.main(["figures", f"--output={tmp_path / 'theory.html'}"]) == 0
+    text = (tmp_path / "theory.html").read_text(encoding="utf-8")
+    assert "no records were given" in text and text.count("<svg") == 3
+
+
+@pytest.mark.parametrize("missing", ["machine", "options", "speculative", "cost_ratio"])
+def test_half_a_record_is_none(tmp_path, capsys, missing):
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps({name: value for name, value in BENCHMARK.items() if name != missing}))
+    assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and ": got nothing, expected it" in error
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("missing", ["weights_gb", "copied_in_loops", "as compiled"])
+def test_half_an_estimate_is_none(tmp_path, capsys, missing):
+    text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
+    (tmp_path / "half.json").write_text(text, encoding="utf-8")
+    assert main.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert f"{missing}: got nothing, expected it" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "arms": [{}, {}]}}])
+def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps(BENCHMARK | change))
+    assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and "got nothing, expected it" in error and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])
+def test_no_record(tmp_path, capsys, text):
+    (tmp_path / "bad.json").write_text(text)
+    assert main.main(["figures", f"--records={tmp_path / 'bad.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path / 'bad.json'}: got" in error and "in a record of `specdec benchmark`" in error
+
+
+def test_bad_output(tmp_path, capsys):
+    for output in (tmp_path / "report.pdf", tmp_path / "nowhere" / "report.html"):
+        assert main.main(["figures", f"--output={output}"]) == 2
+        assert f"output: got '{output}', expected" in capsys.readouterr().err

@@ -1,0 +1,418 @@
+"""`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record and its figure."""
+
+import json
+import sys
+import types
+
+import command_line
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy as shared_toy
+import toy_processors as shared_toy_processors
+from toy_models import HashModel, HashNetwork
+
+from specdec_jax.analysis import acceptance, arms, expectations, formulas, timing
+from specdec_jax.analysis.report import page, plots, summaries
+from specdec_jax.analysis.report import rows as report_rows
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.commands import measure
+from specdec_jax.decoding import costs
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.speculative import iteration
+from specdec_jax.speculative.sampling import SamplingConfig
+
+pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
+pytestmark = pytest.mark.usefixtures("quick")
+V = 12
+TARGET, DRAFT = HashModel(V, 0, spread=6.0), HashModel(V - 2, 1, likeness=0.7, spread=6.0)
+
+
+def outputs(rows: int, longest: int):
+    rng = np.random.default_rng(0)
+    inputs = [rng.integers(2, V, rng.integers(1, 6)).tolist() for _ in range(rows)]
+    return inputs, rng.integers(0, V, (rows, longest)), rng.integers(0, longest + 1, rows)
+
+
+def slow_laws(model, ids, fed, **adjustments):
+    """Laws `[T, V]` after each of `fed`, one position at a time; ids that the model lacks have probability 0."""
+    last = model.config.vocab_size - 1
+    logits = model.logits([np.minimum(ids, last)], [np.minimum(fed, last)], [len(ids)])[0]
+    logits = np.pad(logits, ((0, 0), (0, V - logits.shape[1])), constant_values=-np.inf)
+    with np.errstate(invalid="ignore"):
+        return np.array([
+            shared_toy_processors.law(logits[t], fed[: t + 1], new=t, eos_ids=TARGET.eos_ids, **adjustments)
+            for t in range(len(fed))
+        ])  # fmt: skip
+
+
+ADJUSTED = {
+    "argmax": dict(temperature=0.0),
+    "temperature": dict(temperature=0.7),
+    "filters": dict(temperature=1.3, top_k=7, top_p=0.9),
+    "processors": dict(temperature=1.0, repetition_penalty=2.0, min_new_tokens=3, forbidden_tokens=(5,)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ADJUSTED))
+def test_agreement_is_that_of_the_laws_computed_one_by_one(name):
+    inputs, tokens, lengths = outputs(rows=4, longest=6)
+    found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name]))
+    filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
+    for row, length in enumerate(lengths):
+        fed = [TARGET.start_token, *tokens[row, : max(0, length - 1)].tolist()]
+        p, q = (slow_laws(model, inputs[row], fed, **filters) for model in (TARGET, DRAFT))
+        overlap = np.minimum(p, q).sum(axis=1)[:length]
+        np.testing.assert_allclose(found.overlap[row, :length], overlap, atol=1e-5)
+        if name == "argmax":
+            assert set(overlap.tolist()) <= {0.0, 1.0}
+        here, there = (laws[np.arange(length), tokens[row, :length]] for laws in (p[:length], q[:length]))
+        # An output that the target cannot give counts as agreed upon where the drafter gives it.
+        expected = np.where(there > 0, there / np.where(here > 0, here, np.where(there > 0, there, 1)), 0)
+        np.testing.assert_allclose(np.exp(found.log_ratio[row, :length]), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "verifier"), [("token", shared_toy.TOKEN), ("block", shared_toy.BLOCK)])
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_survival_along_the_targets_outputs_is_that_over_drafts(name, verifier, zeros):
+    """Exactly: the mean over all outputs of the target, Σ_i P(at least i stand), is E[τ] over all drafts."""
+    target, draft, gamma = shared_toy.table_law(4, 1, zeros), shared_toy.table_law(4, 2, zeros), 3
+    total = 0.0
+    for output, prob in shared_toy.complete({(): 1.0}, target, gamma, set()).items():
+        p, q = (np.array([law(output[:i])[y] for i, y in enumerate(output)]) for law in (target, draft))
+        with np.errstate(divide="ignore"):
+            total += prob * acceptance.SURVIVAL[name](np.log(q) - np.log(p)).sum()
+    assert total == pytest.approx(shared_toy.expected_accepted(target, draft, gamma, verifier), abs=1e-12)
+
+
+def options(**values):
+    return measure.MeasureOptions(target="target", drafter="drafter", **{"max_new_tokens": 12, **values})
+
+
+def batches_of(rows: int, size: int):
+    inputs, _, _ = outputs(rows, 1)
+    return arms.cut(inputs, inputs, size, 0)
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    """Eight rows, scored and counted with γ = 3, and decoded with every γ up to it."""
+    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(8, 4)
+    ways = {
+        how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options()) for how in ("score", "count")
+    }
+    results = {
+        gamma: [generate(TARGET, batch.ids, drafter=drafter, gamma=gamma, max_new_tokens=12) for batch in batches]
+        for gamma in (1, 3)
+    }
+    return ways, results
+
+
+def test_calls_expected_with_argmax_are_those_made(greedy):
+    """Nothing is random: what agreement lets expect of every γ is what the engine then does, end and limit included."""
+    ways, results = greedy
+    for gamma, found in results.items():
+        calls = [max(row.target_calls for row in result.stats.per_row) for result in found]
+        assert [work.calls for work in ways["score"].work["block", gamma]] == pytest.approx(calls)
+    assert {reason for result in results[1] for reason in result.finish_reasons} == {"eos", "length"}
+
+
+def test_counting_and_scoring_agree(greedy):
+    ways, results = greedy
+    scored, counted = ways["score"], ways["count"]
+    assert 0 < scored.alpha < 1 and scored.error > 0
+    lengths = [result.lengths.tolist() for result in results[3]]
+    assert [rows.tolist() for rows in scored.lengths] == [rows.tolist() for rows in counted.lengths] == lengths
+    stats = [result.stats for result in results[3]]
+    examined = sum(int(one.examined_by_position.sum()) for one in stats)
+    assert counted.alpha == sum(one.accepted for one in stats) / examined and counted.positions == examined
+    first = [work.calls for work in counted.work["block", 3]]
+    assert first == pytest.approx([max(row.target_calls for row in one.per_row) for one in stats])
+    by_one = sum(counted.survival["block"][0][:1])
+    per_call = 1 + sum(stands for stands, _ in counted.survival["block"])
+    assert [work.calls for work in counted.work["block", 1]] == pytest.approx(
+        [calls * per_call / (1 + by_one) for calls in first]
+    )
+    by_position = sum(one.accepted_by_position for one in stats) / sum(one.target_calls for one in stats)
+    assert [stands for stands, _ in counted.survival["block"]] == pytest.approx(by_position.tolist())
+
+
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
+    """Means over 512 rows each, of other samples: five standard errors apart at most."""
+    how = options(temperature=1.0, verifier=verifier, seed=3)
+    inputs = [[2 + i % 8, 3] for i in range(512)]
+    batch = arms.cut(inputs, inputs, 512, 0)[0]
+    drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
+    plain = generate(TARGET, batch.ids, key=batch.keys, **how.decoding(plain=True))
+    agreed = acceptance.agreement(TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling())
+    expected = []
+    for row, length in enumerate(plain.lengths):
+        stands = acceptance.along(agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier])
+        expected.append(formulas.calls_along(stands, 3, plain.finish_reasons[row] == "eos"))
+    result = generate(TARGET, batch.ids, drafter=drafter, gamma=3, key=jax.random.key(9), **how.decoding())
+    made = [row.target_calls for row in result.stats.per_row]
+    expected = [calls for calls, _ in expected]
+    error = np.hypot(np.std(made), np.std(expected)) / np.sqrt(512)
+    assert abs(np.mean(made) - np.mean(expected)) < 5 * error
+    assert error < 0.06 * np.mean(made), "or it would show nothing"
+
+
+SAMPLED = {
+    "temperature": dict(temperature=1.0),
+    "filters": dict(temperature=0.9, top_k=7, top_p=0.9),
+    "processors": dict(temperature=1.0, repetition_penalty=2.0, min_new_tokens=3, forbidden_tokens=(5,)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLED))
+def test_counting_and_overlap_agree_on_the_same_positions(name):
+    """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
+    how, drafter = options(seed=1, **SAMPLED[name]), ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
+    inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
+    batches = arms.cut(inputs, inputs, 128, 0)
+    found = acceptance.compare(TARGET, drafter, batches, 3, how)
+    result = [
+        generate(
+            TARGET, batch.inputs, drafter=drafter, gamma=3, key=batch.keys, **how.decoding() | {"verifier": "token"}
+        )
+        for batch in batches
+    ]
+    examined = sum(int(one.stats.examined_by_position.sum()) for one in result)
+    assert found.positions == examined > 1000
+    assert found.counted == pytest.approx(sum(one.stats.accepted for one in result) / examined)
+    assert found.difference == pytest.approx(found.counted - found.overlap)
+    assert 0 < abs(found.difference) < 3 * found.standard_error < 0.05
+
+
+def test_counting_and_overlap_agree_whatever_verifies_the_rest():
+    """A lossy verifier's settings are not the comparison's; rows that fill up a batch have no positions."""
+    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(5, 4)
+    assert any(not ids for ids in batches[-1].ids)
+    ways = [options(temperature=1.0), options(temperature=1.0, verifier="lenient", lenience=0.1)]
+    first, second = (acceptance.compare(TARGET, drafter, batches, 3, how) for how in ways)
+    assert first == second and first.positions > 0
+
+
+def test_nothing_drafted_is_nothing_to_compare():
+    drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
+    assert acceptance.compare(TARGET, drafter, batches_of(2, 2), 3, options(max_new_tokens=1)) is None
+
+
+def test_counting_and_overlap_are_one_with_argmax():
+    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(9, 4)
+    found = acceptance.compare(TARGET, drafter, batches, 3, options())
+    assert found.counted == found.overlap and found.difference == 0 and 0 < found.counted < 1
+
+
+def test_another_drafters_law_does_not_agree(monkeypatch):
+    """The comparison is sharp: it tells a drafter from a worse one, and positions from their neighbours."""
+    drafter, inputs = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), [[2 + i % 8, 3] for i in range(256)]
+    batches, agreement = arms.cut(inputs, inputs, 256, 0), acceptance.agreement
+    other = HashModel(V, 1, likeness=0.5, spread=6.0)
+    monkeypatch.setattr(acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest))
+    found = acceptance.compare(TARGET, drafter, batches, 3, options(temperature=0.5, seed=1))
+    assert abs(found.difference) > 3 * found.standard_error
+
+    def shifted(*args):
+        agreed = agreement(*args)
+        return agreed._replace(overlap=np.roll(agreed.overlap, 1, axis=1))
+
+    monkeypatch.setattr(acceptance, "agreement", shifted)
+    found = acceptance.compare(TARGET, drafter, batches_of(9, 4), 3, options())
+    assert found.difference != 0
+
+
+def test_damaged_models_are_named_with_the_number_of_the_input():
+    """Batches are sorted by length: the number is the one that the input had before."""
+    inputs = [[3, 4, 5, 6, 1], [7, 1], [3, 2, 2, 1]]
+    batches = arms.cut(inputs, inputs, 2, 0)
+    sound = HashModel(V, 1, spread=6.0)
+
+    @flax.struct.dataclass
+    class Broken(HashNetwork):
+        def decode(self, tokens, positions, cache, live=None):
+            logits, cache = HashNetwork.decode(self, tokens, positions, cache)
+            return jnp.where(cache.inputs[:, None, None] % 2 == 1, jnp.nan, logits), cache
+
+    broken = HashModel(V, 0, spread=6.0)
+    broken.network = Broken(broken.law)
+    odd = [
+        place for place, ids in enumerate(inputs)
+        if int(TARGET.network.prefill(np.array([ids]), np.array([len(ids)]), 9).inputs[0]) % 2
+    ]  # fmt: skip
+    assert 0 < len(odd) < 3
+    arm = arms.Arm(0, lambda batch: generate(broken, batch.ids, max_new_tokens=3))
+    with pytest.raises(NotNumbers, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"):
+        arms.one_pass({"plain": arm}, batches, 0, "pass")
+    nothing = HashModel(V, 1)
+    nothing.logits = lambda *arguments, **options: np.full((*np.shape(arguments[1]), V), np.nan, np.float32)
+    with pytest.raises(NotNumbers, match="input [012]: got logits from the drafter hash .* at new token 0"):
+        acceptance.score(sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0))
+
+
+def test_what_cannot_be_scored_is_counted():
+    """No model; and a verifier whose outputs are not the target's."""
+    batches, model = batches_of(2, 2), ModelDrafter(DRAFT)
+    random = acceptance.measure_acceptance(TARGET, RandomDrafter(V), batches, ("block",), 2, options())
+    assert random.how == "counted" and 0 <= random.alpha < 1 and set(random.survival) == {"block"}
+    lossy = options(verifier="lenient", lenience=1e-9)
+    assert acceptance.measure_acceptance(TARGET, model, batches, ("lenient",), 2, lossy).how == "counted"
+    assert (
+        acceptance.measure_acceptance(TARGET, model, batches, ("gumbel",), 2, options(verifier="gumbel")).how
+        == "scored"
+    )
+
+
+def test_iterations_are_the_engines():
+    """Each from the same lengths, with what the one before left."""
+    drafter = ModelDrafter(DRAFT)
+    state, request = timing.iteration_state(TARGET, drafter, 2, 5, 2, max_new_tokens=8, key=jax.random.key(1))
+    assert state.lengths.tolist() == [3, 3] and not state.done.any()
+    expected, step = state, jax.jit(iteration.iterate)
+    for _ in range(3):
+        expected = step(request.network, request.drafter, expected).replace(lengths=state.lengths, done=state.done)
+    found = costs.iterated_steps(request.network, request.drafter, state, np.int32(3))
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        if not jax.numpy.issubdtype(ours.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(ours, theirs)
+    # Three iterations of two tokens, and the one that the state comes from with all that the drafter had not fed.
+    assert (found.counts.draft_calls - state.counts.draft_calls).tolist() == [6, 6]
+
+
+ACCEPTED = acceptance.Acceptance("scored", 0.8, 0.01, 100, {"block": [(0.8, 0.1), (0.7, 0.1), (0.3, 0.1)]}, [], {})
+
+
+def test_the_table_is_the_formulas():
+    found = expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
+    for row, v, stand in zip(found["table"], (1.2, 1.4, 1.6), (1.8, 2.5, 2.8), strict=True):
+        gamma = row["gamma"]
+        assert row["verify_cost"] == pytest.approx(v) and row["timed"] == (gamma != 2)
+        assert row["tokens"] == formulas.expected_tokens(0.8, gamma)
+        assert row["theorem_3_8"] == formulas.improvement(0.8, gamma, 0.1)
+        assert row["with_verify_cost"] == pytest.approx(formulas.improvement(0.8, gamma, 0.1, v))
+        assert row["by_position"]["block"]["tokens"] == pytest.approx(stand)
+        assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(stand / (0.1 * gamma + v))
+    assert found["best_gamma"] == {"theorem_3_8": 3, "with_verify_cost": 3, "by_position": {"block": 2}}
+
+
+def test_cost_of_a_draft_step():
+    spread = lambda seconds: Spread(seconds, seconds, seconds)
+    times = {"target step": spread(2.0), "call 4": spread(3.0), "iteration 4": spread(3.4)}
+    assert expectations.draft_cost(4, times) == pytest.approx(0.4 / 4 / 2)
+    assert expectations.draft_cost(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"
+    times |= {"draft step": spread(0.1), "verify 4": spread(3.0), "draft 4 and verify": spread(3.8)}
+    assert expectations.draft_cost(4, times) == pytest.approx(0.8 / 4 / 2)
+
+
+FLAGS = ["--target=TARGET", "--dtype=float32", "--max_new_tokens=6", "--gamma_max=2", "--limit=2", "--repeats=1"]
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    (tmp_path / "sentences.txt").write_text("Tom\nWe\nShe\n", encoding="utf-8")
+    return tmp_path / "sentences.txt"
+
+
+@pytest.mark.parametrize("drafter", ["DRAFTER", "lookup"])
+def test_command(specdec, sentences, tmp_path, drafter):
+    files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
+    code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert [row.gamma for row in report_rows.rows(record)] == [row["gamma"] for row in record["table"]]
+    assert out == summaries.measure_summary(record) + "\n"
+    assert record["sentences"] == 2 and [row["gamma"] for row in record["table"]] == [1, 2]
+    assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
+    assert record["acceptance"]["how"] == ("scored" if drafter == "DRAFTER" else "counted")
+    assert record["same_positions"] is None and "token verification accepted" not in out
+    assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
+
+
+def test_command_compares(specdec, sentences, tmp_path):
+    files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
+    code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", "--compare_alpha", "--temperature=1", *files)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    line = summaries.same_positions(record["same_positions"])
+    assert record["same_positions"]["positions"] > 0 and line in out and out == summaries.measure_summary(record) + "\n"
+    assert f"<p>{line}.</p>" in page.report([(tmp_path / "record.json", record)])
+    code, out, err = specdec("measure", *FLAGS, "--drafter=lookup", "--compare_alpha", *files)
+    assert code == 2 and not out and "compare_alpha: got it with drafter='lookup', shortlist=None" in err
+
+
+def test_figure_shows_what_the_record_says(monkeypatch):
+    """Curves as they are handed to matplotlib."""
+    record = {
+        "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},
+        "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6}, "acceptance": ACCEPTED.record(),
+        **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
+    }  # fmt: skip
+    drawn, saved = [], []
+
+    class Axes:
+        def plot(self, x, y, *_, **how):
+            drawn.append((how.get("label"), list(x), list(y)))
+
+        def errorbar(self, x, y, errors, *_, **how):
+            drawn.append((how["label"], list(x), list(y)))
+
+        axhline = set = legend = lambda *_, **__: None
+
+    class Figure:
+        def __init__(self, **_):
+            pass
+
+        def subplots(self, rows, columns):
+            return [Axes() for _ in range(columns)]
+
+        def suptitle(self, text, **_):
+            assert "a with b" in text
+
+        def savefig(self, path, **_):
+            saved.append(path)
+
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    module = types.ModuleType("matplotlib.figure")
+    module.Figure = Figure
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+    plots.improvement(record).savefig("figure.svg")
+    curves = {label: values for label, _, values in drawn}
+    assert saved == ["figure.svg"] and curves["block"] == [0.8, 0.7, 0.3] and curves[None] == [1.0, 1.2, 1.6]
+    assert curves["from α, v = 1"] == [row["theorem_3_8"] for row in record["table"]]
+
+
+def test_figure_is_a_picture(tmp_path):
+    record = {
+        "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},
+        "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "4": 1.6}, "acceptance": ACCEPTED.record(),
+        **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
+    }  # fmt: skip
+    plots.improvement(record).savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--drafter="], "drafter: got nothing, expected"),
+        (["--gamma_max=0"], "gamma_max: got 0, expected at least 1"),
+        (["--gamma_max=65"], "gamma: got 65, expected"),
+        (["--widths=1,2"], "widths: got 1, expected at least 2"),
+        (["--limit=-1"], "limit: got -1, expected"),
+        (["--compare_alpha", "--max_new_tokens=1"], "compare_alpha: got it with max_new_tokens=1, expected at least 2"),
+        (["--compare_alpha", "--drafter_int8"], "drafter_int8=True, expected a model that draws from its own law"),
+        (["--batch_size=0"], "batch_size: got 0, expected"),
+        (["--plot=figure.doc"], "plot: got 'figure.doc', expected a file (.png, .pdf, .svg)"),
+        (["--plot=no/such/folder/figure.png"], "in a folder that exists"),
+        (["--input_file=no.txt"], "input_file: got 'no.txt', which is no file"),
+    ],
+)
+def test_bad_input(specdec, flags, message):
+    code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", *flags)
+    assert code == 2 and not out and message in err and err.count("\n") == 1

@@ -1,0 +1,91 @@
+"""`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and what it reads from the text."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from specdec_jax.analysis.report import rows
+
+pytestmark = pytest.mark.skipif(
+    not (pathlib.Path(__file__).parents[2] / "scripts").is_dir(), reason="no scripts beside the tests"
+)
+SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "tpu_aot.py"
+PROGRAM = """
+import importlib.util, sys
+import jax
+from absl import app
+from specdec_jax.models import t5
+
+t5.PRESETS["tiny"] = t5.T5Config(32000, 64, 2, 8, 1, 1, 24)
+spec = importlib.util.spec_from_file_location("tpu_aot", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module._devices = jax.devices
+app.run(module.main, argv=["tpu_aot.py", *sys.argv[2:]])
+"""
+TINY = ["--target=tiny", "--drafter=tiny", "--input_length=8", "--max_new_tokens=8"]
+
+
+def compiled(*flags: str) -> tuple[int, dict]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, SCRIPT, *TINY, *flags], capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_pair_is_compiled_and_sized():
+    code, record = compiled("--gamma=2")
+    assert code == 0 and record["fits"] and record["gamma"] == 2 and record["drafter"] == "tiny"
+    assert 0 < record["weights_gb"] <= record["needed_gb"] <= record["memory_gb"] == 32
+    assert "tiny with tiny, γ = 2, batch 1, bfloat16" in rows.memory_estimate(record)
+    assert rows.time_estimates(record) == []
+
+
+def test_what_does_not_fit_exits_with_1():
+    code, record = compiled("--gamma=0", "--memory_gb=1e-9")
+    assert code == 1 and not record["fits"] and record["drafter"] is None
+
+
+@pytest.fixture
+def script(load_script):
+    return load_script("tpu_aot")
+
+
+HLO = """
+%body (p: (f32[512,1024], f32[8])) -> (f32[512,1024], f32[8]) {
+  %copied = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %x)
+  %little = f32[8]{0} copy(f32[8]{0} %y)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = (f32[512,1024], f32[8]) while(%init), condition=%cond, body=%body
+  %outside = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %z), backend_config={"estimated_cycles":"2100"}
+  %r = f32[8]{0} all-reduce(f32[8]{0} %v), backend_config={"estimated_cycles":"1050"}
+  %unknown = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+
+
+def test_what_is_read_from_a_program(script, monkeypatch):
+    monkeypatch.setattr(script, "_CLOCK", type("Flag", (), {"value": 1.05}))
+    assert script.loop_copies(HLO) == ["f32[512,1024]"] and script.loop_copies(HLO, least=1) == [
+        "f32[512,1024]",
+        "f32[8]",
+    ]
+    assert script.estimated_seconds(HLO) == pytest.approx(3e-6) and script.collectives(HLO) == {"all-reduce": 1}
+
+
+def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):
+    """c, v and improvement by the estimated seconds of single calls; a plain step that is estimated too dear, both ways."""
+    seconds = {1: 3.0, 2: 1.0, 4: 1.25, 6: 1.25, 8: 1.5}
+    monkeypatch.setattr(script, "call_seconds", lambda preset, width, drafts=False: 0.1 if drafts else seconds[width])
+    found = script.times()
+    lines = rows.time_estimates({"times": found})
+    assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", 0, 7, "0.75", "0.02")
+    tokens = (1 - 0.75**8) / 0.25
+    c, v, gain, c_two, v_two, gain_two = map(float, lines[0][5:11])
+    assert (c, v) == (0.033, 0.5) and gain == pytest.approx(tokens / (7 * 0.1 / 3 + 0.5), abs=0.006)
+    assert (c_two, v_two) == (0.1, 1.5) and gain_two == pytest.approx(tokens / (0.7 + 1.5), abs=0.006)
+    assert found["target_call_1_ms"] == 3000 and "not a measurement" in found["what"]

@@ -1,0 +1,74 @@
+"""Parameters stream in: loading takes little memory beside the weights, whatever the format and the stored dtype."""
+
+import pathlib
+import subprocess
+import sys
+
+import make_checkpoints as make
+import ml_dtypes
+import pytest
+
+from specdec_jax.models.t5 import T5Config
+
+# As in the T5 1.1 sizes from large on, embedding and head are a small part: the head exists three times for a moment
+# while it is brought into the loop's layout.
+LAYERS = {"float32": 4, "bfloat16": 8}  # 130 and 120 MB of weights
+
+
+def shape(layers: int) -> tuple[T5Config, dict]:
+    """The same shape for us and in Hugging Face's words."""
+    ours = T5Config(4000, 512, 8, 64, layers, layers, 1408)
+    theirs = dict(vocab_size=4000, d_model=512, d_kv=64, num_heads=8, d_ff=1408)
+    return ours, theirs | dict(num_layers=layers, num_decoder_layers=layers)
+
+
+MEASURE = """
+import ctypes, os, sys, re
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp
+import orbax.checkpoint, tensorstore  # imports are not what is measured
+from specdec_jax import checkpoints
+folder, small, dtype = sys.argv[1:]
+checkpoints.load(small, dtype)  # nor is what XLA compiles to bring the kernels into the loop's layout
+getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = status("VmRSS")
+model = checkpoints.load(folder, dtype)
+weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
+print((status("VmHWM") - before) / weights)
+"""
+
+FORMATS = {
+    "safetensors, float32": lambda path, p, shape: make.write_hf(path, make.to_tensors(p), **shape),
+    "safetensors, bfloat16": lambda path, p, shape: make.write_hf(
+        path, make.to_tensors(p, ml_dtypes.bfloat16), **shape
+    ),
+    "flax": lambda path, p, shape: make.write_hf_flax(path, p, **shape),
+    "t5x legacy": lambda path, p, shape: make.write_t5x_legacy(path / "checkpoint_1", p),
+    "t5x orbax": lambda path, p, shape: make.write_t5x_orbax(path / "checkpoint_1", p, optimizer=False),
+    "t5x orbax, scanned": lambda path, p, shape: make.write_t5x_orbax(
+        path / "checkpoint_1", make.stack_layers(p), False
+    ),
+}
+
+
+CASES = [
+    pytest.param(form, dtype, marks=() if (form, dtype) == ("safetensors, bfloat16", "float32") else pytest.mark.slow)
+    for form in FORMATS
+    for dtype in LAYERS
+]
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+@pytest.mark.parametrize("form, dtype", CASES)
+def test_peak_memory_is_at_most_a_fifth_above_the_weights(form, dtype, tmp_path):
+    for name, layers in (("large", LAYERS[dtype]), ("small", 1)):
+        ours, theirs = shape(layers)
+        FORMATS[form](tmp_path / name, make.random_params(ours), theirs)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "large"), str(tmp_path / "small"), dtype]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    ratio = float(done.stdout)
+    print(f"{form} -> {dtype}: {ratio:.3f}")
+    assert 0.9 < ratio <= 1.2

@@ -1,0 +1,60 @@
+"""Hostile files end in one line that names the file, within seconds and in little memory.
+
+They are read in another process: one that hangs or dies is a case that failed, and the others follow in a new one.
+"""
+
+import json
+import os
+import pathlib
+import select
+import subprocess
+import sys
+
+import pytest
+from hostile_cases import CASES
+
+SECONDS, MEGABYTES = 5, 200
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pipes, sockets and limits as on Linux")
+
+
+def run(names, folder) -> dict[str, dict]:
+    """What came of the cases, by name, up to the first at which the process hangs or dies, which has nothing."""
+    program = pathlib.Path(__file__).parents[1] / "support/hostile_files.py"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    found: dict[str, dict] = {}
+    with subprocess.Popen(
+        [sys.executable, program, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=environment, bufsize=0,  # what waits in a buffer, `select` does not see
+    ) as process:  # fmt: skip
+        process.stdin.write("\n".join(names).encode())
+        process.stdin.close()
+        while select.select([process.stdout], [], [], 60)[0] and (line := process.stdout.readline()):
+            outcome = json.loads(line)
+            found[outcome["case"]] = outcome
+        process.kill()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder, found, left = tmp_path_factory.mktemp("hostile"), {}, list(CASES)
+    while left:
+        found |= run(left, folder)
+        left = [name for name in left if name not in found]
+        if left:
+            found[left.pop(0)] = None
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_that_names_the_file(name, outcomes):
+    found = outcomes[name]
+    assert found is not None, "the process hung or died"
+    assert found["error"] == "ValueError", found
+    assert CASES[name].names in found["text"], found["text"]
+    assert len(found["text"].splitlines()) == 1 and len(found["text"]) < 2500 and not found["stderr"], found
+    assert found["seconds"] < SECONDS and found["bytes"] < MEGABYTES * 1e6
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 150

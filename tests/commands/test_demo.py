@@ -1,0 +1,133 @@
+"""`specdec demo`: what it says while one waits, its marks, and times that agree with their ratio."""
+
+import io
+import itertools
+import re
+import types
+import xml.etree.ElementTree
+
+import command_line
+import numpy as np
+import pytest
+import rich.console
+
+import specdec_jax as sd
+from specdec_jax.analysis import traces
+from specdec_jax.commands import demo, sentences
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.trace import TraceStep
+
+pytestmark = pytest.mark.usefixtures("quick")
+cache, pair, specdec = command_line.cache, command_line.pair, command_line.specdec
+
+
+def test_demo_says_what_it_does(specdec):
+    code, out, err = specdec(
+        "demo", *command_line.MODELS, "--repeats=1", "Tom", "We", "We asked where she left the book."
+    )
+    assert code == 0 and "\x1b" not in out + err
+    assert err.splitlines()[0].startswith("loading ")
+    waits = re.findall("^compiling (.*) \\(up to (\\d+) tokens", err, re.MULTILINE)
+    lengths = sorted({number for _, number in waits}, key=int)
+    assert len(lengths) == 2 and sorted(waits) == sorted(
+        itertools.product(["plain decoding", "speculative decoding"], lengths)
+    )
+    first, second, _, legend, *_ = out.splitlines()
+    assert "proposes up to 2 tokens" in first and "the one that the target alone would have written" in second
+    assert "{+correction+}" in legend and "{*bonus*}" in legend
+    assert "\nTom\n" in out and "\nWe\n" in out and "{+" in out.partition("\nTom\n")[2]
+    assert "tokens per target call" in out and out.splitlines()[-3].startswith("next: specdec demo ")
+    assert out.splitlines()[-5].startswith("kernel: ")
+
+
+def test_picture_of_the_demo(specdec, tmp_path):
+    """In colour wherever the output goes, without marks, fonts from elsewhere or the path of the kernel."""
+    picture = tmp_path / "demo.svg"
+    code, out, _ = specdec("demo", *command_line.MODELS, "--repeats=1", f"--picture={picture}", "Tom", "We")
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert (
+        code == 0
+        and root.tag.endswith("svg")
+        and "proposes up to 2 tokens" in text
+        and "tokens per target call" in text
+    )
+    assert "{=" in out and "{=" not in text and "http" not in text and "kernel" not in text
+    assert "line-through" in text and specdec("demo", *command_line.MODELS, "--picture=demo.png", "Tom")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "promise"),
+    [
+        (["--temperature=1"], "is distributed as if the target alone"),
+        (["--verifier=lenient", "--lenience=0.5"], "lets others pass"),
+    ],
+)
+def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
+    assert promise in specdec("demo", *command_line.MODELS, "--repeats=1", *flags, "Tom")[1].splitlines()[1]
+
+
+def test_demo_of_nothing(specdec):
+    code, out, err = specdec("demo", *command_line.MODELS, "--repeats=1", "", " ")
+    assert code == 0 and out.endswith("nothing to time: no sentence has any text\n") and "plain" not in err
+
+
+def test_printed_times_give_the_printed_ratio(monkeypatch):
+    """Three passes whose ratios are 3, 1 and 3.4 (in the middle 3), while that of the median times is 1.7."""
+    passes = {"plain": [6.0, 4.0, 10.2], "speculative": [2.0, 4.0, 3.0]}
+    clock, turn = [0.0], {name: itertools.count() for name in passes}
+
+    def arm(name):
+        def decode(number):
+            clock[0] += passes[name][next(turn[name])]
+            return types.SimpleNamespace(lengths=np.array([4]), stats=types.SimpleNamespace(target_calls=2))
+
+        return decode
+
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
+    text = demo.comparison({name: arm(name) for name in passes}, [0], 3)
+    plain, speculative = (float(re.search(f"^{name} +([0-9.]+) ms", text, re.MULTILINE)[1]) for name in passes)
+    ratio, least, most = re.search("^ratio +([0-9.]+), .*\\(([0-9.]+) to ([0-9.]+)\\)", text, re.MULTILINE).groups()
+    assert (ratio, least, most) == ("3.00", "1.00", "3.40") and plain / speculative == pytest.approx(
+        float(ratio), abs=0.005
+    )
+    assert "4 tokens in 6 s" in text and "2.00 tokens per target call" in text
+
+
+KINDS = [("committed", "Tom"), ("accepted", " lernt"), ("rejected", " sehr"), ("corrected", " Deutsch"), ("bonus", ".")]
+
+
+def test_marks_and_colours():
+    assert demo.render(KINDS, colours=False).plain == "Tom {=lernt=} [-sehr-] {+Deutsch+}{*.*}"
+    line = demo.render(KINDS, colours=True)
+    assert line.plain == "Tom lernt sehr Deutsch."
+    styles = {line.plain[span.start : span.end]: span.style for span in line.spans}
+    assert styles == {"Tom": "dim", "lernt": "green", "sehr": "red strike", "Deutsch": "blue bold", ".": "cyan bold"}
+    assert demo.render([("rejected", " ")], colours=False).plain == " [-␣-]"
+
+
+def test_a_bonus_is_no_correction():
+    target = types.SimpleNamespace(eos_ids=(1,), vocabulary=types.SimpleNamespace(piece=lambda token: f" {token}"))
+    steps = [TraceStep([5, 6], None, 7, 2, None), TraceStep([8], 9, 3, 2, None), TraceStep([], None, 4, 0, None)]
+    kinds = [[kind for kind, _ in line if kind != "committed"] for line in traces.lines(steps, target)]
+    assert kinds == [["accepted", "bonus"], ["accepted", "rejected", "corrected"], ["bonus"]]
+    assert {kind for kind, _ in traces.LEGEND} == set(demo._STYLES) == set(demo._MARKS)
+
+
+def test_a_bar_moves_where_there_is_a_terminal(monkeypatch):
+    make = rich.console.Console
+    for terminal in (True, False):
+        screen = io.StringIO()
+        monkeypatch.setattr(rich.console, "Console", lambda **_: make(file=screen, force_terminal=terminal, width=80))
+        with demo.compiling("speculative decoding [x]", 500):
+            pass
+        assert ("\x1b" in screen.getvalue()) == terminal == ("0:00:00" in screen.getvalue())
+        assert "compiling speculative decoding [x]" in screen.getvalue()
+
+
+def test_the_built_in_sentences_need_one_shape():
+    vocabulary = sd.load("ende/target", dtype="float32").vocabulary
+    found = sentences.built_in()
+    assert len({bucket(len(vocabulary.encode(text)) + 1) for text in found}) == 1
+    assert len(found) == len(set(found)) > demo._SENTENCES
+    assert sentences.read_sentences([], sentences.BUILT_IN) == found

@@ -1,0 +1,404 @@
+"""The command line, through `main(argv)` and once or twice as a process: results, errors, gin, standard streams."""
+
+import gzip
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import command_line
+import pytest
+from command_line import MODELS, SENTENCES, expected
+from devices import SPECDEC
+
+import specdec_jax as sd
+from specdec_jax.analysis import traces
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import generate as generate_command
+from specdec_jax.commands import main
+from specdec_jax.decoding import inputs as decoding_inputs
+from specdec_jax.decoding import jobs
+
+pair, cache, specdec, compilations = (
+    command_line.pair,
+    command_line.cache,
+    command_line.specdec,
+    command_line.compilations,
+)
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture
+def generate(specdec):
+    """Runs `specdec generate` with the tiny pair, short outputs and two rows a batch."""
+    return lambda *argv: specdec("generate", *MODELS, "--batch_size=2", *argv)
+
+
+# Help.
+
+
+def test_help(specdec):
+    code, out, err = specdec("--help")
+    assert code == 0 and not err
+    assert all(name in out for name in main.COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(main.COMMANDS))
+def test_help_of_a_command_names_every_setting(specdec, name):
+    code, out, err = specdec(name, "--help")
+    assert code == 0 and not err
+    cls, _ = main.COMMANDS[name].load()
+    prefix = "--" if main.COMMANDS[name].by_flags else ""
+    out = out.replace("--[no]", "--")
+    assert all(f"{prefix}{field}" in out for field in [*cls.__dataclass_fields__, "gin_file", "gin_search_paths"])
+
+
+def test_no_command(specdec):
+    code, out, err = specdec()
+    assert code == 2 and not out and "usage" in err
+
+
+def test_version(specdec):
+    assert specdec("--version") == (0, f"specdec {sd.__version__}\n", "")
+
+
+# specdec generate.
+
+
+def test_sentences_from_arguments_in_order(generate, pair, compilations):
+    code, out, err = generate(*SENTENCES)
+    assert compilations  # so that the fixture is known to notice
+    assert (code, err) == (0, "")
+    assert out.splitlines() == expected(pair)
+
+
+@pytest.mark.parametrize("name", ["sentences.txt", "sentences.txt.gz"])
+def test_sentences_from_a_file(generate, pair, tmp_path, name):
+    content = "".join(f"{text}\n" for text in SENTENCES).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    code, out, _ = generate("--input_file", tmp_path / name, "--gamma=0", "--batch_size=1")
+    assert code == 0 and out.splitlines() == expected(pair)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_sentences_from_standard_input(generate, pair, monkeypatch, end):
+    text = "".join(f"{sentence}{end}" for sentence in SENTENCES)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code, out, _ = generate()
+    assert code == 0 and out.splitlines() == expected(pair)
+
+
+def test_json(generate, pair):
+    code, out, _ = generate("--json", *SENTENCES)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [record["text"] for record in records] == expected(pair)
+    for text, record in zip(SENTENCES, records, strict=True):
+        stats = record["stats"]
+        assert len(record["tokens"]) == len(record["log_probs"]) <= 6
+        assert bool(record["tokens"]) == bool(text)
+        assert sum(stats["accepted_by_position"]) == stats["accepted"] <= stats["drafted"]
+        assert len(stats["examined_by_position"]) == 2
+
+
+def test_a_sample_does_not_depend_on_its_batch(generate):
+    arguments = ["--temperature=1", "--seed=7"]
+    together = generate(*arguments, *SENTENCES)
+    assert together[0] == 0
+    assert together == generate(*arguments, "--batch_size=1", *SENTENCES)
+    assert together != generate(*arguments[:-1], "--seed=8", *SENTENCES)
+
+
+def test_sampling_settings_arrive():
+    options = generate_command.GenerateOptions(target="target", temperature=0.5, top_k=3, top_p=0.9)
+    assert options.sampling() == sd.SamplingConfig(temperature=0.5, top_k=3, top_p=0.9)
+
+
+def test_outputs_appear_window_by_window(pair, monkeypatch):
+    """Sorting within a window must not change the order of outputs or of the random keys."""
+    target = sd.load(pair / "target", dtype="float32")
+    inputs = decoding_inputs.encode(target, SENTENCES, 512)
+    drafter = sd.ModelDrafter(sd.load(pair / "drafter", dtype="float32"))
+    options = dict(batch_size=2, seed=3, drafter=drafter, gamma=2, max_new_tokens=6)
+    options["sampling"] = sd.SamplingConfig(temperature=1.0)
+    whole = list(jobs.decode_all(target, inputs, **options))
+    monkeypatch.setattr(jobs, "_WINDOW", 1)
+    windows = jobs.decode_all(target, inputs, **options)
+    assert [output.tokens for output in windows] == [output.tokens for output in whole]
+
+
+# The other commands.
+
+
+def test_trace_lines_add_up_to_the_output(pair):
+    target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
+    options = dict(drafter=sd.ModelDrafter(drafter), gamma=2, max_new_tokens=6)
+    lines = traces.lines(sd.trace(target, SENTENCES[0], **options), target)
+    tokens = sd.generate(target, [SENTENCES[0]], **options)
+    whole = "".join(text for kind, text in lines[-1] if kind != "rejected")
+    assert whole == "".join(traces.surface(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]])
+
+
+def test_benchmark(specdec, tmp_path):
+    (tmp_path / "sentences.txt").write_text("Tom\nWe\nShe\n", encoding="utf-8")
+    files = ["--input_file", tmp_path / "sentences.txt", "--output", tmp_path / "record.json"]
+    code, out, err = specdec("benchmark", *MODELS, "--repeats=1", "--limit=2", "--json", *files)
+    assert (code, err) == (0, "")
+    record = json.loads(out)
+    assert record == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["sentences"] == 2 and [arm["gamma"] for arm in record["speculative"]] == [2]
+    plain, speculative = record["example"]["arms"]
+    assert record["example"]["input"] == "Tom" and (plain["gamma"], speculative["gamma"]) == (0, 2)
+    calls = [[name for name, _ in arm["spans"]].count("target call") for arm in (plain, speculative)]
+    assert calls[1] == len(speculative["lines"]) <= calls[0]
+
+
+def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):
+    """The record is written, the exit code is 1."""
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
+    code, out, err = specdec("benchmark", *MODELS, "--json", "--output", tmp_path / "record.json")
+    assert code == 1 and json.loads(out) == {"a": 1} == json.loads((tmp_path / "record.json").read_text())
+    assert err == "specdec: error: gamma 2: got other tokens\n"
+
+
+# gin.
+
+
+def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "base.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from specdec_jax.commands import generate\n"
+        f"generate.GenerateOptions.target = '{pair / 'target'}'\n"
+        "generate.GenerateOptions.dtype = 'float32'\n"
+        "generate.GenerateOptions.json = True\n"
+        "generate.GenerateOptions.max_new_tokens = %TOKENS\n"
+        "TOKENS = 2\n"
+    )
+    (folder / "more.gin").write_text("include 'base.gin'\nTOKENS = 3\n")
+
+    def tokens(*argv):
+        code, out, err = specdec("generate", f"--gin_search_paths={tmp_path},{folder}", *argv, "Tom")
+        assert code == 0, err
+        return len(json.loads(out)["tokens"])
+
+    assert tokens("--gin_file=base.gin") == 2
+    assert tokens("--gin_file=more.gin") == 3
+    assert tokens("--gin_file=base.gin", "--gin_file=more.gin") == 3
+    assert tokens("--gin_file=base.gin", "--gin.TOKENS=4") == 4
+    assert tokens("--gin_file=base.gin", "--gin.GenerateOptions.max_new_tokens=5") == 5
+    assert tokens("--gin_file=base.gin", "--max_new_tokens=6") == 6
+
+
+def test_gin_without_a_file(specdec):
+    settings = ["--gin.GenerateOptions.json=True", "--gin.generate.GenerateOptions.max_new_tokens=6"]
+    code, out, _ = specdec("generate", "--target=TARGET", "--dtype=float32", *settings, "")
+    assert code == 0 and json.loads(out)["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("generate.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
+        ("generate.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
+        ("from specdec_jax.commands import generat", "No module named 'specdec_jax.commands.generat'"),
+    ],
+)
+def test_a_misspelt_name_is_told_with_file_and_line(specdec, tmp_path, line, said):
+    file = tmp_path / "bad.gin"
+    file.write_text(f"from __gin__ import dynamic_registration\nfrom specdec_jax.commands import generate\n{line}\n")
+    code, out, err = specdec("generate", f"--gin_file={file}", "--gin_search_paths=/", "hello")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err and f'In file "{file}", line 3' in err
+
+
+@pytest.mark.parametrize("command", ["generate", "benchmark"])
+def test_configurations_of_the_bundled_pair(specdec, monkeypatch, command):
+    from specdec_jax.commands import generate as generate_command
+    from specdec_jax.commands import suite
+
+    seen = []
+    monkeypatch.setattr(
+        {"generate": generate_command, "benchmark": suite}[command], "run", lambda options, *_: seen.append(options)
+    )
+    config = pathlib.Path(__file__).parents[2] / f"configs/{command}/ende.gin"
+    assert specdec(command, f"--gin_file={config}", "--gin_search_paths=/") == (0, "", "")
+    seen[0].check()
+    assert (seen[0].target, seen[0].drafter) == ("ende/target", "ende/drafter")
+
+
+def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
+    from specdec_jax.training import config as training_config
+    from specdec_jax.training import train
+
+    seen = []
+    monkeypatch.setattr(train, "fit", lambda options, begun: (seen.append(options), begun()))
+    config = pathlib.Path(__file__).parents[2] / "configs/train/smoke.gin"
+    settings = [f"--gin.DATA_DIR='{tmp_path}'", f"--gin.OUTPUT_DIR='{tmp_path / 'run'}'", "--gin.TrainConfig.seed=5"]
+    assert specdec("train", f"--gin_file={config}", f"--gin_search_paths={config.parent},/", *settings) == (0, "", "")
+    (options,) = seen
+    assert isinstance(options, training_config.TrainConfig) and isinstance(options.model, sd.T5Config)
+    assert options.seed == 5 and options.output_dir == str(tmp_path / "run")
+    written = tmp_path / "run/operative.gin"
+    assert specdec("train", f"--gin_file={written}", "--gin_search_paths=/") == (0, "", "")
+    assert seen[1] == options, "what was written gives the same settings"
+
+
+@pytest.mark.parametrize("way", ["flags", "gin", "both"])
+def test_settings_are_written_beside_the_output(specdec, pair, tmp_path, way):
+    given = {
+        "target": str(pair / "target"),
+        "dtype": "float32",
+        "max_new_tokens": 3,
+        "output_file": str(tmp_path / "a"),
+    }
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    bindings = [f"--gin.GenerateOptions.{name}={value!r}" for name, value in given.items()]
+    overruled = ["--gin.GenerateOptions.max_new_tokens=5", flags[2]]
+    argv = {"flags": flags, "gin": bindings, "both": [*bindings[:2], *overruled, *flags[3:]]}[way]
+    assert specdec("generate", *argv, "Tom", "We")[0] == 0
+    first, written = (tmp_path / "a").read_text(), tmp_path / "a.gin"
+    again = ["generate", f"--gin_file={written}", "--gin_search_paths=/", f"--output_file={tmp_path / 'b'}"]
+    for name in ("b", "c"):
+        assert specdec(*again, "Tom", "We")[0] == 0
+        assert (tmp_path / name).read_text() == first
+        again = [
+            "generate",
+            f"--gin_file={tmp_path / 'b.gin'}",
+            "--gin_search_paths=/",
+            f"--output_file={tmp_path / 'c'}",
+        ]
+    assert "max_new_tokens = 3\n" in (tmp_path / "c.gin").read_text()
+
+
+def test_settings_of_a_folder_lie_beside_it(specdec, monkeypatch, tmp_path):
+    from specdec_jax.commands import convert
+
+    monkeypatch.setattr(convert, "run", lambda options: None)
+    for output in (f"{tmp_path}/made/", "/dev/stdout"):
+        assert specdec("convert", "--source=ende/target", f"--output={output}", "--format=t5x") == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["made.gin"]
+    assert not pathlib.Path("/dev/stdout.gin").exists()
+
+
+# Bad input: one clear line, exit code 2, nothing compiled.
+
+BAD = {
+    "unknown command": (["translate"], "got 'translate', expected one of demo, generate"),
+    "unknown flag": (["generate", "--gama=3"], "Unknown command line flag 'gama'"),
+    "flag of another command": (["generate", "--repeats=3"], "Unknown command line flag 'repeats'"),
+    "not a number": (["generate", "PAIR", "--gamma=many", "hello"], "gamma: got many, expected"),
+    "arguments to benchmark": (["benchmark", "hello"], "got 'hello', expected flags only"),
+    "no target": (["generate", "hello"], "target: got nothing, expected"),
+    "missing checkpoint": (["generate", "--target=no/such/folder", "hello"], "no/such/folder"),
+    "dtype": (["generate", "PAIR", "--dtype=float8", "hello"], "got 'float8', expected float32 or bfloat16"),
+    "other vocabulary": (["generate", "PAIR", "--drafter=STRANGER", "hello"], "got a vocabulary of 35 pieces"),
+    "gamma": (["generate", "PAIR", "--gamma=-1", "hello"], "gamma: got -1, expected"),
+    "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
+    "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),
+    "gammas": (["benchmark", "PAIR", "--gamma=2,x"], "gamma: got '2,x', expected"),
+    "temperature": (["generate", "PAIR", "--temperature=-0.5", "hello"], "temperature: got -0.5, expected"),
+    "temperature NaN": (["generate", "PAIR", "--temperature=nan", "hello"], "temperature: got nan, expected"),
+    "top_k": (["generate", "PAIR", "--top_k=-1", "hello"], "top_k: got -1, expected"),
+    "top_p 0": (["generate", "PAIR", "--top_p=0", "hello"], "top_p: got 0.0, expected"),
+    "top_p 1.5": (["generate", "PAIR", "--top_p=1.5", "hello"], "top_p: got 1.5, expected"),
+    "max_new_tokens": (["generate", "PAIR", "--max_new_tokens=0", "hello"], "max_new_tokens: got 0, expected at least 1"),
+    "batch_size": (["generate", "PAIR", "--batch_size=0", "hello"], "batch_size: got 0, expected at least 1"),
+    "missing file": (["generate", "PAIR", "--input_file=no.txt"], "input_file: got 'no.txt', which is no file"),
+    "empty file": (["generate", "PAIR", "--input_file=EMPTY"], "got no lines from"),
+    "not UTF-8": (["generate", "PAIR", "--input_file=LATIN1"], "line 2: got bytes that are not UTF-8"),
+    "output in no folder": (["generate", "PAIR", "--output_file=no/such/file", "hello"], "output_file: got 'no/such/file', expected"),
+    "output over the input": (["generate", "PAIR", "--input_file=LATIN1", "--output_file=LATIN1"], "which is the input, expected"),
+    "output file and stream": (["generate", "PAIR", "--output_file=LATIN1", "--stream", "hello"], "stream: got it with output_file="),
+    "two sources": (["generate", "PAIR", "--input_file=LATIN1", "hello"], "expected one of the two"),
+    "too long": (["generate", "PAIR", "--max_input_length=5", "hello " * 9], "sentence 1: got"),
+    "too long for the benchmark": (["benchmark", "PAIR", "--max_input_length=5"], "sentence 1: got"),
+    "too long for the demo": (["demo", "PAIR", "--max_input_length=5"], "sentence 1: got"),
+    "gin name": (["generate", "PAIR", "--gin.Nothing.x=1", "hello"], "No configurable matching 'Nothing'"),
+    "gin field": (["generate", "PAIR", "--gin.GenerateOptions.gama=1", "hello"], "doesn't have a parameter named 'gama'"),
+    "gin macro": (["generate", "PAIR", "--gin.GAMMA=1", "hello"], "got --gin.GAMMA, expected a name that `specdec generate` uses"),
+    "gin scope": (["generate", "PAIR", "--gamma=1", "--gin.x/GenerateOptions.gamma=2", "hello"], "expected a name that"),
+    "gin value": (["generate", "PAIR", "--gin.GenerateOptions.gamma=1.5", "hello"], "gamma: got 1.5, expected int"),
+    "gin syntax": (["generate", "PAIR", "--gin.GenerateOptions.gamma=[", "hello"], "gin: "),
+    "gin form": (["generate", "PAIR", "--gin.GAMMA", "hello"], "expected --gin.NAME=value"),
+    "gin file": (["generate", "PAIR", "--gin_file=no.gin", "hello"], "gin_file: got 'no.gin', expected a file in"),
+    "train without settings": (["train"], "expected --gin_file or --gin.NAME=value"),
+    "train with half of them": (["train", "--gin.TrainConfig.steps=3"], "gin: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input(specdec, pair, tmp_path, compilations, case):
+    (tmp_path / "empty").touch()
+    (tmp_path / "latin1").write_bytes("gut\nschön\n".encode("latin-1"))
+    argv, message = BAD[case]
+    filled = []
+    for argument in argv:
+        argument = argument.replace("EMPTY", str(tmp_path / "empty")).replace("LATIN1", str(tmp_path / "latin1"))
+        filled += MODELS[:3] if argument == "PAIR" else [argument]
+    code, out, err = specdec(*filled)
+    assert code == 2 and not out
+    *before, last = err.splitlines()
+    assert last.startswith("specdec: error: ") and message in last
+    assert not before or argv[0] == "demo" and before[0].startswith("loading "), "the demo says what it waits for"
+    assert not compilations
+
+
+def test_the_default_dtype_is_said(specdec):
+    code, _, err = specdec("generate", "--target=TARGET", "--max_input_length=1", "Tom")
+    assert (
+        code == 2 and "float32" in err.splitlines()[0] and err.splitlines()[-1].startswith("specdec: error: sentence 1")
+    )
+
+
+def test_empty_standard_input(generate, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    code, out, err = generate()
+    assert (code, out) == (2, "") and "got no lines from standard input" in err
+
+
+def test_standard_input_not_utf8(generate, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"sch\xf6n\n")))
+    code, out, err = generate()
+    assert (code, out) == (2, "") and "standard input, line 1: got bytes that are not UTF-8" in err
+
+
+def test_the_help_says_that_gin_files_are_code(specdec):
+    code, out, _ = specdec("train", "--help")
+    assert code == 0 and "it is code: use none from a source you do not trust" in " ".join(out.split())
+
+
+def test_debug_shows_the_traceback(generate):
+    with pytest.raises(ValueError, match="gamma"):
+        generate("--gamma=-1", "--debug", "hello")
+
+
+def test_interrupt(generate, monkeypatch):
+    monkeypatch.setattr(generate_command, "decode_all", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert generate("hello") == (130, "", "specdec: interrupted\n")
+
+
+# As a process.
+
+
+def process(*argv, environment, **options):
+    return subprocess.run(
+        [*SPECDEC, *map(str, argv)], capture_output=True, encoding="utf-8",
+        env=os.environ | environment, **options,
+    )  # fmt: skip
+
+
+def test_process_reads_writes_and_keeps_what_it_compiled(pair, tmp_path, quick_environment):
+    argv = ["generate", "--target", pair / "target", "--dtype=float32", "--max_new_tokens=6", "--batch_size=1"]
+    done = process(*argv, environment={**quick_environment, "XDG_CACHE_HOME": str(tmp_path)}, input="Tom\n\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "\n".join([*expected(pair, ["Tom"]), "", ""])
+    assert any((tmp_path / "specdec_jax").iterdir())
+
+
+def test_process_error():
+    done = process("generate", "--target=no/such/model", "hello", environment={})
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("specdec: error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,214 @@
+"""Early exit on tiny random T5s: the drafts of a model cut off after its first layers, on the target's own cache."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_inputs import INPUTS, V, cut, loop_bodies
+from toy_models import HashModel, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.analysis import arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.checkpoints import loader
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import generate
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import finish
+from specdec_jax.speculative.sampling import SamplingConfig
+
+LAYERS, LIMIT, GAMMA = 4, 12, 3
+KEY = jax.random.key(0)
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=0.9, top_p=0.95)
+PREFIXES = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@functools.cache
+def target():
+    return tiny_t5(0, V, decoder_layers=LAYERS)
+
+
+@functools.cache
+def cut_off(layers: int):
+    """The target without the decoder layers from `layers` on, as a model of its own."""
+    params = jax.tree.map(lambda leaf: leaf, target().params)
+    for number in range(layers, LAYERS):
+        del params["decoder"][f"layers_{number}"]
+    return sd.LanguageModel(dataclasses.replace(target().config, num_decoder_layers=layers), params)
+
+
+@functools.cache
+def early(layers: int = 3):
+    return sd.EarlyExitDrafter(target(), layers)
+
+
+def run(drafter=None, **options):
+    options = dict(max_new_tokens=LIMIT, eos_ids=(), gamma=GAMMA, key=KEY) | options
+    return sd.generate(target(), INPUTS, drafter=drafter, **options)
+
+
+@functools.cache
+def plain():
+    return run()
+
+
+def counted(result) -> list:
+    return [(row.target_calls, row.drafted, row.accepted) for row in result.stats.per_row]
+
+
+def assert_same(result, expected):
+    np.testing.assert_array_equal(result.tokens, expected.tokens)
+    np.testing.assert_array_equal(result.lengths, expected.lengths)
+    np.testing.assert_allclose(result.log_probs, expected.log_probs, atol=1e-4)
+
+
+# With a γ and a prefix for each row; several tests run what compiles with these.
+RAGGED = dict(decoder_prefix=PREFIXES, gamma=[0, 1, 2, 3, 3, 3, 2, 3])
+
+
+@pytest.mark.parametrize("layers, config", [(1, GREEDY), (3, SAMPLED)], ids=["greedy", "sampled"])
+def test_drafts_are_those_of_the_cut_off_model(layers, config):
+    """Token for token and count for count: the same law and the same draws."""
+    result, expected = (
+        run(drafter, sampling=config, **RAGGED) for drafter in (early(layers), sd.ModelDrafter(cut_off(layers)))
+    )
+    assert_same(result, expected)
+    assert counted(result) == counted(expected) and 0 < result.stats.accepted < result.stats.drafted
+    assert result.stats.draft_calls == result.stats.drafted, "nothing to catch up with"
+
+
+def test_greedy_output_is_that_of_plain_decoding():
+    """Every id as EOS in turn, so that it falls on every place in a draft; and every limit."""
+    hits = 0
+    for eos in [(), *[(token,) for token in range(V)]]:
+        result = run(early(), eos_ids=eos)
+        expected, lengths = cut(plain().tokens, eos)
+        np.testing.assert_array_equal(result.tokens, expected)
+        hits += np.sum(lengths < LIMIT)
+    assert hits > 20
+    limits = [1, 2, 3, 4, 5, 6, 7, LIMIT]
+    result = run(early(), max_new_tokens=limits)
+    np.testing.assert_array_equal(result.lengths, limits)
+    np.testing.assert_array_equal(
+        result.tokens, np.where(np.arange(LIMIT) < np.array(limits)[:, None], plain().tokens, 0)
+    )
+
+
+def test_a_head_of_its_own():
+    """The target's own kernel changes nothing; another one changes the drafts alone."""
+    kernel = np.asarray(target().params["decoder"]["logits_dense"]["kernel"])
+    same, other = (run(sd.EarlyExitDrafter(target(), 3, head)) for head in (kernel, kernel[:, ::-1]))
+    for result in (same, other):
+        assert_same(result, plain())
+    assert counted(same) == counted(run(early())) != counted(other)
+
+
+# --- The shared cache ---
+
+
+def poisoned(state):
+    """NaN in every slot past the target's live ones, in all layers."""
+    dead = (jnp.arange(state.tokens.shape[1]) >= state.lengths[:, None] - 1)[:, None, :, None]
+    cache = state.target_cache
+    return state.replace(
+        target_cache=cache.replace(layers=jax.tree.map(lambda x: jnp.where(dead, jnp.nan, x), cache.layers))
+    )
+
+
+def test_poisoned_caches_and_streaming():
+    """One iteration after another, with all that is stale poisoned before each, gives what one call gives."""
+    expected = run(early(), sampling=SAMPLED, **RAGGED)
+    options = dict(drafter=early(), sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    state, request = prepare(target(), INPUTS, **options, **RAGGED)
+    fed_at_once = jax.jit(lambda network, tokens, cache: network.decode(tokens, jnp.zeros(8, jnp.int32), cache)[1])
+    while not np.all(state.done):
+        state = advance(request.network, request.drafter, poisoned(state), np.int32(1))
+        live = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[:, None, :, None]
+        fresh = fed_at_once(target().network, state.tokens, state.target_cache)
+        for got, wanted in zip(jax.tree.leaves(state.target_cache.layers), jax.tree.leaves(fresh.layers)):
+            np.testing.assert_allclose(np.where(live, got, 0), np.where(live, wanted, 0), atol=1e-5)
+    result = finish(target(), state, request)
+    assert_same(result, expected)
+    assert jax.tree.all(jax.tree.map(np.array_equal, result.stats, expected.stats))
+
+
+def test_rows_that_do_not_draft_for_a_while():
+    """There is nothing to catch up with afterwards: what is accepted is what it is for a model that does."""
+    found = []
+    for proposer in (early(1), sd.ModelDrafter(cut_off(1))):
+        options = dict(drafter=proposer, max_new_tokens=LIMIT, eos_ids=())
+        state, request = prepare(target(), INPUTS, **options, **RAGGED)
+        for wanted in ([0] * 8, [0, 3] * 4, *[[3] * 8] * LIMIT):
+            state = state.replace(gamma=jnp.array(wanted, jnp.int32))
+            state = advance(request.network, request.drafter, state, np.int32(1))
+        found.append(finish(target(), state, request))
+    assert_same(*found)
+    assert counted(found[0]) == counted(found[1]) and 0 < found[0].stats.accepted < found[0].stats.drafted
+
+
+def test_no_copy_of_a_cache_in_the_loop(optimised):
+    """The drafter and the target write to one cache in turn, in place."""
+    model = tiny_t5(0, 53, decoder_layers=2, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34)
+    state, request = prepare(model, INPUTS[:1], drafter=sd.EarlyExitDrafter(model, 1), gamma=3, max_new_tokens=40)
+    bodies = loop_bodies(advance.lower(request.network, request.drafter, state, np.int32(9)).compile().as_text())
+    arrays = jax.tree.leaves((state.target_cache, model.network.params))
+    shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
+    assert any(f"[{shape}]" in bodies for shape in shapes)
+    copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", bodies)
+    assert not shapes & set(copies), sorted(shapes & set(copies))
+
+
+# --- Bad input, the command line, the benchmark ---
+
+
+@pytest.mark.parametrize("layers", [0, -1, LAYERS, LAYERS + 1, 1.5])
+def test_a_number_of_layers_that_is_no_exit(layers):
+    with pytest.raises(ValueError, match=f"layers: got {layers}, expected an integer from 1 to {LAYERS - 1}"):
+        sd.EarlyExitDrafter(target(), layers)
+
+
+def test_what_else_is_refused():
+    with pytest.raises(ValueError, match="layers: got 1, expected a target with more than one decoder layer"):
+        sd.EarlyExitDrafter(tiny_t5(0, V, decoder_layers=1), 1)
+    for head in (np.zeros((15, V)), np.zeros(16)):
+        with pytest.raises(ValueError, match=r"head: got shape .*, expected \(16, number of ids\)"):
+            sd.EarlyExitDrafter(target(), 1, head)
+    with pytest.raises(ValueError, match=r"got an early exit of another model \(random\), expected .* itself \(hash\)"):
+        sd.generate(HashModel(V), INPUTS, drafter=early())
+
+
+def test_command_line(monkeypatch):
+    monkeypatch.setattr(loader, "load", lambda *_, **__: target())
+    options = generate.GenerateOptions(target="target", drafter="exit:2")
+    loaded, drafter = options.load()
+    assert loaded is target() and isinstance(drafter, sd.EarlyExitDrafter) and drafter.layers == 2
+    for name, message in (
+        ("exit:4", "layers: got 4, expected an integer from 1 to 3"),
+        ("exit:two", "drafter: got 'exit:two', expected exit:K with a number of decoder layers K"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(options, drafter=name).load()
+
+
+def test_benchmark_times_the_draft_steps(monkeypatch):
+    options = benchmark_command.BenchmarkOptions(
+        target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
+    )
+    batches = arms.cut(INPUTS[:1], INPUTS[:1], 1, 0)
+    steps = analysis_benchmark._step_arms(target(), early(), batches, options)
+    assert {"draft step", "draft 3 and verify"} <= set(steps) and not any("drafter encoder" in name for name in steps)
+    assert steps["draft step"]().shape == (1, 1)
+    monkeypatch.setattr(analysis_benchmark, "_step_arms", lambda *_: {name: lambda: None for name in steps})
+    record, problems = analysis_benchmark.benchmark(target(), early(), batches, options)
+    assert problems == [] and record["drafter"] == {"name": "the first 3 of 4 decoder layers"}
+    (arm,) = record["speculative"]
+    assert arm["stats"]["draft_calls"] == arm["stats"]["drafted"] > 0 and arm["predicted"]["cost_ratio"] > 0
+    assert arm["shares"]["draft steps"] > 0 and arm["shares"]["drafter encoder"] == 0
+    assert "with the first 3 of 4 decoder layers" in summaries.benchmark_summary(record)

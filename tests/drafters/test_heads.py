@@ -1,0 +1,492 @@
+"""Heads on the target's last state: what they look at, draft and learn, their law, files, settings and command."""
+
+import functools
+import json
+import math
+
+import gin
+import jax
+import numpy as np
+import pytest
+import toy as shared_toy
+from law_samples import FALSE_ALARM, g_test
+from random_heads_of import random_heads
+from toy_models import HashModel, compilations, tiny_t5
+from toy_training import CONFIGS, TINY, random_params
+
+import specdec_jax as sd
+from specdec_jax.commands import main
+from specdec_jax.decoding.request import prepare
+from specdec_jax.drafters.heads import HeadsState
+from specdec_jax.models import heads as heads_module
+from specdec_jax.models import vocabularies
+from specdec_jax.models.heads import Heads, HeadsConfig
+from specdec_jax.models.parameters import flatten
+from specdec_jax.models.t5 import T5
+from specdec_jax.speculative import draws
+from specdec_jax.speculative import laws as speculative_laws
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.training import heads as training_heads
+
+pytestmark = pytest.mark.usefixtures("quick")
+B, GAMMA, LIMIT = 8, 4, 12
+RNG = np.random.default_rng(0)
+INPUTS = [RNG.integers(2, 24, n).tolist() for n in RNG.integers(1, 7, B)]
+PREFIXES = [RNG.integers(2, 24, row % 3).tolist() for row in range(B)]
+GAMMAS = [1 + row % GAMMA for row in range(B)]
+LIMITS = [1 if row == 5 else LIMIT for row in range(B)]
+
+
+@functools.cache
+def t5():
+    return tiny_t5(1)
+
+
+@functools.cache
+def drafter(share: bool):
+    """Untrained heads that say the target's last token again, or something like it, which is now and then right."""
+    if share:
+        return random_heads(t5(), 0.1, share_head=True)
+    kernel = np.asarray(heads_module.head_kernel(t5().config, t5().params))
+    own = random_heads(t5(), 0.1)
+    params = {name: {**head, "logits_dense": {"kernel": kernel}} for name, head in own.params.items()}
+    return sd.HeadsDrafter.of(t5(), own.config, params)
+
+
+@functools.cache
+def eos() -> int:
+    """An id that some rows of the plain output meet and others do not."""
+    tokens = sd.generate(t5(), INPUTS, max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=()).tokens
+    rows = [set(row[2:]) for row in tokens.tolist()]
+    return next(x for x in range(1, 24) if 1 < sum(x in row for row in rows) < B - 2)
+
+
+def decode(drafter=None, order=range(B), function=sd.generate):
+    at = lambda values: [values[row] for row in order]
+    options = dict(max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), eos_ids=[eos()])
+    return function(t5(), at(INPUTS), drafter=drafter, gamma=at(GAMMAS), **options)
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "own"])
+def test_greedy_output_is_that_of_plain_decoding(share):
+    """Three heads for γ of 1 to 4, prefixes, one new token or several, EOS, rows in another order."""
+    result, expected = decode(drafter(share)), decode()
+    np.testing.assert_array_equal(result.tokens, expected.tokens)
+    np.testing.assert_array_equal(result.lengths, expected.lengths)
+    assert 0 < result.stats.acceptance_rate < 1 and "eos" in result.finish_reasons and "length" in result.finish_reasons
+    rows = result.stats.per_row
+    assert len({row.accepted for row in rows}) > 2
+    for row, stats in enumerate(rows):
+        assert stats.draft_calls < stats.target_calls  # nothing is known before the first call
+        assert stats.drafted <= min(GAMMAS[row], 3) * stats.draft_calls
+    assert rows[5].drafted == 0 and max(stats.drafted / max(stats.draft_calls, 1) for stats in rows) > 2
+    order = np.random.default_rng(1).permutation(B)
+
+    def again():
+        other = decode(drafter(share), order)
+        for place, row in enumerate(order):
+            assert other.tokens[place].tolist() == result.tokens[row].tolist()
+            assert other.stats.per_row[place].accepted == rows[row].accepted
+
+    assert compilations(again) == 0
+
+
+def test_heads_see_the_state_that_gave_the_last_committed_token():
+    """Against teacher-forced states of what was committed, after every iteration; rows that are done keep theirs."""
+    state, request = decode(drafter(True), function=prepare)
+    inputs = np.zeros((B, 8), np.int32)
+    for row, ids in enumerate(INPUTS):
+        inputs[row, : len(ids)] = ids
+    live = np.arange(8) < np.array([[len(ids)] for ids in INPUTS])
+    network, rows = t5().network, np.arange(B)
+    forced = jax.jit(
+        lambda tokens: network.module.apply({"params": network.params}, inputs, live, tokens, method="states")
+    )
+    assert not np.any(state.draft_state.known)
+    done_early = 0
+    while not np.all(state.done):
+        before = np.asarray(state.done)
+        kept = np.asarray(state.draft_state.states)
+        state = sd.advance(request.network, request.drafter, state, np.int32(1))
+        tokens, lengths, states = map(np.asarray, (state.tokens, state.lengths, state.draft_state.states))
+        assert np.all(state.draft_state.known)
+        np.testing.assert_allclose(states, np.asarray(forced(tokens))[rows, lengths - 2], atol=1e-5)
+        np.testing.assert_array_equal(states[before], kept[before])
+        done_early += before.sum()
+    assert done_early
+
+
+def test_head_i_gives_token_1_plus_i_after_its_state():
+    """A head with blocks of 0 that shares the target's says what the target said: the last committed token."""
+    config = drafter(True).config
+    zeros = sd.HeadsDrafter.of(t5(), config, heads_module.init_params(config, jax.random.key(0)))
+    state, request = decode(zeros, function=prepare)
+    state = sd.advance(request.network, request.drafter, state, np.int32(1))
+    said = np.take_along_axis(np.asarray(state.tokens), np.asarray(state.lengths)[:, None] - 1, axis=1)
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 4, np.int32)))(request.drafter, state)
+    np.testing.assert_array_equal(draft.num_drafted, np.where(said[:, 0] == eos(), 1, 3))
+    live = np.arange(4) < np.asarray(draft.num_drafted)[:, None]
+    assert np.all((draft.tokens == said) | ~live)
+
+
+# --- Laws ---
+
+V = 6
+HASH = HashModel(V, 0, spread=3.0)  # its states are its logits
+FILTERS = dict(temperature=0.8, top_k=5)
+
+
+@pytest.mark.parametrize("verifier", ["token", "gumbel"])
+def test_the_returned_law_is_the_law_that_was_drawn_from(verifier):
+    """The heads in numpy; the draft repeated from its law and the uniforms; an EOS ends it and stays."""
+    rows, own = 300, random_heads(HASH, num_blocks=2)
+    config = SamplingConfig(**FILTERS, forbidden_tokens=(3,))
+    options = dict(drafter=own, gamma=4, sampling=config, max_new_tokens=9, verifier=verifier)
+    inputs = np.random.default_rng(1).integers(2, V, (rows, 3))
+    state, request = prepare(HASH, inputs, eos_ids=(5,), **options)
+    seen = HASH.logits(inputs, np.zeros((rows, 1), int))[:, 0]
+    known = np.arange(rows) % 7 > 0
+    state = state.replace(draft_state=HeadsState(seen, known))
+    wanted = np.arange(rows, dtype=np.int32) % 5
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
+    np.testing.assert_array_equal(draft.calls, known & (wanted > 0))
+
+    logits = []
+    for head in own.params.values():
+        x = seen.astype(np.float64)
+        for block in ("block_0", "block_1"):
+            y = x @ np.asarray(head[block]["kernel"], np.float64)
+            x = x + y / (1 + np.exp(-y))
+        logits.append(np.where(np.arange(V) == 3, -np.inf, x @ np.asarray(head["logits_dense"]["kernel"])))
+    expected = shared_toy.adjusted_probs(np.stack(logits, axis=1), **FILTERS)
+
+    @jax.jit
+    def drawn(keys, lengths):
+        offsets = np.broadcast_to(np.arange(3), (rows, 3))
+        if verifier == "gumbel":
+            return speculative_laws.argmax(np.log(expected) + draws.gumbel_noise(keys, lengths[:, None] + offsets, V))
+        words = draws.words(keys, lengths, offsets, draws.DRAFT)
+        return draws.draw(expected.reshape(-1, V).astype(np.float32), words.reshape(-1, 2)).reshape(rows, 3)
+
+    with np.errstate(divide="ignore"):
+        again = np.asarray(drawn(state.keys, state.lengths))
+    ends = np.where(again == 5, np.arange(3), 3).min(axis=1) + 1
+    num = np.asarray(draft.num_drafted)
+    np.testing.assert_array_equal(num, np.where(known, np.minimum(np.minimum(wanted, 3), ends), 0))
+    live = np.arange(3) < num[:, None]
+    np.testing.assert_array_equal(np.asarray(draft.tokens)[:, :3][live], again[live])
+    assert np.any((ends < 3) & (wanted > ends))
+    if verifier == "gumbel":
+        assert draft.law is None
+    else:
+        law = np.exp(draft.law.logits - draft.law.log_normalizer[..., None])
+        np.testing.assert_allclose(law[:, :3][live], expected[live], atol=1e-5)
+
+
+def joint_law(model) -> np.ndarray:
+    """`[V⁴]` of the first four ids, in float64."""
+    prefixes = np.stack(np.meshgrid(*[np.arange(V)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    decoder = np.pad(prefixes, ((0, 0), (1, 0)))
+    probs = shared_toy.adjusted_probs(model.logits(np.tile([3, 4, 1], (len(decoder), 1)), decoder))
+    joint = probs[0, 0]
+    for place in (1, 2, 3):
+        joint = joint[..., None] * probs[:: V ** (3 - place), place].reshape(*[V] * place, V)
+    return joint.ravel()
+
+
+def test_law_through_the_engine():
+    """The joint law of four tokens, with heads that are often wrong, through the engine's own keys."""
+    rows = 20_000
+    own = random_heads(HASH, 0.4)
+    state, request = prepare(
+        HASH, np.tile([3, 4, 1], (rows, 1)), drafter=own, gamma=3, sampling=SamplingConfig(temperature=1.0),
+        max_new_tokens=4, eos_ids=(), key=jax.random.key(7),
+    )  # fmt: skip
+    state = sd.advance(HASH.network, request.drafter, state, np.int32(99))
+    counts = np.bincount(np.asarray(state.tokens)[:, 1:5] @ V ** np.arange(3, -1, -1), minlength=V**4)
+    assert g_test(counts, joint_law(HASH)) > FALSE_ALARM
+    assert 0.02 < state.counts.accepted.sum() / state.counts.drafted.sum() < 0.9
+    wrong = joint_law(HashModel(V, 1, spread=3.0, likeness=0.8))
+    assert g_test(counts, wrong) < FALSE_ALARM, "the test can fail"
+
+
+# --- Shapes, files, and heads that do not fit ---
+
+
+@pytest.mark.parametrize("share, blocks", [(True, 2), (False, 0), (False, 1)])
+def test_parameters_have_the_shapes_that_are_written_out(share, blocks):
+    config = HeadsConfig(2, 4, 6, blocks, share)
+    params = heads_module.init_params(config, jax.random.key(0), None if share else np.ones((4, 6)))
+    assert {name: leaf.shape for name, leaf in flatten(params).items()} == config.parameter_shapes
+    said = jax.eval_shape(Heads(config).apply, {"params": params}, np.ones((3, 4)))
+    assert said.shape == (3, 2, 4 if share else 6)
+    packed = heads_module.pack(params, "float32")
+    assert jax.tree.all(jax.tree.map(np.array_equal, heads_module.unpack(packed), params))
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (dict(num_heads=0), "num_heads: got 0, expected at least 1"),
+        (dict(emb_dim=0), "emb_dim: got 0"),
+        (dict(num_blocks=0, share_head=True), "num_blocks: got 0, expected at least 1"),
+        (dict(num_blocks=-1), "num_blocks: got -1, expected at least 0"),
+    ],
+)
+def test_bad_shapes(shape, message):
+    with pytest.raises(ValueError, match=message):
+        HeadsConfig(**{**dict(num_heads=2, emb_dim=4, vocab_size=6), **shape})
+
+
+def test_saved_heads_draft_the_same(tmp_path):
+    for share in (True, False):
+        drafter(share).save(tmp_path / "heads")  # the second replaces the first
+        loaded = sd.HeadsDrafter.load(tmp_path / "heads", t5())
+        assert jax.tree.structure(loaded) == jax.tree.structure(drafter(share)) and loaded.name == "3 heads"
+        for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(drafter(share)), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert set(json.loads((tmp_path / "heads/config.json").read_text())["heads"]) >= {"num_heads", "share_head"}
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path):
+    path, model = tmp_path / "heads", tmp_path / "model"
+    drafter(False).save(path)
+    sd.save(t5(), model)
+    load = functools.partial(sd.HeadsDrafter.load, path)
+    with pytest.raises(
+        ValueError, match="heads: heads: got those of a target with other weights, expected heads trained"
+    ):
+        load(tiny_t5(2))
+    with pytest.raises(ValueError, match="got emb_dim 16, expected the target's 8"):
+        load(tiny_t5(1, emb_dim=8))
+    with pytest.raises(ValueError, match="got vocab_size 24, expected the target's 32"):
+        load(tiny_t5(1, 32))
+    with pytest.raises(ValueError, match="heads: got those of a target with other weights"):
+        sd.generate(tiny_t5(2), INPUTS, drafter=drafter(True), gamma=2)
+    with pytest.raises(ValueError, match="model: got no heads, expected a folder with heads"):
+        sd.HeadsDrafter.load(model, t5())
+    with pytest.raises(ValueError, match="none: got no heads"):
+        sd.HeadsDrafter.load(tmp_path / "none", t5())
+    with pytest.raises(ValueError, match="heads: got heads, which only draft for their target, expected a model"):
+        sd.load(path, "float32")
+    with pytest.raises(ValueError, match="model: got something that is no heads folder"):
+        drafter(True).save(model)
+    with pytest.raises(ValueError, match="heads: got something that is no model folder"):
+        sd.save(t5(), path)
+    record = json.loads((path / "config.json").read_text())
+    wrong = [
+        ({**record, "version": 2}, "config.json: got version 2, expected 1"),
+        ({**record, "heads": {"width": 3}}, "config.json: got 'width', expected a configuration of num_heads"),
+        ({**record, "heads": {**record["heads"], "num_heads": 4}}, "parameter head_3/block_0/kernel: got none"),
+        ({**record, "heads": {**record["heads"], "num_heads": 2}}, "got unexpected parameter head_2/block_0/kernel"),
+        ({**record, "heads": {**record["heads"], "emb_dim": 8}}, r"got shape \(16, 16\), expected \(8, 8\)"),
+    ]
+    for content, message in wrong:
+        (path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            load(t5())
+
+
+# --- Training ---
+
+
+@pytest.mark.parametrize("smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)])
+def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.integers(2, 64, (2, 3, 5)).astype(np.int32)
+    inputs[0, 4:], targets[1, 3:], targets[2, 1:] = 0, 0, 0
+    target, config = random_params(), HeadsConfig(6, 16, 64)  # more heads than there are pieces
+    params = jax.tree.map(
+        lambda x: x + rng.normal(size=x.shape, scale=0.3), heads_module.init_params(config, jax.random.key(0))
+    )
+    objective = training_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
+    given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
+    loss, metrics = jax.jit(training_heads.heads_loss, static_argnums=2)(
+        given[0], (inputs, targets), objective, given[1]
+    )
+
+    shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=2)
+
+    @jax.jit
+    def laws(target, params):
+        apply = functools.partial(T5(TINY).apply, {"params": target}, inputs, inputs > 0, shifted)
+        ahead = Heads(config).apply({"params": params}, apply(method="states").reshape(-1, 16))
+        return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
+
+    log_p, log_q = jax.device_get(laws(target, params))
+    expected, nll, pieces = 0.0, 0.0, 0
+    smoothed = lambda law, piece: -(1 - smoothing) * law[piece] - smoothing * law.mean()
+    for row, size in enumerate((5, 3, 1)):
+        for place in range(size):
+            for ahead in range(1, size - place):
+                law, own = log_q[row, place, ahead - 1], log_p[row, place + ahead]
+                piece = targets[row, place + ahead]
+                expected += (1 - soft) * smoothed(law, piece) + soft * np.sum(np.exp(own) * (own - law))
+                nll -= law[piece]
+                pieces += 1
+    own = [smoothed(log_p[row, t], targets[row, t]) for row, size in enumerate((5, 3, 1)) for t in range(size)]
+    expected = expected / pieces + backbone * np.mean(own)
+    assert metrics.pieces == pieces == 10 + 3
+    np.testing.assert_allclose([loss, metrics.loss, metrics.nll], [expected, expected * pieces, nll], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def settings(language, tmp_path_factory):
+    """Makes the settings of a run on a saved random target; `settings.folder` has the target."""
+    folder = tmp_path_factory.mktemp("heads")
+    vocabulary = vocabularies.SentencePieceVocabulary.train(
+        (language / "train.tsv").read_text().replace("\t", "\n").splitlines(), 40
+    )
+    save = lambda seed: sd.save(sd.LanguageModel(TINY, random_params(seed=seed), vocabulary), folder / f"target{seed}")
+    save(0), save(1)
+
+    def of(output, **changes):
+        defaults = dict(
+            target=str(folder / "target0"), train_files="train.tsv", validation_files=["validation.tsv"], output_dir=str(output),
+            data_dir=str(language), num_heads=2, share_head=False, steps=12, warmup_steps=0, decay_steps=0, learning_rate=1e-2,
+            batch_tokens=256, buckets=(16,), log_every=4, save_every=4, evaluate_every=6, dtype="float32",
+        )  # fmt: skip
+        return training_heads.HeadsTrainConfig(**{**defaults, **changes})
+
+    of.folder = folder
+    return of
+
+
+@pytest.fixture(scope="module")
+def finished(settings):
+    output = settings.folder / "run"
+    return output, training_heads.fit(settings(output))
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished):
+    output, params = finished
+    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    training = [record["loss"] for record in log if "pieces_per_second" in record]
+    assert training[-1] < training[0] - 0.1 and set(params) == {"heads"} and not (output / "target").exists()
+    target = sd.load(settings.folder / "target0", "float32")
+    loaded = sd.HeadsDrafter.load(output / "heads", target)
+    for ours, theirs in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params["heads"]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0.01)  # stored in bfloat16
+    before = files(settings.folder / "target0")
+    run = training_heads.HeadsRun(settings(output), target, None)
+    kept = jax.tree.map(np.array, run.teacher_params)
+    state = run.init(jax.random.key(0))
+    first = jax.tree.map(np.array, state.params)
+    state, _ = run.step(state, 0)
+    assert not any(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(state.params)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, run.teacher_params, kept))
+    assert files(settings.folder / "target0") == before
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
+    output, params = finished
+    training_heads.fit(settings(tmp_path, steps=5))
+    assert "begins at step 0 of 5" in capsys.readouterr().err
+    resumed = training_heads.fit(settings(tmp_path))
+    assert "resumed at step 5 of 12" in capsys.readouterr().err
+    assert jax.tree.all(jax.tree.map(np.array_equal, resumed, params))
+    for change, message in (
+        (dict(num_heads=3), "num_heads: got 3, expected that of the run in .*: 2"),
+        (dict(target=str(settings.folder / "target1")), "target: got .*target1, expected the one on which the run"),
+        (
+            dict(backbone_learning_rate=0.1, backbone_weight=1.0),
+            "backbone_learning_rate: got 0.1, expected that of the run",
+        ),
+        (dict(steps=5), "steps: got 5, expected at least the 12 steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training_heads.fit(settings(tmp_path, **change), begun=pytest.fail)
+    begun = []
+    training_heads.fit(settings(tmp_path), begun=lambda: begun.append(1))
+    assert begun == [1]
+
+
+def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_path):
+    config = settings(
+        tmp_path, backbone_learning_rate=1e-2, backbone_weight=1.0, share_head=True, soft_weight=0.5, steps=6
+    )
+    params = training_heads.fit(config)
+    tuned, original = (sd.load(path, "float32") for path in (tmp_path / "target", settings.folder / "target0"))
+    for name in ("encoder", "decoder", "token_embedder"):
+        assert not jax.tree.all(jax.tree.map(np.array_equal, params["target"][name], original.params[name]))
+    drafter = sd.HeadsDrafter.load(tmp_path / "heads", tuned)
+    with pytest.raises(ValueError, match="other weights"):
+        sd.HeadsDrafter.load(tmp_path / "heads", original)
+    inputs = ["bara ceni", "dimu"]
+    options = dict(max_new_tokens=6)
+    plain, fast = sd.generate(tuned, inputs, **options), sd.generate(tuned, inputs, drafter=drafter, gamma=2, **options)
+    np.testing.assert_array_equal(plain.tokens, fast.tokens)
+    assert fast.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(soft_weight=1.5), r"soft_weight: got 1.5, expected a number in \[0, 1\]"),
+        (
+            dict(backbone_weight=1.0),
+            "backbone_weight: got 1.0, expected a number above 0 with a backbone_learning_rate",
+        ),
+        (dict(backbone_learning_rate=0.1), "backbone_weight: got 0.0"),
+        (dict(backbone_learning_rate=math.inf), "backbone_learning_rate: got inf"),
+        (dict(num_heads=0), "num_heads: got 0"),
+        (dict(learning_rate=0.0), "learning_rate: got 0.0"),
+        (dict(steps=0), "steps: got 0"),
+    ],
+)
+def test_bad_settings(settings, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        settings(tmp_path, **change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(target="nowhere"), "nowhere: got no such path"),
+        (dict(train_files="gone.tsv"), "train_files: got '.*gone.tsv', expected a TSV file"),
+        (dict(buckets=(16, 8)), "train.tsv: buckets: got"),
+    ],
+)
+def test_bad_files(settings, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        training_heads.fit(settings(tmp_path, **change))
+
+
+def test_a_target_without_a_vocabulary_is_refused(settings, tmp_path):
+    sd.save(t5(), tmp_path / "model")
+    with pytest.raises(ValueError, match="model without a vocabulary, expected one"):
+        training_heads.fit(settings(tmp_path / "run", target=str(tmp_path / "model")))
+
+
+def test_the_configuration_of_the_bundled_target(tmp_path):
+    gin.clear_config()
+    bindings = [f"DATA_DIR = '{tmp_path}'", f"OUTPUT_DIR = '{tmp_path}'"]
+    gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
+    config = gin.get_configurable(training_heads.HeadsTrainConfig)()
+    gin.clear_config()
+    shapes = config.heads(sd.checkpoints.load_shape(config.target)).parameter_shapes
+    assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
+
+
+def test_the_command_line(settings, finished, tmp_path, capsys):
+    target, drafter = settings.folder / "target0", finished[0] / "heads"
+    options = ["--compilation_cache_dir=", "--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--json", "bara ceni"]
+    records = []
+    for arguments in ([], [f"--drafter={drafter}"]):
+        assert main.main(["generate", f"--target={target}", *arguments, *options]) == 0
+        records.append(json.loads(capsys.readouterr().out))
+    assert records[0]["tokens"] == records[1]["tokens"] and records[1]["stats"]["drafted"] > 0
+    other = settings.folder / "target1"
+    assert main.main(["generate", f"--target={other}", f"--drafter={drafter}", *options]) == 2
+    assert "heads: heads: got those of a target with other weights" in capsys.readouterr().err
+    (tmp_path / "heads.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom specdec_jax.training import heads\n"
+        f"heads.HeadsTrainConfig:\n  target = '{target}'\n  train_files = ['none.tsv']\n"
+        f"  validation_files = ['none.tsv']\n  output_dir = '{tmp_path}'\n"
+    )
+    assert main.main(["train_heads", f"--gin_file={tmp_path / 'heads.gin'}", "--gin_search_paths=/"]) == 2
+    assert "train_files: got 'none.tsv', expected a TSV file" in capsys.readouterr().err

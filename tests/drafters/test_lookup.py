@@ -1,0 +1,454 @@
+"""Drafters without a model: tables against counting in pure Python, copies against a slow search, laws, files, commands."""
+
+import collections
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import toy as shared_toy
+from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample
+from toy_models import EchoModel, HashModel, Words, compilations, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.commands import main
+from specdec_jax.decoding.request import prepare
+from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
+from specdec_jax.speculative import draws
+from specdec_jax.speculative import laws as speculative_laws
+from specdec_jax.speculative.sampling import SamplingConfig
+
+V, B, GAMMA, LIMIT, EOS = 16, 12, 4, 12, 1
+TARGET = HashModel(V, 0)
+RNG = np.random.default_rng(0)
+INPUTS = [[*RNG.integers(2, V, n), EOS] for n in RNG.integers(1, 7, B)]
+pytestmark = pytest.mark.usefixtures("quick")
+GAMMAS = [1 + row % GAMMA for row in range(B)]
+PREFIXES = [RNG.integers(2, V, row % 5).tolist() for row in range(B)]
+LIMITS = [1 if row % 6 == 5 else LIMIT for row in range(B)]
+OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
+
+
+@functools.cache
+def plain():
+    """Greedy rows: prefixes of 0 to 4 tokens, one new token or several."""
+    return sd.generate(TARGET, INPUTS, **OPTIONS)
+
+
+@functools.cache
+def drafter(name: str):
+    """Tables are counted from what the target says without prefixes, so that they are right now and then."""
+    if name == "lookup":
+        return sd.PromptLookupDrafter()
+    if name == "random":
+        return sd.RandomDrafter(V)
+    said = sd.generate(TARGET, INPUTS, max_new_tokens=LIMIT, eos_ids=[EOS])
+    sequences = [row[:length].tolist() for row, length in zip(said.tokens, said.lengths)]
+    return sd.NGramDrafter.count(sequences, V, int(name[0]), sampled=name.endswith("sampled"))
+
+
+NAMES = ["1-gram", "2-gram", "3-gram", "2-gram, sampled", "lookup", "random"]
+
+
+def greedy(name: str, order=range(B)):
+    at = lambda values: [values[row] for row in order]
+    options = dict(OPTIONS, max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES))
+    return sd.generate(TARGET, at(INPUTS), drafter=drafter(name), gamma=at(GAMMAS), **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_is_that_of_plain_decoding(name):
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, and rows that do not see their neighbours; PITFALLS 29."""
+    result, expected = greedy(name), plain()
+    np.testing.assert_array_equal(result.tokens, expected.tokens)
+    np.testing.assert_array_equal(result.lengths, expected.lengths)
+    assert result.stats.draft_calls == 0
+    rows = result.stats.per_row
+    for row, stats in enumerate(rows):
+        assert stats.accepted <= stats.drafted <= GAMMAS[row] * stats.target_calls
+        if LIMITS[row] == 1:
+            assert stats.drafted == 0 and stats.acceptance_rate is None and stats.tokens_per_target_call == 1
+    if "gram" in name:
+        assert 0 < result.stats.acceptance_rate < 1
+    order = np.random.default_rng(1).permutation(B)
+
+    def again():
+        other = greedy(name, order)
+        for place, row in enumerate(order):
+            assert other.tokens[place].tolist() == result.tokens[row].tolist()
+            if name != "random":  # which draws from keys that belong to a place
+                assert other.stats.per_row[place].drafted == rows[row].drafted
+                assert other.stats.per_row[place].accepted == rows[row].accepted
+
+    assert compilations(again) == 0
+
+
+# --- Laws ---
+
+
+def table_for_law(sampled: bool):
+    """Of fewer ids than the target has, and of contexts many of which were not seen."""
+    sequences = np.random.default_rng(2).integers(0, 13, (6, 20)).tolist()
+    return sd.NGramDrafter.count(sequences, 13, 3, continuations=4, sampled=sampled)
+
+
+@pytest.mark.parametrize("how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")])
+def test_law_through_the_engine(how, verifier):
+    """Rows 5 and 12 of PITFALLS: the joint law of three tokens, drawn with the engine's own keys."""
+    target = HashModel(V, 0, spread=3.0)
+    counts, (examined, accepted) = sample(target, table_for_law(how == "sampled"), SPREAD, 2 * ROWS, verifier=verifier)
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert 0.02 < accepted.sum() / examined.sum() < 0.9
+    assert g_test(counts, joint_law(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM, (
+        "the test can fail"
+    )
+
+
+FILTERS = dict(temperature=0.8, top_k=3)
+
+
+@pytest.mark.parametrize(
+    "name, verifier", [("2-gram, sampled", "token"), ("2-gram, sampled", "gumbel"), ("random", "block")]
+)
+def test_the_returned_law_is_the_law_that_was_drawn_from(name, verifier):
+    """The draft repeated from its own law and uniforms, or noise; the law from the counts and a sort."""
+    config, forbidden = SamplingConfig(**FILTERS, forbidden_tokens=(3, EOS)), np.isin(np.arange(V), (3, EOS))
+    state, request = prepare(
+        TARGET, INPUTS, drafter=drafter(name), gamma=3, sampling=config, max_new_tokens=9, eos_ids=(), verifier=verifier
+    )
+    wanted = np.arange(B, dtype=np.int32) % 4
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
+    np.testing.assert_array_equal(draft.num_drafted, wanted)
+    live, tokens = np.arange(3) < wanted[:, None], np.asarray(draft.tokens)
+
+    logits = np.zeros((B, 3, V))
+    if name != "random":
+        before = np.pad(tokens, ((0, 0), (1, 0)))  # the start token is 0
+        law = jax.jit(lambda table, tokens, lengths: table.logits(table.rows(tokens, lengths)))
+        laws = [law(drafter(name).table, before, np.full(B, length, np.int32)) for length in (1, 2, 3)]
+        logits = np.stack(jax.device_get(laws), axis=1)
+    allowed = np.where(forbidden, -np.inf, logits)
+    some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
+    expected = shared_toy.adjusted_probs(np.where(some, allowed, logits), **({} if name == "random" else FILTERS))
+
+    @jax.jit
+    def drawn(keys, lengths, probs):
+        offsets = np.broadcast_to(np.arange(3), (B, 3))
+        if verifier == "gumbel":
+            noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, V)
+            return speculative_laws.argmax(jax.numpy.log(probs) + noise)
+        words = draws.words(keys, lengths, offsets, draws.DRAFT)
+        return draws.draw(probs.reshape(-1, V), words.reshape(-1, 2)).reshape(B, 3)
+
+    if verifier == "gumbel":
+        assert draft.law is None
+    else:
+        np.testing.assert_allclose(
+            np.exp(draft.law.logits - draft.law.log_normalizer[..., None])[live], expected[live], atol=1e-6
+        )
+    again = np.asarray(drawn(state.keys, state.lengths, expected.astype(np.float32)))
+    np.testing.assert_array_equal(again[live], tokens[live])
+
+
+def test_random_tokens_are_uniform_at_temperature_0_too():
+    rows, vocab = 4000, 8
+    state, request = prepare(
+        TARGET, [[3]] * rows, drafter=sd.RandomDrafter(vocab), gamma=2, max_new_tokens=5, eos_ids=()
+    )
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(rows, 2, np.int32)))(request.drafter, state)
+    counts = np.bincount((np.asarray(draft.tokens) @ [vocab, 1]), minlength=vocab**2)
+    assert g_test(counts, np.full(vocab**2, 1 / vocab**2)) > 1e-6
+
+
+# --- Counting ---
+
+
+def slow_counts(sequences, order: int, start: int) -> dict:
+    """Context -> how often each id follows, for contexts of up to order − 1 ids."""
+    found: dict = collections.defaultdict(collections.Counter)
+    for sequence in sequences:
+        padded = [start] * (order - 1) + list(sequence)
+        for place, token in enumerate(sequence, order - 1):
+            for length in range(order):
+                found[tuple(padded[place - length : place])][token] += 1
+    return found
+
+
+def slow_law(found: dict, prefix, order: int, start: int, most: int) -> np.ndarray:
+    padded = [start] * (order - 1) + list(prefix)
+    context = next(
+        context
+        for length in reversed(range(order))
+        if (context := tuple(padded[len(padded) - length :])) in found  # () always is
+    )
+    law, kept = np.zeros(V), sorted(found[context].items(), key=lambda item: (-item[1], item[0]))
+    for token, count in kept if context == () else kept[:most]:
+        law[token] = count
+    return law / law.sum()
+
+
+@pytest.mark.parametrize("order, start, alphabet", [(1, 0, V), (2, 0, 4), (2, 3, V), (3, 2, 5), (4, 0, 3)])
+def test_tables_equal_counting_in_python(order, start, alphabet):
+    """Laws after every context that can be looked up, seen or not, with the most frequent id and its ties."""
+    rng, most = np.random.default_rng(order * alphabet), 3
+    sequences = [rng.integers(0, alphabet, rng.integers(0, 9)).tolist() for _ in range(40)]
+    table = NGramTable.count(sequences, V, order, start_token=start, continuations=most)
+    found = slow_counts(sequences, order, start)
+    lengths = rng.integers(1, 7, 300)
+    tokens = rng.integers(0, min(alphabet + 1, V), (300, 8))
+    tokens[:, 0] = start  # a row begins with it
+    rows = jax.jit(lambda table, tokens, lengths: table.rows(tokens, lengths))(table, tokens, lengths)
+    laws = np.exp(np.asarray(jax.jit(lambda table, rows: table.logits(rows))(table, rows), np.float64))
+    best = np.asarray(table.most_frequent(rows))
+    for row, (ids, length) in enumerate(zip(tokens.tolist(), lengths)):
+        # Its start token is one of the padding that counting puts before a sequence.
+        expected = slow_law(found, ids[1:length] if order > 1 else [], order, start, most)
+        np.testing.assert_allclose(laws[row] / laws[row].sum(), expected, rtol=1e-5)
+        assert best[row] == np.argmax(expected)
+
+
+WRONG = [
+    (dict(sequences=[]), "sequences: got no id at all"),
+    (dict(sequences=[[], []]), "sequences: got no id at all, expected at least one sequence that is not empty"),
+    (dict(sequences=[[3, V]]), f"sequences: got id {V}, expected ids from 0 to {V - 1}"),
+    (dict(sequences=[[3, -1]]), "sequences: got id -1"),
+    (dict(sequences=[[0.5]]), "sequences: got something else than ids"),
+    (dict(order=0), "order: got 0, expected an integer from 1 to 16"),
+    (dict(continuations=0), "continuations: got 0"),
+    (dict(start_token=V), f"start_token: got {V}"),
+]
+
+
+@pytest.mark.parametrize("change, message", WRONG, ids=[message for _, message in WRONG])
+def test_what_cannot_be_counted_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        sd.NGramDrafter.count(**{**dict(sequences=[[3, 4]], vocab_size=V, order=2), **change})
+
+
+def test_arguments_of_the_other_drafters():
+    with pytest.raises(ValueError, match="max_match: got 0, expected an integer from 1"):
+        sd.PromptLookupDrafter(max_match=0)
+    with pytest.raises(ValueError, match="vocab_size: got 0, expected an integer of at least 1"):
+        sd.RandomDrafter(0)
+
+
+# --- Files, and tables that do not fit ---
+
+
+def test_a_saved_table_drafts_the_same(tmp_path):
+    for name in ("2-gram", "3-gram, sampled"):
+        drafter(name).save(tmp_path / "table.npz")
+        loaded = sd.NGramDrafter.load(tmp_path / "table.npz")
+        assert loaded.sampled == drafter(name).sampled and loaded.name == drafter(name).name
+        assert jax.tree.structure(loaded) == jax.tree.structure(drafter(name))
+        for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(drafter(name))):
+            np.testing.assert_array_equal(ours, theirs)
+    assert not sd.NGramDrafter.load(tmp_path / "table.npz", sampled=False).sampled
+
+
+def test_files_that_are_no_whole_table_are_refused(tmp_path):
+    path = tmp_path / "table.npz"
+    with pytest.raises(ValueError, match="table.npz: got no such file, expected an n-gram table"):
+        sd.NGramDrafter.load(path)
+    drafter("3-gram").save(path)
+    whole = path.read_bytes()
+    for broken in (whole[: len(whole) // 2], whole[:-30], whole[:10], b"", b"no table\n" * 9):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match="table.npz: got a file that cannot be read .*, expected an n-gram table"):
+            sd.NGramDrafter.load(path)
+    np.savez(path, values=np.arange(3))
+    with pytest.raises(ValueError, match="table.npz: got something else, expected a specdec_jax n-gram table"):
+        sd.NGramDrafter.load(path)
+    np.save(tmp_path / "array.npy", np.arange(3))
+    path.write_bytes((tmp_path / "array.npy").read_bytes())
+    with pytest.raises(ValueError, match="table.npz: got"):
+        sd.NGramDrafter.load(path)
+    path.write_bytes(whole)
+    values = dict(np.load(path))
+    for name in ("next_tokens", "parents", "starts"):
+        np.savez(path, **{**values, name: values[name][::-1]})
+        if name != "next_tokens":  # another order of these is a table too, though another one
+            with pytest.raises(ValueError, match="table.npz: got arrays that contradict each other"):
+                sd.NGramDrafter.load(path)
+        np.savez(path, **{**values, name: values[name][:-1]})
+        with pytest.raises(ValueError, match="table.npz: got arrays that contradict each other"):
+            sd.NGramDrafter.load(path)
+
+
+def test_a_table_of_another_vocabulary_is_refused(tmp_path):
+    """PITFALLS row 28."""
+    count = functools.partial(sd.NGramDrafter.count, [[3, 4, EOS]])
+    count(V, 2, vocabulary=Words()).save(tmp_path / "table.npz")
+    assert sd.NGramDrafter.load(tmp_path / "table.npz", Words()).table.fingerprint == Words().fingerprint()
+    with pytest.raises(ValueError, match="table.npz: got a table of 16 ids of another vocabulary, expected that of"):
+        sd.NGramDrafter.load(tmp_path / "table.npz", Words(1))
+    target = HashModel(V, 0, vocabulary=Words())
+    for wrong, message in (
+        (count(V, 2, vocabulary=Words(1)), "drafter: got a table of 16 ids of another vocabulary, expected that of"),
+        (count(V + 1, 2), "drafter: got a table of 17 ids, expected at most the target's 16"),
+        (count(V, 2, start_token=2), "drafter: got start token 2, expected the target's 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sd.generate(target, [[3]], drafter=wrong, gamma=2)
+
+
+# --- Copying ---
+
+
+def slow_copy(output, source, max_match: int, wanted: int, eos) -> list[int]:
+    """The ids to draft: the longest match, the latest one, the output before the input."""
+    for size in range(min(max_match, len(output)), 0, -1):
+        for text in (output, source):
+            for place in range(len(text) - 1, size - 1, -1):
+                if text[place - size : place] == output[-size:]:
+                    draft = text[place : place + wanted]
+                    ends = [i for i, token in enumerate(draft) if token in eos]
+                    return draft[: ends[0] + 1] if ends else draft
+    return []
+
+
+@pytest.mark.parametrize("max_match", [1, 2, 3])
+def test_copies_equal_a_slow_search(max_match):
+    """Small alphabets, so that there are matches of every length; junk past the lengths; two rows of every input."""
+    rows, rng = 1200, np.random.default_rng(max_match)
+    copier, eos = sd.PromptLookupDrafter(max_match), [1]
+    state, _ = prepare(TARGET, [[3, 4, 5]] * rows, drafter=copier, gamma=GAMMA, max_new_tokens=12, eos_ids=eos)
+    alphabet = rng.choice([3, 5, 9], rows)[:, None]
+    tokens = rng.integers(0, alphabet, (rows, state.tokens.shape[1])).astype(np.int32)
+    lengths = rng.integers(1, 13, rows).astype(np.int32)
+    inputs = rng.integers(0, alphabet[::2], (rows // 2, 8)).astype(np.int32)
+    input_lengths = rng.integers(0, 9, rows // 2).astype(np.int32)
+    wanted = rng.integers(0, GAMMA + 1, rows).astype(np.int32)
+
+    @jax.jit
+    def run(state, tokens, lengths, inputs, input_lengths, wanted):
+        own = copier.init(inputs, input_lengths, tokens[:, :1], tokens.shape[1])
+        return copier.draft(own, state.replace(tokens=tokens, lengths=lengths), wanted)[1]
+
+    draft = jax.device_get(run(state, tokens, lengths, inputs, input_lengths, wanted))
+    assert not draft.calls.any() and draft.law is None
+    found = collections.Counter()
+    for row in range(rows):
+        output = tokens[row, : lengths[row]].tolist()
+        source = inputs[row // 2, : input_lengths[row // 2]].tolist()
+        expected = slow_copy(output, source, max_match, wanted[row], eos)
+        assert draft.tokens[row, : draft.num_drafted[row]].tolist() == expected
+        found[len(expected)] += 1
+        found["input"] += expected != slow_copy(output, [], max_match, wanted[row], eos)
+    assert all(found[size] > 50 for size in range(GAMMA)) and found["input"] > 50
+
+
+def test_copying_from_the_input_in_the_engine():
+    """A target that repeats its input: after its first token all is copied."""
+    target, ids = EchoModel(Words()), [5, 9, 3, 7, 2, 11, 4, 8, 6, 1]
+    result = sd.generate(target, [ids], drafter=sd.PromptLookupDrafter(), gamma=4, max_new_tokens=20)
+    assert result.tokens[0, : result.lengths[0]].tolist() == ids
+    assert result.stats.accepted == result.stats.drafted == 8 and result.stats.target_calls == 3
+
+
+# --- The command line ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target with a vocabulary, and text to count."""
+    path = tmp_path_factory.mktemp("lookup")
+    text = [
+        "Tom is learning German.",
+        "The weather is nice.",
+        "She asked where the book was.",
+        "We leave before eight.",
+    ] * 3
+    vocabulary = SentencePieceVocabulary.train(text, 36)
+    target = tiny_t5(0, 64, 1)
+    target = sd.LanguageModel(target.config, target.params, vocabulary, name="target")
+    sd.save(target, path / "target")
+    (path / "pairs.tsv").write_text("".join(f"source {i}\t{line}\n" for i, line in enumerate(text)) + "empty\t\n")
+    (path / "lines.txt").write_text("Tom was nice.\n")
+    (path / "tom.txt").write_text("Tom\n")
+    return path
+
+
+@pytest.fixture
+def specdec(capsys, folder):
+    """Runs a command with a tiny target; returns (exit code, standard output, standard error)."""
+
+    def run(command, *argv):
+        where = [f"--target={folder / 'target'}", "--compilation_cache_dir="]
+        code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_count_and_generate(specdec, folder):
+    table = ("--input_file=FOLDER/pairs.tsv", "--input_file=FOLDER/lines.txt", "--output=FOLDER/table.npz")
+    code, out, err = specdec("count", *table, "--order=3", "--gin.CountOptions.sampled=True")
+    assert code == 0 and not out and "13 outputs of" in err
+    loaded = sd.NGramDrafter.load(folder / "table.npz")
+    assert loaded.sampled and loaded.table.order == 3
+    vocabulary = sd.load(folder / "target", dtype="float32").vocabulary
+    lines = [
+        "Tom is learning German.",
+        "The weather is nice.",
+        "She asked where the book was.",
+        "We leave before eight.",
+    ] * 3
+    lines.append("Tom was nice.")
+    expected = sd.NGramDrafter.count(
+        [vocabulary.encode(line) + [1] for line in lines], vocabulary.size, 3, sampled=True, vocabulary=vocabulary
+    )
+    assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(expected)))
+
+    decode = ("--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--json", "Tom")
+    plain = json.loads(specdec("generate", *decode)[1])
+    for name in ("lookup", "FOLDER/table.npz"):
+        code, out, err = specdec("generate", f"--drafter={name}", *decode)
+        assert code == 0 and not err
+        record = json.loads(out)
+        assert record["text"] == plain["text"] and record["tokens"] == plain["tokens"]
+        assert record["stats"]["draft_calls"] == 0 and record["stats"]["drafted"] > 0
+
+
+BAD = {
+    "no target": (["count", "--target="], "target: got nothing"),
+    "no input": (["count"], "input_file: got nothing, expected a UTF-8 text file"),
+    "no such input": (["count", "--input_file=none.tsv"], "input_file: got 'none.tsv', which is no file"),
+    "no output": (
+        ["count", "--input_file=FOLDER/lines.txt"],
+        "output: got None, expected the name of a file that ends",
+    ),
+    "order": (["count", "--input_file=FOLDER/lines.txt", "--output=a.npz", "--order=0"], "order: got 0, expected at"),
+    "columns": (["count", "--input_file=FOLDER/three.tsv", "--output=a.npz"], "three.tsv, line 1: got 3 columns"),
+    "nothing": (["count", "--input_file=FOLDER/empty.tsv", "--output=a.npz"], "sequences: got no id at all"),
+    "no table": (["generate", "--drafter=none.npz", "Tom"], "none.npz: got no such file, expected an n-gram table"),
+    "no drafter": (["generate", "--drafter=none", "Tom"], "drafter: none: got no such path, expected"),
+    "other table": (["generate", "--drafter=FOLDER/other.npz", "Tom"], "other.npz: got a table of 16 ids of another"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gives_one_line(specdec, folder, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (folder / "three.tsv").write_text("a\tb\tc\n")
+    (folder / "empty.tsv").write_text("a\t\n")
+    sd.NGramDrafter.count([[3]], V, 2, vocabulary=Words()).save(folder / "other.npz")
+    (command, *argv), message = BAD[name]
+    code, out, err = specdec(command, *argv)
+    lines = [line for line in err.splitlines() if "--dtype on the command line" not in line]
+    assert code == 2 and not out and len(lines) == 1 and message in lines[0]
+
+
+def test_benchmark_counts_no_draft_steps(specdec, folder):
+    options = ("--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--repeats=1")
+    argv = ("--drafter=lookup", *options, "--input_file=FOLDER/tom.txt", "--output=FOLDER/record.json")
+    code, out, err = specdec("benchmark", *argv)
+    assert code == 0 and "with prompt lookup" in out and "no model drafts; c is counted as 0" in out
+    record = json.loads((folder / "record.json").read_text())
+    assert record["drafter"] == {"name": "prompt lookup"} and record["cost_ratio"] is None
+    (arm,) = record["speculative"]
+    assert arm["stats"]["drafted"] > 0 and arm["differences"] == []
+    assert arm["predicted"]["cost_ratio"] == 0 and arm["shares"]["draft steps"] == 0
+    assert not any("draft" in name for name in record["steps"])

@@ -1,0 +1,407 @@
+"""Cheaper model drafters: a head for frequent ids only, and kernels in 8 bits."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import toy as shared_toy
+from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample
+from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import products, timing
+from specdec_jax.analysis.report import summaries
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import main
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.drafters.drafting import match_width
+from specdec_jax.drafters.shortlist import Shortlist
+from specdec_jax.models import layouts, native
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.panels import Panels
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
+from specdec_jax.speculative import draws
+from specdec_jax.speculative.sampling import SamplingConfig
+
+V, B, GAMMA, LIMIT, EOS = 16, 10, 4, 12, 1
+TARGET, DRAFT = HashModel(V, 0), HashModel(V, 1, likeness=0.6)
+RNG = np.random.default_rng(0)
+INPUTS = [[*RNG.integers(2, V, n), EOS] for n in RNG.integers(1, 7, B)]
+LISTED = [1, 3, 4, 5, 8, 9, 11, 13]
+OFF_LIST = sorted(set(range(V)) - set(LISTED))
+GAMMAS = [1 + row % GAMMA for row in range(B)]
+PREFIXES = [RNG.integers(2, V, row % 5).tolist() for row in range(B)]
+LIMITS = [1 if row % 6 == 5 else LIMIT for row in range(B)]
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def decode(drafter, order=range(B), target=TARGET, **options):
+    at = lambda values: [values[row] for row in order]
+    options = (
+        dict(gamma=at(GAMMAS), max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), eos_ids=[EOS], drafter=drafter)
+        | options
+    )
+    return sd.generate(target, at(INPUTS), **options)
+
+
+@functools.cache
+def plain():
+    return decode(None)
+
+
+def test_greedy_output_is_that_of_plain_decoding():
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, rows that do not see their neighbours; a list in traced arrays."""
+    result, whole = decode(sd.ModelDrafter(DRAFT, LISTED)), decode(sd.ModelDrafter(DRAFT))
+    np.testing.assert_array_equal(result.tokens, plain().tokens)
+    assert 0 < result.stats.accepted < whole.stats.accepted
+    order = np.random.default_rng(1).permutation(B)
+
+    def again():
+        other = decode(sd.ModelDrafter(DRAFT, LISTED), order)
+        for place, row in enumerate(order):
+            assert other.tokens[place].tolist() == result.tokens[row].tolist()
+            assert other.stats.per_row[place].accepted == result.stats.per_row[row].accepted
+        other = decode(sd.ModelDrafter(DRAFT, [1, 2, 6]))
+        np.testing.assert_array_equal(other.tokens, plain().tokens)
+        assert other.stats.accepted != result.stats.accepted
+
+    assert compilations(again) == 0
+
+
+def test_the_whole_vocabulary_as_shortlist_drafts_the_same():
+    found, whole = decode(sd.ModelDrafter(DRAFT, V)), decode(sd.ModelDrafter(DRAFT))
+    assert found.stats.accepted == whole.stats.accepted and found.stats.drafted == whole.stats.drafted
+
+
+def test_a_draft_holds_what_is_most_probable_on_the_list():
+    """By teacher forcing; only listed ids, and of a wider drafter's only those that the target has."""
+    for draft, listed in ((DRAFT, LISTED), (HashModel(V + 9, 2), [1, 2, 7, 17, 20, 24])):
+        drafter = sd.ModelDrafter(draft, listed)
+        state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=3, max_new_tokens=9, eos_ids=())
+        _, found = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 3, np.int32)))(request.drafter, state)
+        width = max(map(len, INPUTS))
+        padded = np.array([[*row, *[0] * (width - len(row))] for row in INPUTS])
+        decoder = np.pad(np.asarray(found.tokens), ((0, 0), (1, 0)))[:, :-1]
+        logits = np.asarray(draft.logits(padded, decoder, [len(row) for row in INPUTS]))
+        off = ~np.isin(np.arange(logits.shape[-1]), [token for token in listed if token < V])
+        logits[..., off] = -np.inf
+        np.testing.assert_array_equal(found.tokens, logits.argmax(axis=-1))
+
+
+# --- Laws ---
+
+
+def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
+    """Not a small one: at a temperature of 1000 a finite logit would be drawn."""
+    logits, ids = np.float32([[3.0, -2.0, 0.5]]), np.array([1, 4, 5])
+    widened = Shortlist.of(ids, 8).widen(np.pad(logits, ((0, 0), (0, 61)), mode="edge"))
+    np.testing.assert_array_equal(widened[:, ids], logits)
+    assert np.all(np.isneginf(np.delete(widened, ids, axis=1)))
+    np.testing.assert_array_equal(match_width(logits, 5), [[3.0, -2.0, 0.5, -np.inf, -np.inf]])
+    drafter = sd.ModelDrafter(DRAFT, LISTED)
+    state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=GAMMA, sampling=SamplingConfig(temperature=1000.0))
+    state = advance(TARGET.network, request.drafter, state, np.int32(1))
+    drafted = np.asarray(state.last_draft)[np.arange(GAMMA) < state.last_drafted[:, None]]
+    assert set(drafted.tolist()) <= set(LISTED) and len(set(drafted.tolist())) > 3
+
+
+def test_law_through_the_engine():
+    """The joint law of three tokens, drawn with the engine's own keys; ids off the list come from the residual alone."""
+    target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.5)
+    counts, _ = sample(target, sd.ModelDrafter(draft, [1, 3, 5, 7, 11, 13]), SPREAD, 2 * ROWS, verifier="block")
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_law(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM
+
+
+FILTERS = dict(temperature=0.8, top_k=3)
+FORBIDDEN = {"some": (3, EOS), "the whole list": tuple(LISTED), "none": ()}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_the_returned_law_is_the_law_that_was_drawn_from(name):
+    """Drafts repeated from a law by teacher forcing and a sort, with the engine's uniforms; nothing is NaN."""
+    config = SamplingConfig(**FILTERS, forbidden_tokens=FORBIDDEN[name])
+    drafter = sd.ModelDrafter(DRAFT, LISTED)
+    state, request = prepare(
+        TARGET, INPUTS, drafter=drafter, gamma=3, sampling=config, max_new_tokens=9, eos_ids=(), verifier="token"
+    )
+    wanted = np.arange(B, dtype=np.int32) % 4
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
+    live, tokens = np.arange(3) < wanted[:, None], np.asarray(draft.tokens)
+
+    width = max(map(len, INPUTS))
+    padded = np.array([[*row, *[0] * (width - len(row))] for row in INPUTS])
+    logits = np.array(DRAFT.logits(padded, np.pad(tokens, ((0, 0), (1, 0)))[:, :-1], [len(row) for row in INPUTS]))
+    logits[..., OFF_LIST] = -np.inf
+    allowed = np.where(np.isin(np.arange(V), FORBIDDEN[name]), -np.inf, logits)
+    some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
+    expected = shared_toy.adjusted_probs(np.where(some, allowed, logits), **FILTERS)
+    probs = np.exp(np.asarray(draft.law.logits - draft.law.log_normalizer[..., None]))
+    np.testing.assert_allclose(probs[live], expected[live], atol=1e-6)
+    assert draft.law.logits.shape == (B, 3, V)
+
+    @jax.jit
+    def drawn(keys, lengths, probs):
+        words = draws.words(keys, lengths, np.broadcast_to(np.arange(3), (B, 3)), draws.DRAFT)
+        return draws.draw(probs.reshape(-1, V), words.reshape(-1, 2)).reshape(B, 3)
+
+    again = np.asarray(drawn(state.keys, state.lengths, expected.astype(np.float32)))
+    np.testing.assert_array_equal(again[live], tokens[live])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(forbidden_tokens=tuple(LISTED)),
+        dict(forced_tokens={0: OFF_LIST[0], 2: LISTED[2]}, min_new_tokens=5),
+        dict(repetition_penalty=1.7, no_repeat_ngram=2),
+    ],
+    ids=["the whole list forbidden", "forced off the list", "penalties"],
+)
+def test_processors(options):
+    """With argmax the output is that of plain decoding under the same processors; a forced id is drafted, listed or not."""
+    config = SamplingConfig(**options)
+    result = decode(sd.ModelDrafter(DRAFT, LISTED), sampling=config, max_new_tokens=LIMIT)
+    np.testing.assert_array_equal(result.tokens, decode(None, sampling=config, max_new_tokens=LIMIT).tokens)
+    first = result.stats.accepted_by_position[0]
+    if "forced_tokens" in options:
+        assert first >= B
+    else:
+        assert (first == 0) == ("forbidden_tokens" in options)
+
+
+# --- Networks ---
+
+WIDE = 200
+IDS = np.sort(RNG.choice(np.arange(2, WIDE), 70, replace=False))
+
+
+def step(network, cache):
+    """Logits `[rows, V]` of a first step."""
+    rows = len(cache.cross_mask)
+    tokens, positions = np.full((rows, 1), 7), np.zeros(rows, np.int32)
+    return np.asarray(jax.jit(lambda network, cache: network.decode(tokens, positions, cache)[0][:, 0])(network, cache))
+
+
+@pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
+def test_reduced_networks_say_what_the_whole_says(how, rows):
+    """The short head's logits are the whole head's; 8 bits change them by little; the model itself stays as it is."""
+    dtype = "bfloat16" if how == "bfloat16" else "float32"
+    model = tiny_t5(0, WIDE, 1, dtype=dtype, logits_via_embedding=how == "tied")
+    inputs, lengths = RNG.integers(2, WIDE, (rows, 5)), np.full(rows, 5)
+    cache = jax.jit(lambda network: network.prefill(inputs, lengths, 8))(model.network)
+    whole, before = step(model.network, cache), jax.tree.map(np.array, model.params)
+    short = sd.ModelDrafter(model, [EOS, *IDS])
+    head = short.network.params["decoder"]["logits_dense"]["kernel"]
+    assert short.network.module.config.vocab_size == WIDE and layouts.shape_of(head) == (16, 128)
+    assert isinstance(head, Panels) == (how != "bfloat16" and native.available())
+    found = step(short.network, cache)
+    wide = np.asarray(jax.jit(Shortlist.widen)(short.shortlist, found))
+    off = ~np.isin(np.arange(WIDE), [EOS, *IDS])
+    assert wide.shape == whole.shape and np.all(wide[:, off] == -np.inf)
+    np.testing.assert_allclose(wide[:, ~off], whole[:, ~off], rtol=1e-5, atol=1e-5)
+    for drafter, expected in (
+        (sd.ModelDrafter(model, int8=True), whole),
+        (sd.ModelDrafter(model, [1, *IDS], True), found),
+    ):
+        rounded = step(drafter.network, cache)
+        assert 0 < np.abs(rounded - expected).max() < 0.1 * expected.std()
+    jax.tree.map(np.testing.assert_array_equal, before, model.params)
+
+
+@pytest.mark.parametrize("tied, scale, expected", [(True, None, True), (True, False, False), (False, None, False)])
+def test_a_head_of_its_own_is_scaled_as_before(tied, scale, expected):
+    model = tiny_t5(0, WIDE, 1, logits_via_embedding=tied, scale_decoder_outputs=scale)
+    config = sd.ModelDrafter(model, 5).network.module.config
+    assert not config.logits_via_embedding and config.scale_decoder_outputs is expected
+
+
+def test_int8_kernels():
+    """Against rounding in numpy; columns and rows of zeros; one row and several."""
+    rng = np.random.default_rng(0)
+    kernel, x = rng.normal(size=(12, 7)).astype(np.float32), rng.normal(size=(2, 3, 12)).astype(np.float32)
+    kernel[:, 2], x[1, 1] = 0, 0
+    units = np.abs(kernel).max(axis=0) / 127
+    packed = Int8Kernel.of(kernel)
+    assert packed.values.dtype == np.int8 and np.abs(packed.values).max() == 127
+    np.testing.assert_allclose(packed.values * packed.scales, kernel, atol=units.max() / 2 * 1.001)
+    for rows in (x, x[:1, :1]):
+        found = np.asarray(apply_kernel(jax.numpy.asarray(rows), packed, np.float32))
+        scales = np.abs(rows).max(axis=-1, keepdims=True) / 127
+        integers = np.round(rows / np.where(scales > 0, scales, 1)).astype(np.int64)
+        np.testing.assert_allclose(found, integers @ np.asarray(packed.values, np.int64) * scales * units, rtol=1e-5)
+        assert not found[..., 2].any()
+
+
+def test_t5_drafters_in_the_engine():
+    target = tiny_t5(0, WIDE, 1)
+    drafter = sd.ModelDrafter(noisy_copy(target, 0.05), [EOS, *IDS], int8=True)
+    inputs = np.random.default_rng(3).integers(2, WIDE, (6, 5))
+    options = dict(max_new_tokens=10, eos_ids=())
+    result = sd.generate(target, inputs, drafter=drafter, gamma=3, **options)
+    np.testing.assert_array_equal(result.tokens, sd.generate(target, inputs, **options).tokens)
+    assert 0 < result.stats.acceptance_rate < 1
+
+
+# --- Lists ---
+
+
+def test_the_most_frequent_ids():
+    counts = np.array([5, 0, 9, 2, 9, 5, 1])
+    assert sd.shortlist_from_counts(counts, 2).tolist() == [2, 4]
+    assert sd.shortlist_from_counts(counts, 3).tolist() == [0, 2, 4]  # among equals the first
+    assert sd.shortlist_from_counts(counts, 3, [1]).tolist() == [1, 2, 4]
+    assert sd.shortlist_from_counts(counts, 7, [1]).tolist() == list(range(7))
+    assert np.asarray(sd.ModelDrafter(DRAFT, 3).shortlist.ids)[:4].tolist() == [0, 1, 2, 2]
+    assert np.asarray(sd.ModelDrafter(HashModel(V, eos_ids=(9, 12)), 3).shortlist.ids)[:4].tolist() == [0, 9, 12, 12]
+
+
+WRONG = [
+    ([], "shortlist: got \\[\\], expected a number of ids, or ids"),
+    ([[1, 2]], "shortlist: got \\[\\[1, 2\\]\\], expected"),
+    ([0.5], "expected a number of ids, or ids"),
+    ([1, V], f"shortlist: got id {V}, expected ids of the drafter's model, 0 to {V - 1}"),
+    ([-1, 1], "shortlist: got id -1"),
+    ([1, 5, 5], "shortlist: got id 5 after 5, expected ascending ids, each once"),
+    ([1, 5, 3], "shortlist: got id 3 after 5"),
+    ([2, 3], "shortlist: got ids without 1, which ends a sequence"),
+    (0, "shortlist: got a size of 0, expected an integer from 1 to 16"),
+    (V + 1, "shortlist: got a size of 17"),
+]
+
+
+@pytest.mark.parametrize("shortlist, message", WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_bad_lists(shortlist, message):
+    with pytest.raises(ValueError, match=message):
+        sd.ModelDrafter(DRAFT, shortlist)
+
+
+def test_other_bad_arguments():
+    for counts, size, message in (
+        ([], 1, "counts: got an array of shape"), ([[1]], 1, "counts: got an array of shape"),
+        ([3, 4], 1, "shortlist: got a size of 1, expected an integer from 2 to 2"), ([3, 4], 2.0, "got a size of 2.0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            sd.shortlist_from_counts(counts, size, [0, 1])
+    high = sd.ModelDrafter(HashModel(V + 4, eos_ids=()), [17, 18])
+    with pytest.raises(ValueError, match="drafter: got a shortlist without any id below 16"):
+        sd.generate(TARGET, [[3]], drafter=high, gamma=1)
+
+
+# --- The command line ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shortlist")
+    text = ["Tom is learning German.", "The weather is nice.", "She asked where the book was."] * 4
+    vocabulary = SentencePieceVocabulary.train(text, 32)
+    for seed, name in enumerate(("target", "drafter")):
+        model = tiny_t5(seed, 64, 1)
+        sd.save(sd.LanguageModel(model.config, model.params, vocabulary, name=name), path / name)
+    ids = [vocabulary.encode(line) + [EOS] for line in text[:2]]
+    sd.NGramDrafter.count(ids, vocabulary.size, 1, vocabulary=vocabulary).save(path / "table.npz")
+    sd.NGramDrafter.count([[3]], V, 1, vocabulary=Words()).save(path / "other.npz")
+    return path
+
+
+@pytest.fixture
+def specdec(capsys, folder):
+    def run(command, *argv):
+        where = [f"--target={folder / 'target'}", "--compilation_cache_dir=", "--dtype=float32"]
+        code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [(["--shortlist=FOLDER/table.npz"], None), (["--shortlist=FOLDER/table.npz", "--shortlist_size=5"], 5),
+     (["--shortlist_size=7", "--drafter_int8"], 7)],
+    ids=["counted", "most frequent", "first"],
+)  # fmt: skip
+def test_options_make_the_drafter(folder, flags, expected):
+    from specdec_jax.commands.generate import GenerateOptions
+
+    given = dict(flag.replace("FOLDER", str(folder)).removeprefix("--").partition("=")[::2] for flag in flags)
+    options = GenerateOptions(
+        target=str(folder / "target"), drafter=str(folder / "drafter"), dtype="float32", shortlist=given.get("shortlist"),
+        shortlist_size=int(given.get("shortlist_size", 0)), drafter_int8="drafter_int8" in given,
+    )  # fmt: skip
+    options.check()
+    drafter = options.load()[1]
+    counts = np.asarray(sd.NGramDrafter.load(folder / "table.npz").table.unigram)
+    if "shortlist" in given:
+        ids = sd.shortlist_from_counts(counts, expected or np.count_nonzero(counts), [EOS])
+    else:
+        ids = np.arange(7)
+    assert np.unique(drafter.shortlist.ids).tolist() == ids.tolist() and drafter.int8 == options.drafter_int8
+
+
+def test_generate(specdec):
+    decoding = ("--drafter=FOLDER/drafter", "--max_new_tokens=6", "--gamma=2", "--shortlist_size=9", "--drafter_int8")
+    plain = json.loads(specdec("generate", "--max_new_tokens=6", "--json", "Tom")[1])
+    code, out, err = specdec("generate", *decoding, "--json", "Tom")
+    assert code == 0 and not err and json.loads(out)["tokens"] == plain["tokens"]
+
+
+def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
+    for name in ("step_arm", "paired_arm", "prefill_arm"):
+        monkeypatch.setattr(timing, name, lambda network, *_: network)
+    monkeypatch.setattr(products, "products_arms", lambda *_: {})
+    options, target = benchmark_command.BenchmarkOptions(target="none"), tiny_t5(0, WIDE, 1)
+    batches = [analysis_arms.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
+    found = {}
+    for name, drafter in {
+        "none": sd.ModelDrafter(target), "list": sd.ModelDrafter(target, 5), "both": sd.ModelDrafter(target, 5, True),
+    }.items():  # fmt: skip
+        arms = analysis_benchmark._step_arms(target, drafter, batches, options)
+        found[name] = {arm for arm in arms if arm.startswith("draft step")}
+        assert arms["draft step"] is drafter.network
+    assert found["none"] == {"draft step"} and found["list"] == {"draft step", "draft step, unreduced"}
+    assert found["both"] == found["list"] | {"draft step, shortlist alone", "draft step, int8 alone"}
+    assert arms["draft step, unreduced"] is target.network
+    kernel = lambda name: arms[name].params["decoder"]["logits_dense"]["kernel"]
+    assert layouts.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
+    assert layouts.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
+    spread = dict(least=0.1, most=3.0)
+    lines = summaries.reductions(
+        {"draft step": spread | dict(median=1.0), "draft step, unreduced": spread | dict(median=2.0)}
+    )
+    assert lines == ["  unreduced 2.000 s (0.100 to 3.000), of which it takes 0.500"]
+
+
+BAD = {
+    "no model": (
+        ["--drafter=lookup", "--shortlist_size=5"],
+        "shortlist_size: got 5, expected a drafter that is a model",
+    ),
+    "no drafter": (["--drafter_int8"], "drafter_int8: got True, expected a drafter that is a model"),
+    "size": (["--drafter=FOLDER/drafter", "--shortlist_size=-1"], "shortlist_size: got -1, expected at least 0"),
+    "too many": (
+        ["--drafter=FOLDER/drafter", "--shortlist_size=99"],
+        "shortlist: got a size of 99, expected an integer",
+    ),
+    "no table": (
+        ["--drafter=FOLDER/drafter", "--shortlist=none.npz"],
+        "none.npz: got no such file, expected an n-gram",
+    ),
+    "other": (
+        ["--drafter=FOLDER/drafter", "--shortlist=FOLDER/other.npz"],
+        "shortlist: got a table of 16 ids of another",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gives_one_line(specdec, name):
+    argv, message = BAD[name]
+    code, out, err = specdec("generate", *argv, "Tom")
+    assert code == 2 and not out and len(err.splitlines()) == 1 and message in err

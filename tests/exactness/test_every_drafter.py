@@ -1,0 +1,92 @@
+"""One table: every drafter under every exact verifier, rows of argmax and of several sampling laws side by side.
+
+Rows at temperature 0 must be plain decoding's, token for token; with Gumbel coupling all rows must. Whether sampled rows have the
+target's law is a matter of statistics and of enumeration, which each drafter's own file has.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import own_parts as shared_own_parts
+import pytest
+from random_heads_of import random_heads
+from toy_models import noisy_copy, tiny_t5
+
+import specdec_jax as sd
+
+V, LIMIT, GAMMA = 24, 10, 3
+INPUTS = [[3, 4, 5, 4, 1], [7, 1], [9, 2, 9, 2, 1], [6, 8, 11, 1]]
+PREFIXES = [[4, 2], [], [11, 9, 2, 9], [5]]  # 0 to 4 tokens: what a drafter has to go by
+SAMPLING = sd.SamplingConfig(temperature=[0.0, 1.0, 0.7, 0.0], top_k=[0, 0, 6, 0], top_p=[1.0, 1.0, 0.9, 1.0])
+ARGMAX = [0, 3]
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@functools.cache
+def target():
+    return noisy_copy(tiny_t5(0, V), 2.0)  # else it repeats itself
+
+
+@functools.cache
+def similar():
+    return noisy_copy(target(), 0.1, 1)
+
+
+def table(order: int, sampled: bool) -> sd.NGramDrafter:
+    sequences = np.random.default_rng(2).integers(0, V - 4, (6, 20)).tolist()
+    return sd.NGramDrafter.count(sequences, V - 4, order, sampled=sampled)
+
+
+DRAFTERS = {
+    "model": lambda: sd.ModelDrafter(similar()),
+    "shortlist": lambda: sd.ModelDrafter(similar(), shortlist=12),
+    "8 bits": lambda: sd.ModelDrafter(similar(), int8=True),
+    "early exit": lambda: sd.EarlyExitDrafter(target(), 1),
+    "heads": lambda: random_heads(target()),
+    "unigrams": lambda: table(1, True),
+    "trigrams": lambda: table(3, False),
+    "lookup": lambda: sd.PromptLookupDrafter(1),
+    "assisted": lambda: sd.AssistedNGramDrafter(),
+    "random": lambda: sd.RandomDrafter(V),
+    "from outside": shared_own_parts.RepeatDrafter,
+    "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
+    "horizontal cascade": lambda: sd.HorizontalCascade(sd.ModelDrafter(similar()), table(2, True), 2),
+}
+
+
+def run(drafter, verifier: str | sd.Verifier, sampling=SAMPLING):
+    return sd.generate(
+        target(), INPUTS, drafter=drafter, gamma=GAMMA, verifier=verifier, sampling=sampling, decoder_prefix=PREFIXES,
+        max_new_tokens=LIMIT, key=jax.random.key(5),
+    )  # fmt: skip
+
+
+@functools.cache
+def plain(verifier: str | sd.Verifier):
+    return run(None, verifier)
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [
+        "block",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("token", "gumbel", "rejection")),
+        pytest.param(shared_own_parts.MIRRORED, id="from outside"),
+    ],
+)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_under_every_verifier(name, verifier):
+    result, expected = run(DRAFTERS[name](), verifier), plain(verifier)
+    rows = range(len(INPUTS)) if verifier == "gumbel" else ARGMAX
+    for row in rows:
+        np.testing.assert_array_equal(result.tokens[row], expected.tokens[row])
+        assert result.finish_reasons[row] == expected.finish_reasons[row]
+    assert np.all(result.lengths > 0) and np.all((result.tokens >= 0) & (result.tokens < V))
+    assert result.stats.drafted > 0, "or nothing was verified"
+    assert result.stats.target_calls <= int(result.lengths.sum()) + len(INPUTS)
+
+
+def test_the_table_has_every_drafter():
+    exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))} - {"Drafter"}
+    assert exported == {type(make()).__name__ for name, make in DRAFTERS.items() if name != "from outside"}

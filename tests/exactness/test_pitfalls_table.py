@@ -1,0 +1,22 @@
+"""`PITFALLS.md` names a test, or the word later, for every known failure; the tests that it names exist."""
+
+import ast
+import pathlib
+import re
+
+HERE = pathlib.Path(__file__).parent
+ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|$", (HERE / "PITFALLS.md").read_text(encoding="utf-8"), re.M)
+
+
+def test_every_row_is_covered():
+    assert [int(number) for number, _, _ in ROWS] == list(range(1, 33))
+    for number, _, tests in ROWS:
+        assert "::test_" in tests or "later" in tests, f"row {number} names no test"
+
+
+def test_the_named_tests_exist():
+    for number, _, tests in ROWS:
+        for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests):
+            functions = {node.name for node in ast.walk(ast.parse(next(HERE.parent.rglob(file)).read_text(encoding="utf-8")))
+                         if isinstance(node, ast.FunctionDef)}  # fmt: skip
+            assert name in functions, f"row {number}: no {name} in {file}"

@@ -1,0 +1,246 @@
+"""Token verification has the target's law: by enumeration, and the JAX code takes the enumerated decisions."""
+
+import doctest
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+import toy as shared_toy
+from enumerations import DRAFTS, GRID, SIZES, TARGETS, as_law, law_of, laws
+from toy import Rule
+
+from specdec_jax.speculative import iteration
+from specdec_jax.speculative.verifier import Randomness
+from specdec_jax.speculative.verifiers import verify_greedy, verify_tokens
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.mark.parametrize("eos", [set(), {0}, {0, 1}], ids=["no EOS", "one EOS", "two EOS"])
+@pytest.mark.parametrize("vocab, gamma, limit", SIZES)
+def test_law_of_two_iterations_is_the_targets(vocab, gamma, limit, eos):
+    for zeros in (0.0, 0.5):  # with zeros: p(x) = 0, q(x) = 0 and disjoint supports occur
+        target, draft = laws(vocab, zeros)
+        expected = shared_toy.complete({(): 1.0}, target, limit, eos)
+        assert abs(sum(expected.values()) - 1) < 1e-12
+        for drafter in (draft, target, shared_toy.one_hot(draft)):
+            found = shared_toy.speculative_law(target, drafter, gamma, limit, eos)
+            assert shared_toy.total_variation(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "adjustments",
+    [
+        {"temperature": 0},
+        {"temperature": 0.5},
+        {"top_k": 2},
+        {"top_p": 0.7},
+        {"temperature": 1.5, "top_k": 3, "top_p": 0.8},
+    ],
+    ids=str,
+)
+def test_law_under_every_processor(adjustments):
+    target, draft = (shared_toy.processed(law, **adjustments) for law in laws(4))
+    found = shared_toy.speculative_law(target, draft, 2, 4, {3})
+    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 4, {3})) < 1e-12
+
+
+def test_a_draft_may_stop_after_a_drawn_token():
+    """Rule 6 of the algorithm: stopping after an improbable id is exact as long as the id stays in the draft."""
+    target, draft = laws(3)
+    found = shared_toy.speculative_law(target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3))
+    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
+
+
+def top2(law):
+    return shared_toy.adjusted_probs(np.log(law), top_k=2)
+
+
+argmax_of = lambda q: np.eye(len(q))[np.argmax(q)]
+RAW_TARGET, RAW_DRAFT = laws(3)
+
+# name: (target, drafter, rule). Each is an implementation that was really shipped somewhere, or a slip away from one.
+MUTANTS = {
+    "draft by argmax, softmax in the ratio": (RAW_TARGET, RAW_DRAFT, Rule(drawn=argmax_of)),
+    "T = 0 accepted by probability": (
+        shared_toy.one_hot(RAW_TARGET), shared_toy.one_hot(RAW_DRAFT),
+        Rule(judged=lambda q: RAW_DRAFT(()), accept=lambda p, q, x: shared_toy.ratio(RAW_TARGET(()), q, x)),
+    ),
+    "ratio with q before top-k": (shared_toy.processed(RAW_TARGET, top_k=2), RAW_DRAFT, Rule(drawn=top2)),
+    "ratio with p before top-k": (
+        shared_toy.processed(RAW_TARGET, top_k=2), shared_toy.processed(RAW_DRAFT, top_k=2),
+        Rule(accept=lambda p, q, x: shared_toy.ratio(RAW_TARGET(()), q, x)),
+    ),
+    "residual from p": (RAW_TARGET, RAW_DRAFT, Rule(residual=lambda p, q: p)),
+    "residual from |p - q|": (
+        RAW_TARGET, RAW_DRAFT, Rule(residual=lambda p, q: np.abs(p - q) / np.abs(p - q).sum()),
+    ),
+    "n-gram: sample, compare, sample again": (
+        RAW_TARGET, shared_toy.one_hot(RAW_DRAFT), Rule(accept=lambda p, q, x: p[x], residual=lambda p, q: p),
+    ),
+    "always accept": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: 1.0)),
+    "acceptance uniform always 0.5": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: float(0.5 * q[x] < p[x]))),
+    "same uniform at every position": (RAW_TARGET, RAW_DRAFT, Rule(same_uniform=True)),
+    "rejection one position late": (RAW_TARGET, RAW_DRAFT, Rule(late=1)),
+    "rejection one iteration late": (RAW_TARGET, RAW_DRAFT, Rule(next_iteration=True)),
+    "improbable token dropped": (RAW_TARGET, RAW_DRAFT, Rule(keep=lambda q, x: q[x] >= 0.3)),
+    "EOS dropped from the draft": (RAW_TARGET, RAW_DRAFT, Rule(keep=lambda q, x: x != 0)),
+    "bonus from the position before": (RAW_TARGET, RAW_DRAFT, Rule(bonus_shift=1)),
+    "ratio upside down": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: min(1.0, q[x] / p[x]))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_enumeration_catches(name):
+    target, draft, rule = MUTANTS[name]
+    found = shared_toy.speculative_law(target, draft, 2, 4, {0}, rule)
+    assert abs(sum(found.values()) - 1) < 1e-9, "a mutant is still a law; otherwise the enumeration is what fails"
+    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 4, {0})) > 0.01
+    exact = shared_toy.speculative_law(
+        target, draft if rule.drawn is not top2 else shared_toy.processed(draft, top_k=2), 2, 4, {0}
+    )
+    assert shared_toy.total_variation(exact, shared_toy.complete({(): 1.0}, target, 4, {0})) < 1e-12
+
+
+def test_two_iterations_see_what_one_does_not():
+    """A correction drawn one iteration late, with no wrong token committed before it, shows in the second alone."""
+    target, draft = laws(3)
+    expected = shared_toy.complete({(): 1.0}, target, 4, set())
+    rule = Rule(accept=lambda p, q, x: shared_toy.ratio(p, q, x) if p is target(()) else 1.0)
+    assert (
+        shared_toy.total_variation(shared_toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=1), expected)
+        < 1e-12
+    )
+    assert (
+        shared_toy.total_variation(shared_toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=2), expected)
+        > 0.01
+    )
+
+
+def test_accepted_share_is_the_sum_of_minima():
+    """β = Σ min(p, q) = 1 − D_LK (definition 3.2), also for p = q and disjoint supports."""
+    cases = [(target(()), draft(())) for target, draft in (laws(2), laws(3), laws(4))]
+    cases += [(cases[0][0], cases[0][0]), (np.array([1.0, 0]), np.array([0, 1.0]))]
+    for p, q in cases:
+        share = sum(q[x] * shared_toy.ratio(p, q, x) for x in range(len(p)))
+        assert share == pytest.approx(np.minimum(p, q).sum(), abs=1e-12)
+
+
+@jax.jit
+def verified(target, draft, drafted, wanted, accept, final):
+    return verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("gamma", [0, 1, 2])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
+    """Every draft, every num_drafted ≤ γ, every point of the grid, 0 included; drafts of probability 0 as well."""
+    p, q = TARGETS[: gamma + 1], DRAFTS[name][:gamma]
+    points = itertools.product(
+        itertools.product(range(4), repeat=gamma), range(gamma + 1), itertools.product(GRID, repeat=gamma), range(13)
+    )
+    drafted, wanted, accept, final = zip(*points)
+    # Another uniform at each position where the final token may stand.
+    final = GRID[(np.array(final)[:, None] + 5 * np.arange(gamma + 1)) % 13]
+    size = len(drafted)
+    with jax.enable_x64(dtype == "float64"):
+        found = verified(
+            as_law(np.broadcast_to(p, (size, gamma + 1, 4)), dtype),
+            as_law(np.broadcast_to(q, (size, gamma, 4)), dtype),
+            np.array(drafted, np.int32).reshape(size, gamma),
+            np.array(wanted, np.int32),
+            np.array(accept, dtype).reshape(size, gamma),
+            shared_toy.words(final),
+        )
+        found = jax.device_get(found)
+    expected = [shared_toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
+    np.testing.assert_array_equal(np.stack(found, axis=1), expected)
+
+
+def test_the_grid_catches_a_comparison_that_is_not_strict():
+    """u ≤ p/q instead of u < p/q: at u = 0 a token with p(x) = 0 would stand."""
+    p, q = np.array([[0, 1.0], [0.5, 0.5]]), np.array([[1.0, 0]])
+    assert shared_toy.TOKEN.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
+    found = verified(
+        as_law(p[None], "float32"), as_law(q[None], "float32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
+        np.zeros((1, 1), np.float32), shared_toy.words(np.full((1, 2), 0.5)),
+    )  # fmt: skip
+    assert [int(x[0]) for x in found] == [0, 1]
+
+
+def test_decisions_integrate_to_the_kernel():
+    """`decide`, averaged over the uniforms, is the enumerated kernel: the grid test and the enumeration meet."""
+    target, draft = laws(3)
+    p, q = target(()), draft(())
+    kernel = shared_toy.kernel((), None, target, draft, 1, set(), Rule())
+    steps, found = 60, {}
+    middle = (np.arange(steps) + 0.5) / steps
+    for x, u, f in itertools.product(range(3), middle, middle):
+        accepted, y = shared_toy.TOKEN.decide([p, target((x,))], [q], (x,), (u,), (f, f))
+        key = ((x, y) if accepted else (y,)), None
+        found[key] = found.get(key, 0) + q[x] / steps**2
+    assert shared_toy.total_variation(found, kernel) < 3 / steps
+
+
+@hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 4))
+def test_verify_tokens_properties(seed, gamma):
+    """Whatever the laws (ties, zeros, p = q) and uniforms: in range, of positive probability, nothing past num_drafted."""
+    rng, vocab, batch = np.random.default_rng(seed), 7, 16
+    # Weights from few values give ties; half the rows of q equal p, so that residuals vanish.
+    weights = rng.choice([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, batch, gamma + 1, vocab))
+    weights[..., 3] += 1e-3
+    p, q = weights / weights.sum(axis=-1, keepdims=True)
+    q = np.where(rng.random((batch, 1, 1)) < 0.5, p, q)[:, :gamma]
+    drafted = rng.integers(vocab, size=(batch, gamma)).astype(np.int32)
+    wanted = rng.integers(gamma + 1, size=batch).astype(np.int32)
+    uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
+    found = verified(
+        as_law(p, "float32"),
+        as_law(q, "float32"),
+        drafted,
+        wanted,
+        uniform[:, :gamma],
+        shared_toy.words(uniform[:, ::-1]),
+    )
+    accepted, token = map(np.asarray, found)
+    assert np.all((accepted >= 0) & (accepted <= wanted))
+    assert np.all((token >= 0) & (token < vocab))
+    for row in range(batch):
+        assert p[row, accepted[row], token[row]] > 0
+        assert all(p[row, i, drafted[row, i]] > 0 for i in range(accepted[row]))
+
+
+def test_rows_of_minus_infinity_elsewhere_do_no_harm():
+    """A position past num_drafted may hold anything, NaN included."""
+    p = np.log(np.full((2, 3, 4), 0.25))
+    p[:, 2] = np.nan
+    q = np.log(np.full((2, 2, 4), 0.25))
+    q[:, 1] = -np.inf
+    found = verified(
+        law_of(np.float32(p)), law_of(np.float32(q)), np.zeros((2, 2), np.int32),
+        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), shared_toy.words([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
+    )  # fmt: skip
+    np.testing.assert_array_equal(found.num_accepted, [1, 0])
+    np.testing.assert_array_equal(found.next_token, [1, 2])
+
+
+def test_verify_greedy():
+    target = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3], [9, 2, 3]], np.int32)
+    draft = np.array([[1, 2], [1, 0], [1, 2], [1, 2]], np.int32)
+    verify = jax.jit(verify_greedy)
+    found = verify(target, draft, np.array([2, 2, 1, 2], np.int32))
+    np.testing.assert_array_equal(found.num_accepted, [2, 1, 1, 0])
+    np.testing.assert_array_equal(found.next_token, [3, 2, 2, 9])
+    nothing = verify(target[:, :1], draft[:, :0], np.zeros(4, np.int32))
+    np.testing.assert_array_equal(nothing.num_accepted, 0)
+    np.testing.assert_array_equal(nothing.next_token, target[:, 0])
+
+
+def test_algorithm_1_as_it_is_told():
+    """The lines at the head of `iteration.py`, beside the compiled code."""
+    found = doctest.testmod(iteration)
+    assert found.attempted >= 10 and found.failed == 0

@@ -1,0 +1,368 @@
+"""Inside T5X: its checkpointers restore what is exported, and it decodes what it would decode, by its own commands too.
+
+Needs the extra t5x, with which TensorFlow comes; skipped where T5X is not installed, and fails where it is but cannot be
+imported.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import make_checkpoints as make
+import numpy as np
+import pytest
+from golden_models import unpack_t5x
+from law_samples import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREAD, V, g_test, joint_law
+from toy_models import tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.analysis import arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import main
+from specdec_jax.models.parameters import flatten
+from specdec_jax.models.vocabularies import ByteVocabulary
+
+if importlib.util.find_spec("t5x") is None:
+    pytest.skip("t5x is not installed", allow_module_level=True)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TensorFlow's
+    from t5x import decoding, models, partitioning, utils
+
+    from specdec_jax.interop import t5x as interop
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 16
+
+
+class Ids:
+    """As much of a seqio vocabulary as decoding asks for."""
+
+    eos_id, vocab_size = 1, 128
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    """Folder of T5X's own checkpoint, what T5X computed from it, and the model."""
+    folder, io = unpack_t5x(tmp_path_factory.mktemp("t5x"))
+    return folder, io, sd.load(folder, "float32")
+
+
+def speculative(target, **options) -> interop.SpeculativeEncoderDecoderModel:
+    return interop.SpeculativeEncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None, **options)
+
+
+def predict(model, params, inputs, prompts=None, rng=None, **options):
+    """`predict_batch_with_aux` as T5X calls it: traced."""
+    batch = dict(
+        encoder_input_tokens=inputs,
+        decoder_input_tokens=np.zeros((len(inputs), STEPS), np.int32) if prompts is None else prompts,
+    )
+    call = functools.partial(model.predict_batch_with_aux, **options)
+    return jax.tree.map(np.asarray, jax.jit(lambda params, batch, rng: call(params, batch, rng))(params, batch, rng))
+
+
+# Checkpoints.
+
+SHAPE = dataclasses.replace(make.TINY, vocab_size=48, num_encoder_layers=1, num_decoder_layers=1)
+SHAPES = {"1.1": SHAPE, "1.0": dataclasses.replace(SHAPE, mlp_activations=("relu",), logits_via_embedding=True)}
+
+
+@pytest.mark.parametrize("form, use_orbax", [("t5x", True), ("t5x_legacy", True), ("t5x_legacy", False)])
+@pytest.mark.parametrize("shape, dtype", [("1.1", "float32"), ("1.0", "bfloat16")])
+def test_t5x_restores_what_is_exported(shape, form, dtype, use_orbax, tmp_path):
+    params = {name: x.astype(dtype) for name, x in make.random_params(SHAPES[shape]).items()}
+    sd.save(make.model_of(params, SHAPES[shape]), tmp_path / "model", format=form)
+    model = models.EncoderDecoderModel(interop.transformer(SHAPES[shape]), None, None, None)
+    partitioner = partitioning.PjitPartitioner(num_partitions=1)
+    shapes = dict(encoder_input_tokens=(2, 8), decoder_input_tokens=(2, 8))
+    initializer = utils.TrainStateInitializer(
+        optimizer_def=None, init_fn=model.get_initial_variables, input_shapes=shapes,
+        input_types=dict.fromkeys(shapes, jnp.int32), partitioner=partitioner,
+    )  # fmt: skip
+    config = utils.RestoreCheckpointConfig(str(tmp_path / "model" / "checkpoint_1"), "specific", strict=False)
+    state, _ = utils.create_checkpoint_manager_and_restore(
+        initializer, partitioner, config, config.path, None, use_orbax=use_orbax
+    )
+    got = flatten(jax.tree.map(np.asarray, state.params.unfreeze()))
+    assert got.keys() == params.keys() and int(state.step) == 1
+    for name, x in params.items():
+        assert got[name].dtype == x.dtype and got[name].tobytes() == x.tobytes(), name
+
+
+# Decoding.
+
+
+DECODES = [
+    ("greedy_noeos", "none"),
+    ("greedy_eos1", "itself"),
+    ("greedy_eos_early", "another"),
+    ("greedy_prompt3", "another"),
+]
+
+
+@pytest.mark.parametrize("decode, drafter", DECODES)
+def test_argmax_tokens_and_scores_are_t5xs(decode, drafter, golden, tmp_path):
+    folder, io, target = golden
+    options: dict = dict(rescale_log_probs=False, counts=True)
+    if drafter == "itself":
+        options |= dict(drafter=str(folder), gamma=3)
+    elif drafter == "another":
+        small = dataclasses.replace(target.config, num_encoder_layers=1, num_decoder_layers=1)
+        sd.save(sd.LanguageModel.random(small, seed=3), tmp_path / "small")
+        options |= dict(drafter=str(tmp_path / "small"), gamma=2)
+    eos = {"greedy_eos1": 1, "greedy_eos_early": int(io["eos_early_id"])}.get(decode, -1)
+    prompted = decode == "greedy_prompt3"
+    prompts = io["prompt_decoder_input_tokens"] if prompted else None
+    tokens, aux = predict(
+        speculative(target, **options), target.params, io["encoder_input_tokens"], prompts,
+        prompt_with_targets=prompted, decoder_params={"eos_id": eos},
+    )  # fmt: skip
+    np.testing.assert_array_equal(tokens, io[decode])
+    if f"{decode}_logprob" in io:
+        np.testing.assert_allclose(aux["scores"], io[f"{decode}_logprob"], rtol=1e-5, atol=1e-4)
+    if drafter == "itself":
+        assert (aux["accepted"] == aux["drafted"]).all() and (aux["drafted"] > 0).all()
+    assert (aux["drafted"] > 0).all() == (drafter != "none")
+
+
+OPTIONS = {
+    # what one call says; whether there are prompts, and all decodes are asked for
+    "steps": (dict(max_decode_steps=5, rescale_log_probs=False), True, True),
+    "hard limit": (dict(max_decode_steps=9, max_decode_steps_hard_limit=4), False, False),
+    "the best": (dict(temperature=1.0, topk=1, rescale_log_probs=False), True, False),
+    "cold rows": (dict(temperature=np.array([0, 5e-5, 0, 0], np.float32), rescale_log_probs=False), False, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_one_call_are_t5xs(case, golden):
+    """Where T5X's sampler leaves no choice, its tokens, shapes and scores."""
+    folder, io, target = golden
+    said, prompted, everything = OPTIONS[case]
+    given = {"temperature": 0.0} | said
+    prompts = np.array(io["prompt_decoder_input_tokens"])
+    prompts[0, 3:] = 0  # prompts of different lengths
+    options = dict(decoder_params=given, return_all_decodes=everything, prompt_with_targets=prompted)
+    theirs = models.EncoderDecoderModel(
+        interop.transformer(target.config), Ids, Ids, None, decode_fn=decoding.temperature_sample
+    )
+    ours = speculative(target, drafter=str(folder), gamma=3, sampling=sd.SamplingConfig(temperature=0.7, top_k=5))
+    inputs = io["encoder_input_tokens"]
+    expected = predict(theirs, target.params, inputs, prompts, **{**options, "decoder_params": dict(given)})
+    tokens, aux = predict(ours, target.params, inputs, prompts, **options)
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_allclose(aux["scores"], expected[1]["scores"], rtol=1e-5, atol=1e-4)
+    assert given.keys() == {"temperature", *said}  # T5X writes into it; we do not
+
+
+def test_scores_of_given_targets_are_t5xs(golden):
+    _, io, target = golden
+    batch = {name: io[name] for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")}
+    batch["decoder_loss_weights"] = (batch["decoder_target_tokens"] > 0).astype(np.float32)
+    theirs = models.EncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None)
+    scores = [jax.jit(model.score_batch)(target.params, batch) for model in (theirs, speculative(target))]
+    np.testing.assert_array_equal(*scores)
+
+
+@pytest.mark.slow
+def test_samples_depend_on_the_key(golden):
+    folder, io, target = golden
+    model = speculative(target, drafter=str(folder), gamma=2, sampling=sd.SamplingConfig(temperature=1.0))
+    decode = functools.partial(predict, model, target.params, io["encoder_input_tokens"])
+    first, aux = decode()  # T5X's default key is that of seed 0
+    other, _ = decode(rng=jax.random.PRNGKey(1))
+    assert (first != other).any() and (aux["scores"] < 0).all()
+    np.testing.assert_array_equal(decode(decoder_params={"decode_rng": jax.random.PRNGKey(1)})[0], other)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("drafts", [True, False], ids=["speculative", "plain"])
+def test_law_with_keys_of_every_kind(impl, drafts):
+    """A G-test of the joint law of three tokens; T5X's trainer can be set to rbg keys."""
+    target, drafter = tiny_t5(0, V, decoder_layers=1), tiny_t5(1, V, decoder_layers=1)
+    vocabulary = type("Letters", (), dict(eos_id=EOS, vocab_size=V))
+    model = interop.SpeculativeEncoderDecoderModel(
+        interop.transformer(target.config), vocabulary, vocabulary, None, gamma=1, verifier="token", sampling=SPREAD,
+        drafter=sd.ModelDrafter(drafter) if drafts else None,
+    )  # fmt: skip
+    inputs, prompts = np.tile(INPUTS, (ROWS, 1)).astype(np.int32), np.zeros((ROWS, POSITIONS), np.int32)
+    counts = np.zeros(V**POSITIONS)
+    for seed in range(4):
+        rng = jax.random.key_data(jax.random.key(seed, impl=impl))  # raw, as T5X makes them
+        tokens, _ = predict(model, target.params, inputs, prompts, rng)
+        counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**POSITIONS)
+    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_law(drafter, SPREAD)) < FALSE_ALARM
+
+
+BAD = {
+    "decodes": (dict(num_decodes=4), "num_decodes: got 4, expected 1"),
+    "beams": (dict(decoder_params={"alpha": 0.6}), "decoder_params: got alpha, expected only"),
+    "filters": (dict(decoder_params={"topk": 3, "topp": 0.5}), "got topk and topp, expected at most one"),
+    "two keys": (
+        dict(decoder_params={"decode_rng": jax.random.PRNGKey(1)}, rng=jax.random.PRNGKey(0)),
+        "got decode_rng beside the argument rng",
+    ),
+    "temperature": (dict(decoder_params={"temperature": np.inf}), "temperature: got inf, expected"),
+    "steps": (dict(decoder_params={"max_decode_steps": 0}), "max_decode_steps: got 0, expected at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_not_speculative_is_refused(case, golden):
+    _, io, target = golden
+    options, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        predict(speculative(target), target.params, io["encoder_input_tokens"], **options)
+
+
+def test_bad_configurations_are_refused(golden, tmp_path):
+    folder, _, target = golden
+    with pytest.raises(ValueError, match="decode_fn: got .*, expected none"):
+        speculative(target, decode_fn=decoding.beam_search)
+    with pytest.raises(
+        ValueError, match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs nothing"
+    ):
+        speculative(target, drafter=sd.EarlyExitDrafter(target, 1))
+    with pytest.raises(ValueError, match="gamma: got -1, expected"):
+        speculative(target, drafter=str(folder), gamma=-1)
+    with pytest.raises(ValueError, match="lenience: got none with verifier='lenient'"):
+        speculative(target, drafter=str(folder), verifier="lenient")
+    with pytest.raises(ValueError, match="no/such: got no such path"):
+        speculative(target, drafter="no/such")
+    with pytest.raises(ValueError, match="module: got object, expected t5x.examples.t5.network.Transformer"):
+        interop.SpeculativeEncoderDecoderModel(object(), Ids, Ids, None)
+    wide = dataclasses.replace(target.config, vocab_size=400)
+    sd.save(sd.LanguageModel.random(wide, vocabulary=ByteVocabulary(3)), tmp_path / "bytes")
+    with pytest.raises(ValueError, match="got a vocabulary of 262 pieces that differs from T5X's"):
+        speculative(target, drafter=str(tmp_path / "bytes"))
+    other = dataclasses.replace(target.config, num_decoder_layers=3)
+    model = interop.SpeculativeEncoderDecoderModel(interop.transformer(other), Ids, Ids, None)
+    with pytest.raises(ValueError, match="params: parameter decoder/layers_2/.*: got none, expected"):
+        predict(model, target.params, np.ones((1, 4), np.int32))
+
+
+# The benchmark's arm.
+
+
+@pytest.mark.slow
+def test_benchmark_against_t5x(golden):
+    """Interleaved with ours, the same tokens, and fillers that count for nothing."""
+    _, io, target = golden
+    rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
+    options = benchmark_command.BenchmarkOptions(
+        target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x"
+    )
+    batches = arms.cut(rows, rows, options.batch_size, options.seed)
+    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
+    against = record["against"]
+    assert (against["name"], against["differences"], problems) == ("t5x", [], [])
+    assert against["tokens"] == record["plain"]["tokens"] == record["speculative"][0]["tokens"]
+    assert against["improvement"].keys() == {"plain", "gamma 2"} and against["seconds"]["median"] > 0
+    assert "\nt5x            " in summaries.benchmark_summary(record) and "  gamma 2: " in summaries.benchmark_summary(
+        record
+    )
+    json.dumps(record)
+
+
+def test_t5x_cannot_decode_every_model(golden):
+    _, _, target = golden
+    for change, message in ((dict(eos_ids=(1, 2)), "EOS ids"), (dict(start_token=3), "start token 3")):
+        model = sd.LanguageModel(target.config, target.params, **change)
+        with pytest.raises(ValueError, match=f"t5x: got .*{message}.*, expected one EOS id"):
+            interop.greedy(model)
+    for change in (dict(max_distance=64), dict(scale_decoder_outputs=True)):
+        with pytest.raises(ValueError, match="t5x: got"):
+            interop.transformer(dataclasses.replace(target.config, **change))
+
+
+# T5X's own program.
+
+SETTINGS = """
+from __gin__ import dynamic_registration
+import __main__ as infer_script
+import t5x_task
+from t5x import decoding
+from t5x import models
+from t5x import utils
+from t5x.examples.t5 import network
+
+include "t5x/examples/t5/t5_1_1/small.gin"
+include "t5x/configs/runs/infer.gin"
+
+MIXTURE_OR_TASK_NAME = "specdec_ids"
+TASK_FEATURE_LENGTHS = {"inputs": 12, "targets": 16}
+DROPOUT_RATE = 0.0
+VOCABULARY = @t5x_task.vocabulary()
+infer_script.infer.mode = "predict_with_aux"
+models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample
+decoding.temperature_sample.temperature = 0.0
+utils.DatasetConfig.batch_size = 3
+utils.RestoreCheckpointConfig.dtype = "float32"
+network.T5Config:
+  vocab_size = 128
+  dtype = "float32"
+  emb_dim = 32
+  num_heads = 2
+  num_encoder_layers = 2
+  num_decoder_layers = 2
+  head_dim = 16
+  mlp_dim = 64
+"""
+
+
+def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
+    """What `python -m t5x.infer` writes, in the order of the inputs."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "t5x.infer", f"--gin_search_paths={folder},{ROOT / 'configs'}",
+            "--gin_file=settings.gin", *argv, f"--gin.INFER_OUTPUT_DIR='{output}'",
+        ],
+        env=os.environ | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = output.glob("*.jsonl-*-of-?????")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_infer_command(golden, tmp_path, monkeypatch):
+    """One more gin file and a drafter: the same lines come out."""
+    folder, io, target = golden
+    rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]]
+    lines = [f"{' '.join(map(str, row))}\t5 1\n" for row in rows]
+    (tmp_path / "task.tsv").write_text("".join(lines))
+    (tmp_path / "settings.gin").write_text(SETTINGS)
+    checkpoint = f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'"
+    plain = infer(tmp_path, tmp_path / "plain", checkpoint)
+    sd.save(target, tmp_path / "drafter")
+    ours = infer(
+        tmp_path, tmp_path / "ours", checkpoint, "--gin_file=t5x/speculative.gin",
+        f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
+    )  # fmt: skip
+    assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain
+    monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
+    flags = ["--task=specdec_ids", "--module_import=t5x_task", "--max_input_length=12", "--max_new_tokens=16"]
+    path = tmp_path / "lines"
+    assert main.main(["generate", f"--target={folder}", *flags, "--dtype=float32", f"--output_file={path}"]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [{name: line[name] for name in ("inputs", "prediction")} for line in lines] == [
+        {name: line[name] for name in ("inputs", "prediction")} for line in plain
+    ]
+    sd.convert(folder, tmp_path / "exported", "t5x")
+    exported = f"--gin.CHECKPOINT_PATH='{tmp_path / 'exported' / 'checkpoint_7'}'"
+    assert infer(tmp_path, tmp_path / "again", exported) == plain

@@ -1,0 +1,450 @@
+"""The CPU's kernels as a library: what names it, what is refused, and that nothing that is wrong with it ends the process.
+
+Compilers are scripts that answer as the real one and copy a library that was made once.
+"""
+
+import functools
+import os
+import pathlib
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+
+import pytest
+from devices import names
+
+from specdec_jax.analysis import machine as analysis_machine
+from specdec_jax.files import user_cache
+from specdec_jax.models import native, probe
+
+REAL = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
+needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
+TRY = "from specdec_jax.models import native; print(native.available(), native.available()); print(native.state())"
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    """A cache of its own, no settings, and a process that has settled on nothing. Nothing is loaded: a name can be
+    registered once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(native.SETTING, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    loaded = []
+    monkeypatch.setattr(native.probe, "register", lambda library, targets: loaded.append(library))
+    monkeypatch.setattr(native, "_settle", functools.cache(native._settle.__wrapped__))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """Folder with what compilers can make of the source: "works.so", "crashes.so" and "wrong.so"."""
+    folder = tmp_path_factory.mktemp("libraries")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.delenv(native.SETTING, raising=False)
+        found = native._find()
+    shutil.copy(found.path, folder / "works.so")
+    compile_ = [REAL, "-shared", "-fPIC", "-w", "-x", "c++", "-", "-o"]
+    crash = b"#include <cstdlib>\n__attribute__((constructor)) static void die() { abort(); }\n"
+    subprocess.run([*compile_, folder / "crashes.so"], input=crash, check=True)
+    # A product that writes nothing: its output is what was in memory.
+    handlers = "".join(f'extern "C" void* {symbol}(void*) {{ return 0; }}\n' for symbol in native.TARGETS.values())
+    subprocess.run([*compile_, folder / "wrong.so"], input=handlers.encode(), check=True)
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch, libraries):
+    """Makes CXX a compiler that does `what` in place of compiling, and notes each time that it does in the file "calls"."""
+
+    def make(what: str, version: str = "fake 1.2.3 (x 4.5)"):
+        script = tmp_path / "fake"
+        script.write_text(f"""#!/bin/sh
+output=
+while [ $# -gt 0 ]; do case "$1" in
+  --version) echo "{version}"; exit 0;;
+  -E) echo "#define __AVX2__ 1"; echo "#define __tune_znver9__ 1"; exit 0;;
+  -o) output="$2"; shift;;
+esac; shift; done
+echo once >> {tmp_path}/calls
+libraries={libraries}
+{what}
+""")
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return script
+
+    return make
+
+
+WORKS = 'cp "$libraries/works.so" "$output"'
+
+
+def calls(tmp_path) -> int:
+    return len((tmp_path / "calls").read_text().split()) if (tmp_path / "calls").exists() else 0
+
+
+def again() -> str:
+    """What a new process would settle on."""
+    native._settle.cache_clear()
+    return native.state()
+
+
+def kernels(tmp_path) -> list[str]:
+    return names(tmp_path / "cache/specdec_jax/kernel")
+
+
+# What works.
+
+
+@needs_compiler
+def test_two_processes_at_once(tmp_path, compiler, libraries):
+    """The whole of it, in processes of their own: both compile, slowly, and both use what came out."""
+    compiler(f"sleep 1; {WORKS}")
+    start = lambda: subprocess.Popen(
+        [sys.executable, "-c", TRY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    both = [start() for _ in range(2)]
+    ended = [process.communicate(timeout=100) for process in both]
+    for out, err in ended:
+        assert re.fullmatch(r"True True\nkernel: \S+\.so, built with fake 1\.2 for znver9 \(avx2\)\n", out), err
+        assert err == "specdec_jax: compiling its CPU kernel (once, a few seconds) ...\n"
+    assert ended[0][0] == ended[1][0] and calls(tmp_path) == 2
+    library, record = sorted(kernels(tmp_path), key=len, reverse=True)
+    folder = tmp_path / "cache/specdec_jax/kernel"
+    assert library.startswith(pathlib.Path(record).stem) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder / library).read_bytes() == (libraries / "works.so").read_bytes()
+
+
+@needs_compiler
+def test_compiled_once(tmp_path, compiler, capsys, settings):
+    compiler(WORKS)
+    assert native.available() and native.available() and native.origin() == "built with fake 1.2 for znver9 (avx2)"
+    first = native.state()
+    assert again() == first and calls(tmp_path) == 1 and len(set(settings)) == 1 and len(settings) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and settings[0] in first
+    done = subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL({settings[0]!r})"])
+    assert done.returncode == 0
+
+
+@needs_compiler
+def test_threads_share_one(tmp_path, compiler, settings):
+    compiler(f"sleep 0.3; {WORKS}")
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(native.available())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4 and calls(tmp_path) == 1 and len(settings) == 1
+
+
+@needs_compiler
+def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
+    compiler(WORKS)
+    machine = analysis_machine.machine()
+    assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(tmp_path) not in repr(machine)
+    assert analysis_machine.hardware(machine).endswith(", kernel: built with fake 1.2 for znver9 (avx2)")
+    monkeypatch.setenv(native.SETTING, "off")
+    again()
+    assert analysis_machine.machine()["kernel"] == "none"
+    del machine["kernel"]  # an older record
+    assert analysis_machine.hardware(machine).endswith(machine["device"])
+
+
+def test_the_source_is_installed():
+    described = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+    if not described.is_file():
+        pytest.skip("no checkout here")
+    patterns = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["specdec_jax"]
+    assert str(native._SOURCE.relative_to(pathlib.Path(native.__file__).parent.parent)) in patterns
+
+
+@needs_compiler
+def test_rebuild_and_off(tmp_path, compiler, monkeypatch, capsys):
+    compiler(WORKS)
+    monkeypatch.setenv(native.SETTING, "off")
+    assert again() == "kernel: not used: SPECDEC_KERNEL=off" and not native.available()
+    assert calls(tmp_path) == 0 and not (tmp_path / "cache").exists() and capsys.readouterr().err == ""
+    monkeypatch.setenv(native.SETTING, "of")
+    assert again() == "kernel: not used: SPECDEC_KERNEL=of: expected off or rebuild"
+    assert capsys.readouterr().err == f"specdec_jax: {native.state()}\n" and calls(tmp_path) == 0
+    for setting, expected in (("", 1), ("rebuild", 2), ("", 2)):
+        monkeypatch.setenv(native.SETTING, setting)
+        assert again().endswith(".so, built with fake 1.2 for znver9 (avx2)") and calls(tmp_path) == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut short", "foreign", "gone", "no record", "record"])
+def test_damaged_files(tmp_path, compiler, libraries, damage):
+    compiler(WORKS)
+    before = again()
+    record, library = (next((tmp_path / "cache").rglob(pattern)) for pattern in ("*.json", "*.so"))
+    if damage == "cut short":
+        library.write_bytes(library.read_bytes()[:5000])
+    elif damage == "foreign":
+        shutil.copy(libraries / "crashes.so", library)
+    elif damage == "gone":
+        library.unlink()
+    elif damage == "no record":
+        record.unlink()
+    else:
+        record.write_text('{"library": 5')
+    assert again() == before and calls(tmp_path) == 2
+    assert library.read_bytes() == (libraries / "works.so").read_bytes()
+
+
+@needs_compiler
+def test_a_library_of_another_kind_is_left_alone(tmp_path, compiler, monkeypatch):
+    """One more for each thing that its name is made of; the first is found again."""
+    script = compiler(WORKS)
+    first, before = again(), set(kernels(tmp_path))
+    source = tmp_path / "native.cc"
+    source.write_bytes(native._SOURCE.read_bytes() + b"\n")
+    other = tmp_path / "other"
+    shutil.copy(script, other)
+    changes = {
+        "source": lambda patch: patch.setattr(native, "_SOURCE", source),
+        "jaxlib": lambda patch: patch.setattr(native.jaxlib, "__version__", "0.0.1"),
+        "compiler's version": lambda patch: compiler(WORKS, version="fake 1.2.4"),
+        "compiler's place": lambda patch: patch.setenv("CXX", str(other)),
+        "compiler's flags": lambda patch: patch.setenv("CXX", f"{script} -g"),
+        "flags": lambda patch: patch.setattr(native, "_FLAGS", (*native._FLAGS, "-g")),
+        "processor": lambda patch: patch.setattr(native, "_features", lambda: "flags: none"),
+        "targets": lambda patch: patch.setattr(native, "TARGETS", dict(reversed(native.TARGETS.items()))),
+    }
+    for number, (what, change) in enumerate(changes.items(), 2):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert ".so, built with" in again() and calls(tmp_path) == number, what
+        compiler(WORKS)
+    assert again() == first and calls(tmp_path) == number and before < set(kernels(tmp_path))
+    assert len(kernels(tmp_path)) == 2 * number
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="the system has no /proc/cpuinfo")
+def test_features_are_the_processor_s():
+    words = set(native._features().split())
+    assert words & {"sse2", "asimd", "neon"} and not {"MHz", "bogomips"} & words
+
+
+@needs_compiler
+def test_compilers_that_know_no_native(tmp_path, compiler):
+    """As some for ARM, of which some know another word for it."""
+    script = compiler("")
+    refuse = 'case " $* " in *" -march=native "*) exit 1;; esac\n'
+    script.write_text(script.read_text().replace("output=\n", refuse + "output=\n", 1))
+    assert native._native(native._compiler())[0] == ("-mcpu=native",)
+    script.write_text(script.read_text().replace(" -march=native ", ' -m"*"=native '))
+    assert native._native(native._compiler()) == ((), f"{native.platform.machine()} (avx2)")
+
+
+# What does not.
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ('echo "a note" >&2; echo "x.cc:5: error: no such thing" >&2; exit 1', "fake failed: x.cc:5: error: no such thing"),
+        ("exit 3", "fake failed: exit status 3"),
+        ("kill -9 $$", "fake died with signal 9"),
+        ("exit 0", "fake failed: exit status 0"),
+        ('cp "$libraries/crashes.so" "$output"', "the probe died with signal 6"),
+        ('echo none > "$output"', r"the probe failed: OSError: kernel\.so: .*"),
+        ('cp "$libraries/wrong.so" "$output"', "the probe failed: .*"),
+    ],
+)  # fmt: skip
+def test_failures_are_said_and_remembered(tmp_path, compiler, capsys, monkeypatch, settings, what, reason):
+    compiler(what)
+    assert not native.available() and native.origin() is None and settings == []
+    assert re.fullmatch(f"kernel: not used: {reason}", native.state())
+    assert capsys.readouterr().err.splitlines()[1:] == [f"specdec_jax: {native.state()}"]
+    said = native.state()
+    assert again() == f"{said} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)" and calls(tmp_path) == 1
+    assert names(tmp_path) == ["cache", "calls", "fake"] and [name[-5:] for name in kernels(tmp_path)] == [".json"]
+    monkeypatch.setenv(native.SETTING, "rebuild")
+    assert again() == said and calls(tmp_path) == 2
+    monkeypatch.delenv(native.SETTING)
+    record = next((tmp_path / "cache").rglob("*.json"))
+    os.utime(record, (time.time() - 2 * native._FORGOTTEN,) * 2)
+    assert again() == said and calls(tmp_path) == 3
+
+
+@needs_compiler
+def test_numbers_that_are_off(libraries):
+    """A library whose handlers are exchanged loads, and does not give the products."""
+    swapped = dict(zip(native.TARGETS, reversed(native.TARGETS.values()), strict=True))
+    asked = native.json.dumps([str(libraries / "works.so"), swapped, sys.path])
+    ended = native._run([sys.executable, "-I", probe.__file__, asked], 60, environment={"JAX_PLATFORMS": "cpu"})
+    assert ended.code == 1 and ended.output == "" and ended.error.count("\n") == 1, ended.error
+    code = "import numpy as np; from specdec_jax.models import probe; probe.register(*{}); probe._TOLERANCE = 1e-12; probe.check()"
+    arguments = (str(libraries / "works.so"), native.TARGETS)
+    ended = native._run([sys.executable, "-c", code.format(arguments)], 60)
+    assert ended.code == 1 and "got outputs that are off by" in ended.error
+
+
+@needs_compiler
+def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path, compiler, monkeypatch):
+    compiler(f"(sleep 3; echo late > {tmp_path}/late) & wait")
+    monkeypatch.setattr(native, "_COMPILE_SECONDS", 0.3)
+    start = time.monotonic()
+    assert again() == "kernel: not used: fake took more than 0.3 seconds" and time.monotonic() - start < 2.5
+    time.sleep(3.2 - (time.monotonic() - start))
+    assert not (tmp_path / "late").exists()
+
+
+def test_an_interruption_ends_what_was_started(monkeypatch):
+    def interrupt(*arguments, **named):
+        raise KeyboardInterrupt
+
+    started = []
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
+    whole = subprocess.Popen.__init__
+    monkeypatch.setattr(
+        subprocess.Popen, "__init__", lambda self, *a, **k: (whole(self, *a, **k), started.append(self))[0]
+    )
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        native._run(["sleep", "30"], 60)
+    assert started[0].wait() == -9 and time.monotonic() - start < 10
+
+
+def test_no_compiler(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert again() == "kernel: not used: no C++ compiler found (g++, clang++, c++ on PATH, or CXX)"
+    assert capsys.readouterr().err == f"specdec_jax: {native.state()}\n"
+    monkeypatch.setenv("CXX", "some-compiler -x")
+    assert again() == "kernel: not used: no C++ compiler found: CXX=some-compiler -x"
+    script = tmp_path / "some-compiler"
+    script.write_text("#!/no/such/shell\n")
+    script.chmod(0o755)
+    assert again().startswith("kernel: not used: some-compiler -x --version failed: [Errno 2] ")
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_compiler
+def test_whatever_goes_wrong_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(native, "_key", lambda *arguments: {}["no\nsuch"])
+    assert not native.available() and native.state() == r"kernel: not used: KeyError: 'no\nsuch'"
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not native.available() and again().startswith("kernel: not used: KeyError")
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_here(compiler, monkeypatch):
+    def refuse(library, targets):
+        raise OSError("version not found")
+
+    compiler(WORKS)
+    monkeypatch.setattr(native.probe, "register", refuse)
+    assert again() == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
+
+
+# The cache's folder.
+
+
+def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
+    assert user_cache.folder() == tmp_path / "cache/specdec_jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert user_cache.folder() == tmp_path / "home/.cache/specdec_jax"
+
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", nowhere)
+    with pytest.raises(ValueError, match="got no home folder, expected HOME or XDG_CACHE_HOME to be set"):
+        user_cache.folder()
+
+
+@needs_compiler
+def test_no_write_access(tmp_path, compiler):
+    """Seen before anything is compiled."""
+    compiler(WORKS)
+    (tmp_path / "cache").write_text("a file in the folder's place")
+    assert re.fullmatch(rf"kernel: not used: cannot use the cache: \[Errno \d+\] .*'{tmp_path}/cache.*'", again())
+    assert calls(tmp_path) == 0
+
+
+@needs_compiler
+def test_a_disk_without_room(tmp_path, compiler, monkeypatch):
+    import devices
+
+    with devices.small_disk(tmp_path / "disk") as disk:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+        compiler(WORKS)
+        assert again().startswith("kernel: not used: ") and "space" in native.state()
+        assert not list(disk.rglob("*.so"))
+
+
+@needs_compiler
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may mount")
+def test_a_disk_that_can_only_be_read(tmp_path, compiler, monkeypatch):
+    """What is there is used; nothing is made."""
+    import devices
+
+    with devices.small_disk(tmp_path / "disk", "4m") as disk:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(disk / "cache"))
+        remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+        compiler(WORKS)
+        remount("ro")
+        assert "cannot use the cache: [Errno 30] Read-only file system: " in again() and calls(tmp_path) == 0
+        remount("rw")
+        built = again()
+        assert ".so, built with" in built and calls(tmp_path) == 1
+        remount("ro")
+        assert again() == built
+        monkeypatch.setenv(native.SETTING, "rebuild")
+        assert "cannot use the cache: [Errno 30] Read-only file system: " in again() and calls(tmp_path) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"])
+def test_folders_that_others_may_write_to(tmp_path, compiler, part):
+    compiler(WORKS)
+    folder = tmp_path / part
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    if not part.endswith("kernel"):
+        expected = "got a folder that everybody may write to, expected none above the cache"
+    else:
+        expected = "got permissions 777, expected 700, since others could change what is in it"
+    assert again() == f"kernel: not used: ValueError: {folder}: {expected}" and calls(tmp_path) == 0
+    if not part.endswith("kernel"):
+        folder.chmod(0o1777)  # as /tmp
+        assert ".so, built with" in again()
+    else:
+        folder.chmod(0o750)
+        assert "got permissions 750, expected 700" in again()
+    assert calls(tmp_path) == (not part.endswith("kernel"))
+
+
+@needs_compiler
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"])
+def test_folders_of_others(tmp_path, compiler, part):
+    compiler(WORKS)
+    folder = tmp_path / part
+    folder.mkdir(parents=True, mode=0o700)
+    os.chown(folder, 12345, 12345)
+    expected = f"{folder}: got a folder of user 12345, expected one of user 0"
+    assert again() == f"kernel: not used: ValueError: {expected}" and calls(tmp_path) == 0
+    assert names(folder) == []
+
+
+def test_what_killed_processes_left_goes(tmp_path):
+    folder = user_cache.private("kernel")
+    old, new = folder / "tmp-old", folder / "tmp-new"
+    for path in (old, new):
+        path.mkdir()
+        (path / "kernel.so").touch()
+    os.utime(old, (time.time() - 2 * user_cache._ABANDONED,) * 2)
+    with user_cache.scratch(folder) as temporary:
+        assert temporary.parent == folder and len(names(folder)) == 2 and not old.exists()
+    assert names(folder) == ["tmp-new"]

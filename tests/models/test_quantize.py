@@ -1,0 +1,412 @@
+"""Models with weights in 8 bits: used as they are stored, rounded while they are read, saved, refused."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+
+import command_line
+import gpt_models
+import jax
+import make_checkpoints as make
+import numpy as np
+import pytest
+from make_checkpoints import TINY, TINY_1_0
+from toy_models import noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.checkpoints import int8, loader, own, tensorstore_arrays
+from specdec_jax.checkpoints import weights as checkpoints_weights
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands.sentences import built_in
+from specdec_jax.models import layouts, native, panels
+from specdec_jax.models.families import PRESETS
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.parameters import flatten
+
+cache, pair, specdec = command_line.cache, command_line.pair, command_line.specdec
+pytestmark = [
+    pytest.mark.usefixtures("quick"),
+    pytest.mark.skipif(not native.available(), reason=native.state()),
+]
+RNG = np.random.default_rng(0)
+INPUTS = [[*RNG.integers(2, 24, n), 1] for n in (1, 5, 3, 6)]
+HEAD = "decoder/logits_dense/kernel"
+EMBEDDING = "token_embedder/embedding"
+
+
+def stored_in(model) -> dict:
+    """What a model holds by its parameters' names: arrays and `Int8Kernel`s."""
+    return {"/".join(path): value for path, value in layouts.stored_parameters(model.network.params)}
+
+
+def assert_kernel(found, values, scales):
+    assert isinstance(found, Int8Kernel) and found.values.dtype == np.int8
+    np.testing.assert_array_equal(found.values, values)
+    np.testing.assert_array_equal(found.scales, scales)
+
+
+def assert_params(model, expected):
+    found = flatten(model.params)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@functools.cache
+def bundled(quantize=None):
+    return sd.load("ende/target", "float32", quantize=quantize)
+
+
+# As they are stored.
+
+
+def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
+    model, widened = bundled(), bundled("none")
+    assert model.quantized and not widened.quantized
+    leaves = own.open_folder(loader.resolve("ende/target")).leaves
+    kernels = {name: value for name, value in stored_in(model).items() if name.endswith("/kernel")}
+    assert len(kernels) == 2 * 7 + 4 * 11 + 1
+    for name, kernel in kernels.items():
+        values, scales = leaves[name].parts
+        assert_kernel(kernel, values.load(np.int8), scales.load(np.float32)[0])
+    assert_params(model, flatten(widened.params))
+    assert model.fingerprint == widened.fingerprint and model.contents != widened.contents
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(one.network.params)) for one in (model, widened)]
+    assert sizes[0] < 0.35 * sizes[1]
+
+
+def test_the_bundled_target_decodes_what_it_does_widened():
+    model, widened, drafter = bundled(), bundled("none"), sd.ModelDrafter(sd.load("ende/drafter", "float32"))
+    plain, expected, speculative = (
+        sd.generate(target, built_in(), max_new_tokens=32, **how)
+        for target, how in ((model, {}), (widened, {}), (model, dict(drafter=drafter, gamma=4)))
+    )
+    for found in (plain, speculative):
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        # Inputs of every product are rounded to 16 bits.
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=2e-3)
+    assert speculative.stats.accepted > 0
+
+
+def save_tiny(folder, **shape):
+    sd.save(tiny_t5(1, **shape), folder, dtype="int8")
+    return folder
+
+
+def test_stored_8_bits_are_widened_where_they_cannot_be_had(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model")
+    assert sd.load(folder, "float32").quantized and not sd.load(folder, "bfloat16").quantized
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    model = sd.load(folder, "float32")
+    assert not model.quantized and not model.network.module.native
+
+
+def write_stored(folder, arrays):
+    (folder / "params").mkdir()
+    paths = ((tuple(name.split("/")), array) for name, array in arrays.items())
+    tensorstore_arrays.write_ocdbt(paths, folder / "params")
+
+
+def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_path):
+    """A scale for each row of a kernel, or some kernels in floating point: not what this package writes, but readable."""
+    params = make.random_params(TINY)
+    make.write_own(tmp_path / "written")
+    wo = "decoder/layers_0/mlp/wo/kernel"
+    ones = {f"{wo}/values": np.ones(params[wo].shape, np.int8), f"{wo}/scales": np.full((len(params[wo]), 1), 0.5, "f")}
+    rest = {name: array for name, array in params.items() if name != wo}
+    stored = {f"{name}{end}": array for name, x in rest.items() for end, array in _divided(name, x).items()}
+    for name, arrays in (("rows", stored | ones), ("mixed", stored | {wo: params[wo]})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((tmp_path / "written" / "config.json").read_text())
+        write_stored(tmp_path / name, arrays)
+        model = sd.load(tmp_path / name, "float32")
+        assert not model.quantized
+        rounded = sd.load(tmp_path / name, "float32", quantize="int8")
+        kernel = Int8Kernel.of(flatten(model.params)[wo])
+        assert_kernel(stored_in(rounded)[wo], kernel.values, kernel.scales)
+        assert_kernel(stored_in(rounded)[HEAD], stored[f"{HEAD}/values"], stored[f"{HEAD}/scales"][0])
+
+
+def _divided(name, array):
+    return {key.removeprefix(name): part for key, part in int8.divided(name, array).items()}
+
+
+@pytest.mark.parametrize("encoder", [True, False])
+def test_a_drafter_stored_in_8_bits_drafts_as_it_is_stored(encoder, tmp_path):
+    target = tiny_t5(0)
+    model = noisy_copy(target, 0.3)
+    if not encoder:
+        config = dataclasses.replace(model.config, num_encoder_layers=0, encoder_dim=model.config.emb_dim)
+        params = {name: node for name, node in model.params.items() if name != "encoder"}
+        model = sd.LanguageModel(config, params)
+    sd.save(model, tmp_path / "drafter", dtype="int8")
+    model = sd.load(tmp_path / "drafter", "float32")
+    drafter, again = sd.ModelDrafter(model), sd.ModelDrafter(model, int8=True)
+    assert model.quantized and not drafter.reduced and again.network is model.network and not again.variants()
+    plain = sd.generate(target, INPUTS, max_new_tokens=12, eos_ids=())
+    found = sd.generate(target, INPUTS, drafter=drafter, gamma=3, max_new_tokens=12, eos_ids=())
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    assert found.stats.accepted > 0
+
+
+# Rounded while they are read.
+
+
+@pytest.mark.parametrize("form", ["safetensors", "flax", "legacy", "orbax", "orbax scan", "own"])
+def test_every_kernel_is_rounded_by_its_columns(form, tmp_path):
+    make.FORMATS[form](tmp_path / "source")
+    model = sd.load(tmp_path / "source", "float32", quantize="int8")
+    plain = sd.load(tmp_path / "source", "float32")
+    assert model.quantized and not plain.quantized and model.network.module.native
+    rounded = 0
+    for name, array in flatten(plain.params).items():
+        found = stored_in(model)[name]
+        if name.endswith("/kernel"):
+            kernel = Int8Kernel.of(array)
+            assert_kernel(found, kernel.values, kernel.scales)
+            np.testing.assert_array_equal(np.abs(found.values).max(axis=0), 127)
+            rounded += 1
+        else:
+            np.testing.assert_array_equal(found, array)
+    assert rounded == 2 * 7 + 3 * 11 + 1
+    assert model.fingerprint != plain.fingerprint
+
+
+def tied_gpt(folder):
+    sd.save(sd.LanguageModel.random(GPTConfig(24, 16, 2, 2, 32, num_positions=16), 1, eos_ids=()), folder)
+    return folder
+
+
+TIED = {
+    "T5 1.0": lambda path: make.write_hf(
+        path, make.to_tensors(make.random_params(TINY_1_0)), num_decoder_layers=2, feed_forward_proj="relu", tie_word_embeddings=True
+    ),
+    "GPT": tied_gpt,
+    "GPT-2, Hugging Face": lambda path: gpt_models.write_hf(path, gpt_models.tensors()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("form", TIED)
+def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored, tmp_path):
+    TIED[form](tmp_path / "model")
+    if stored:
+        sd.convert(tmp_path / "model", tmp_path / "stored", "specdec", "int8")
+    folder = tmp_path / ("stored" if stored else "model")
+    plain, model = sd.load(folder, "float32", quantize="none"), sd.load(folder, "float32", quantize="int8")
+    head = model.network.params["decoder"]["logits_dense"]["kernel"]
+    embedding = flatten(plain.params)[EMBEDDING]
+    np.testing.assert_array_equal(flatten(model.params)[EMBEDDING], embedding)
+    if stored:
+        values, scales = own.open_folder(folder).leaves[EMBEDDING].parts
+        assert_kernel(head.kernel(), values.load(np.int8).T, scales.load(np.float32)[:, 0])
+        assert sd.load(folder, "float32").contents == model.contents and model.fingerprint == plain.fingerprint
+    else:
+        kernel = Int8Kernel.of(embedding.T)
+        assert_kernel(head.kernel(), kernel.values, kernel.scales)
+    assert HEAD not in flatten(model.params)
+    # The same numbers widened, with that head as a kernel of its own.
+    config = dataclasses.replace(plain.config.with_own_head(), dtype="float32")
+    params = model.params
+    params["decoder"]["logits_dense"] = {"kernel": head.matrix()}
+    other = sd.LanguageModel(config, params, eos_ids=())
+    tokens = RNG.integers(2, 24, (3, 7))
+    inputs = None if isinstance(config, GPTConfig) else RNG.integers(2, 24, (3, 5))
+    np.testing.assert_allclose(model.logits(inputs, tokens), other.logits(inputs, tokens), atol=2e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_speculative_decoding_gives_what_plain_decoding_gives(tied):
+    target = sd.LanguageModel.random(tiny_t5(0, logits_via_embedding=tied).config, quantize="int8")
+    plain = tiny_t5(0, logits_via_embedding=tied)
+    assert target.quantized and target.contents != plain.contents
+    for drafter in (sd.ModelDrafter(noisy_copy(plain, 0.3)), sd.EarlyExitDrafter(target, 1)):
+        how = dict(max_new_tokens=12, eos_ids=())
+        found, expected = (
+            sd.generate(target, INPUTS, drafter=drafter, gamma=3, **how),
+            sd.generate(target, INPUTS, **how),
+        )
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+    shortlist = sd.ModelDrafter(target, [1, *range(4, 20)])
+    kernel = shortlist.network.params["decoder"]["logits_dense"]["kernel"]
+    whole = target.network.params["decoder"]["logits_dense"]["kernel"].kernel()
+    ids = shortlist.shortlist.ids
+    assert_kernel(kernel.kernel(), np.asarray(whole.values)[:, ids], np.asarray(whole.scales)[ids])
+
+
+# Files.
+
+
+@pytest.mark.parametrize("form", [None, *TIED])
+def test_what_is_stored_in_8_bits_is_written_as_it_is(form, tmp_path):
+    TIED[form](tmp_path / "source") if form else make.write_own(tmp_path / "source")
+    sd.convert(tmp_path / "source", tmp_path / "first", "specdec", "int8")
+    model = sd.load(tmp_path / "first", "float32")
+    assert model.quantized
+    sd.convert(tmp_path / "first", tmp_path / "converted", "specdec", "int8")
+    sd.save(model, tmp_path / "saved", dtype="int8")
+    first = own.open_folder(tmp_path / "first").leaves
+    for other in ("converted", "saved"):
+        again = own.open_folder(tmp_path / other).leaves
+        assert again.keys() == first.keys()
+        for name, leaf in first.items():
+            if leaf.parts is None:
+                np.testing.assert_array_equal(again[name].load(np.float32), leaf.load(np.float32))
+                continue
+            np.testing.assert_array_equal(again[name].parts[0].load(np.int8), leaf.parts[0].load(np.int8))
+            scales = [one.parts[1].load(np.float32) for one in (again[name], leaf)]
+            # An embedding is float32 in a loaded model.
+            np.testing.assert_allclose(*scales, rtol=2e-7 if (other, name[-9:]) == ("saved", "embedding") else 0)
+
+
+def test_other_formats_get_the_widened_numbers(tmp_path):
+    model = sd.load(save_tiny(tmp_path / "model"), "float32")
+    for number, (form, dtype) in enumerate([("huggingface", None), ("t5x", "float32"), ("specdec", None)]):
+        sd.save(model, tmp_path / f"{number}", dtype=dtype, format=form)
+        other = sd.load(tmp_path / f"{number}", "float32")
+        assert not other.quantized and other.fingerprint == model.fingerprint
+        assert_params(other, flatten(model.params))
+
+
+# What is refused, and memory.
+
+
+def test_what_cannot_be_had_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
+    folder = save_tiny(tmp_path / "model")
+    with pytest.raises(ValueError, match="quantize: got 'int4', expected one of int8, none"):
+        sd.load(folder, "float32", quantize="int4")
+    with pytest.raises(ValueError, match="quantize: got 'int8' with a mesh, expected 8 bits only for float32 on a CPU"):
+        sd.load(folder, "float32", quantize="int8", mesh=sd.make_mesh(1, 1))
+    with pytest.raises(ValueError, match="quantize: got 'int8', expected 8 bits .*here: bfloat16 on the backend cpu"):
+        sd.load(folder, "bfloat16", quantize="int8")
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(native, "state", lambda: "CPU kernel: none, no compiler")
+    with pytest.raises(ValueError, match="quantize: got 'int8', expected .*CPU kernel: none, no compiler"):
+        sd.load(folder, "float32", quantize="int8")
+    with pytest.raises(ValueError, match="quantize: got 'int8', expected .*CPU kernel: none"):
+        sd.LanguageModel.random(TINY, quantize="int8")
+    with pytest.raises(
+        ValueError, match="params: got kernels in 8 bits, expected 8 bits only for float32.*no compiler"
+    ):
+        sd.LanguageModel(TINY, layouts.round_params(make.model_of().params))
+
+
+def test_memory_estimates():
+    large, tied = PRESETS["t5_1_1/large"], PRESETS["t5_1_0/large"]
+    for config in (large, tied):
+        model = dataclasses.replace(config, num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000)
+        random = sd.LanguageModel.random(model, quantize="int8")
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(random.network.params))
+        required = checkpoints_weights.required_bytes(model, "float32", None, "rounded")
+        assert required == pytest.approx(weights + 2 * 4 * 2000 * 1024, rel=0.01)
+        full = checkpoints_weights.required_bytes(config, "float32")
+        assert checkpoints_weights.required_bytes(config, "float32", None, "stored") < 0.5 * full
+
+
+MEASURE = """
+import ctypes, os, sys, re
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+import tensorstore  # imports are not what is measured
+from specdec_jax import checkpoints
+folder, small, quantize = sys.argv[1:]
+load = lambda path: checkpoints.load(path, "float32", quantize=quantize or None)
+load(small)  # nor is what XLA compiles
+getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = status("VmRSS")
+model = load(folder)
+assert model.quantized
+weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
+print((status("VmHWM") - before) / weights)
+"""
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+@pytest.mark.parametrize("quantize", ["int8", ""])
+def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
+    for name, layers in (("large", 16), ("small", 1)):
+        shape = dataclasses.replace(PRESETS["t5_1_1/small"], vocab_size=1000, num_encoder_layers=layers)
+        shape = dataclasses.replace(shape, num_decoder_layers=layers, mlp_dim=1408, num_heads=8)
+        sd.save(
+            make.model_of(make.random_params(shape), shape), tmp_path / name, dtype="float32" if quantize else "int8"
+        )
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "large"), str(tmp_path / "small"), quantize]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    ratio = float(done.stdout)
+    print(f"{quantize or 'stored'}: {ratio:.3f}")
+    assert 0.9 < ratio <= 1.25  # in float32 the weights alone are nearly 4
+
+
+# The command line.
+
+
+def test_what_was_chosen_is_said(tmp_path):
+    folder, said = save_tiny(tmp_path / "model"), []
+    for quantize in (None, "none"):
+        sd.load(folder, quantize=quantize, say=said.append)
+    sd.save(tiny_t5(1), tmp_path / "float32")
+    sd.load(tmp_path / "float32", quantize="int8", say=said.append)
+    default, end = "in float32, the default on a CPU", " (dtype=, or --dtype on the command line, chooses another)"
+    assert said == [
+        f"loading {folder} {default}, with the 8-bit weights it is stored with{end}",
+        f"loading {folder} {default}{end}",
+        f"loading {tmp_path / 'float32'} {default}, with weights rounded to 8 bits{end}",
+    ]
+
+
+def test_generate_decodes_with_the_rounded_model(specdec, pair):
+    target = sd.load(pair / "target", "float32", quantize="int8")
+    sentences = command_line.SENTENCES
+    expected = [sd.generate(target, [text], max_new_tokens=6).texts[0] for text in sentences]
+    how = ("--target=TARGET", "--drafter=DRAFTER", "--max_new_tokens=6", "--gamma=2", "--quantize=int8", "--json")
+    code, out, err = specdec("generate", *how, *sentences)
+    assert code == 0 and [json.loads(line)["text"] for line in out.splitlines()] == expected
+    assert "with weights rounded to 8 bits" in err
+
+
+def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
+    place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec_jax.commands.journal.Journal.finish", lambda self: None)  # as after a kill
+        assert specdec("generate", "--target=TARGET", "--max_new_tokens=3", *place)[0] == 0
+    code, _, err = specdec("generate", "--target=TARGET", "--max_new_tokens=3", "--quantize=int8", *place)
+    assert code == 2 and "got results with target in 8 bits False, expected True" in err
+
+
+def test_a_preset_in_8_bits(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", tiny_t5(0).config)
+    options = benchmark_command.BenchmarkOptions(
+        preset="tiny", drafter_preset="tiny", gamma=(2,), max_new_tokens=4, repeats=1, input_length=5, quantize="int8"
+    )
+    options.check()
+    target, drafter, batches = benchmark_command.load(options)
+    record, problems = analysis_benchmark.benchmark(target, drafter, batches, options)
+    assert not problems and record["options"]["quantize"] == "int8"
+    kinds = record["target"]["parameter_dtype"], record["drafter"]["parameter_dtype"]
+    assert kinds == ("float32, int8", "float32")
+    assert record["target"]["parameters"] == record["drafter"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(quantize="int4"), "quantize: got 'int4', expected one of int8, none"),
+        (dict(quantize="int8", mesh="1x1"), "quantize: got 'int8' with mesh='1x1'"),
+        (dict(quantize="int8", dtype="bfloat16"), "quantize: got 'int8' with dtype='bfloat16'"),
+    ],
+)
+def test_options_are_refused_before_a_model_is_loaded(given, said):
+    for options in (dict(target="absent"), dict(preset="t5_1_1/small")):
+        with pytest.raises(ValueError, match=said):
+            benchmark_command.BenchmarkOptions(**options, **given).check()

@@ -1,0 +1,442 @@
+"""The engine on tiny random T5s: what it commits, whatever the drafter, γ, batch, limits, EOS ids, prefixes and caches."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_inputs import GAMMA, INPUTS, LIMIT, V, cut
+from toy_models import noisy_copy, teacher_forced_greedy, tiny_t5
+
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import finish
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
+from specdec_jax.speculative.sampling import SamplingConfig
+
+SAMPLED = SamplingConfig(temperature=1.0)
+KEY = jax.random.key(0)
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@functools.cache
+def target() -> LanguageModel:
+    return tiny_t5(0, V)
+
+
+@functools.cache
+def drafter(name: str):
+    models = {"self": target, "noisy copy": lambda: noisy_copy(target(), 0.2), "unrelated": lambda: tiny_t5(1, V)}
+    return ModelDrafter(models[name]()) if name != "none" else None
+
+
+def run(inputs=INPUTS, **options):
+    """`generate` with the defaults of this file; no id ends a row unless `eos_ids` says so."""
+    options = {"max_new_tokens": LIMIT, "eos_ids": (), "gamma": GAMMA, **options}
+    return generate(target(), inputs, drafter=drafter(options.pop("drafter", "none")), **options)
+
+
+@functools.cache
+def plain(batch: int = len(INPUTS)):
+    """Greedy plain decoding of every input, in batches of `batch`."""
+    results = [run(INPUTS[start : start + batch]) for start in range(0, len(INPUTS), batch)]
+    return np.concatenate([r.tokens for r in results]), np.concatenate([r.log_probs for r in results])
+
+
+def teacher_forced_log_probs(result, inputs=INPUTS, prefixes=None):
+    """Log-probabilities of a result's tokens from one teacher-forced pass: zero past each row's length."""
+    padded = np.zeros((len(inputs), 8), np.int32)
+    for row, ids in enumerate(inputs):
+        padded[row, : len(ids)] = ids
+    prefixes = prefixes or [[]] * len(inputs)
+    decoder = np.zeros((len(inputs), 17), np.int32)
+    for row, prefix in enumerate(prefixes):
+        whole = [0, *prefix, *result.tokens[row, : result.lengths[row]]]
+        decoder[row, : len(whole)] = whole
+    logits = np.asarray(target().logits(padded, decoder[:, :16], [len(ids) for ids in inputs]), np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    found = np.zeros_like(result.log_probs)
+    for row, prefix in enumerate(prefixes):
+        for i in range(result.lengths[row]):
+            found[row, i] = log_probs[row, len(prefix) + i, decoder[row, len(prefix) + i + 1]]
+    return found
+
+
+# --- Token identity ---
+
+
+def test_plain_decoding_equals_the_slow_reference():
+    tokens, log_probs = plain()
+    assert len({tuple(row) for row in tokens}) >= 5, "the toy must not say the same to everything"
+    for row, ids in enumerate(INPUTS):
+        expected_tokens, expected_log_probs = teacher_forced_greedy(target(), ids, LIMIT)
+        assert tokens[row].tolist() == expected_tokens
+        np.testing.assert_allclose(log_probs[row], expected_log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("gamma", [1, 3, pytest.param(5, marks=pytest.mark.slow), 8])
+def test_greedy_speculative_equals_greedy_plain(gamma, batch):
+    """Also: a drafter equal to the target is always right, which a hole in its cache would end."""
+    tokens, log_probs = plain(batch)
+    inputs = INPUTS if batch == 8 else INPUTS[2:3]
+    rows = slice(None) if batch == 8 else slice(2, 3)
+    rates = {}
+    for name in ("self", "noisy copy", "unrelated"):
+        result = run(inputs, drafter=name, gamma=gamma)
+        np.testing.assert_array_equal(result.tokens, tokens[rows])
+        np.testing.assert_allclose(result.log_probs, log_probs[rows], atol=1e-4)
+        rates[name] = result.stats.acceptance_rate
+        if name == "self":
+            assert result.stats.target_calls == len(inputs) * -(-LIMIT // (gamma + 1))
+    assert rates["self"] == 1.0
+    if batch == 8:
+        assert rates["unrelated"] < 0.9 and rates["noisy copy"] < 1.0, "or rejections are not tested"
+        assert rates["noisy copy"] > rates["unrelated"]
+
+
+def test_greedy_identity_as_users_programs_are_compiled(optimised):
+    """With the optimisations whose kernels differ between one row and several."""
+    jax.clear_caches()
+    expected, found = plain.__wrapped__(), run(drafter="noisy copy", gamma=3)
+    np.testing.assert_array_equal(found.tokens, expected[0])
+    np.testing.assert_allclose(found.log_probs, expected[1], atol=1e-4)
+    jax.clear_caches()
+
+
+def test_log_probs_are_the_targets_own():
+    """Temperature 1 and no filter, whatever the sampling; greedy and sampled, plain and speculative."""
+    config = SamplingConfig(temperature=0.7)
+    for result in (run(drafter="noisy copy"), run(drafter="noisy copy", sampling=config, key=KEY)):
+        np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result), atol=1e-4)
+
+
+# --- Rows ---
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+def test_rows_do_not_depend_on_their_mates(config):
+    """A row alone, with the key it had, and rows in another order give the same."""
+    together = run(drafter="noisy copy", sampling=config, key=KEY)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, np.arange(len(INPUTS)))
+    order = np.array([3, 7, 1, 0, 6, 2, 5, 4])
+    turned = run([INPUTS[i] for i in order], drafter="noisy copy", sampling=config, key=keys[order])
+    np.testing.assert_array_equal(turned.tokens, together.tokens[order])
+    for row in (0, 2, 6):
+        alone = run(INPUTS[row : row + 1], drafter="noisy copy", sampling=config, key=keys[row : row + 1])
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+        np.testing.assert_allclose(alone.log_probs[0], together.log_probs[row], atol=1e-4)
+        assert alone.stats.per_row[0].accepted == together.stats.per_row[row].accepted
+    again = run(drafter="noisy copy", sampling=config, key=keys)  # one key, or the keys made from it: the same
+    np.testing.assert_array_equal(again.tokens, together.tokens)
+    assert not keys.is_deleted()
+
+
+def test_rows_do_not_depend_on_padding():
+    """A longer mate makes all inputs' padding longer."""
+    tokens, _ = plain()
+    result = run([*INPUTS[:7], [4, 8] * 6], drafter="noisy copy")
+    np.testing.assert_array_equal(result.tokens[:7], tokens[:7])
+    array = np.full((8, 11), 17, np.int32)  # ids past a row's length do not matter
+    for row, ids in enumerate(INPUTS):
+        array[row, : len(ids)] = ids
+    result = run(array, input_lengths=[len(ids) for ids in INPUTS], drafter="noisy copy")
+    np.testing.assert_array_equal(result.tokens, tokens)
+
+
+def test_other_keys_give_other_samples():
+    first, second = (run(drafter="noisy copy", sampling=SAMPLED, key=jax.random.key(seed)) for seed in (0, 1))
+    assert np.any(first.tokens != second.tokens)
+    unset = run(drafter="noisy copy", sampling=SAMPLED)
+    np.testing.assert_array_equal(unset.tokens, first.tokens)
+
+
+def test_temperature_zero_in_a_sampled_batch_is_the_greedy_path():
+    temperature = [0.0, 1.0, 0.0, 0.5, 0.0, 2.0, 0.0, 0.0]
+    result = run(drafter="noisy copy", sampling=SamplingConfig(temperature=temperature), key=KEY)
+    cold = np.equal(temperature, 0)
+    np.testing.assert_array_equal(result.tokens[cold], plain()[0][cold])
+    assert np.all(np.any(result.tokens[~cold] != plain()[0][~cold], axis=1))
+
+
+# --- Limits and EOS ---
+
+
+def test_limits_of_every_length():
+    """1, γ, γ + 1, γ + 2, … in one batch: a row stops exactly there, and what follows is 0."""
+    limits = [1, 2, GAMMA, GAMMA + 1, GAMMA + 2, 2 * GAMMA + 2, 2 * GAMMA + 3, LIMIT]
+    for name in ("none", "self", "noisy copy"):
+        result = run(drafter=name, max_new_tokens=limits)
+        np.testing.assert_array_equal(result.lengths, limits)
+        live = np.arange(LIMIT) < np.array(limits)[:, None]
+        np.testing.assert_array_equal(result.tokens, np.where(live, plain()[0], 0))
+        np.testing.assert_allclose(result.log_probs, np.where(live, plain()[1], 0), atol=1e-4)
+
+
+def test_one_new_token_examines_nothing():
+    result = run(drafter="self", max_new_tokens=1)
+    assert result.tokens.shape == (8, 1)
+    assert result.stats.acceptance_rate is None and result.stats.drafted == 0 and result.stats.target_calls == 8
+
+
+@pytest.mark.parametrize("name", ["none", "self", "noisy copy"])
+def test_every_id_as_eos(name):
+    """Each id in turn, so that EOS falls on every place in a draft, on corrections and on bonus tokens."""
+    hits = 0
+    for eos in [(token,) for token in range(V)] + [(3, 5), tuple(plain()[0][0, [1, 4, 6, 9]])]:
+        expected, lengths = cut(plain()[0], eos)
+        result = run(drafter=name, eos_ids=eos)
+        np.testing.assert_array_equal(result.tokens, expected)
+        np.testing.assert_array_equal(result.lengths, lengths)
+        assert np.all((result.log_probs != 0) == (np.arange(LIMIT) < lengths[:, None]))
+        hits += np.sum(lengths < LIMIT)
+        if name == "self" and result.stats.acceptance_rate is not None:
+            assert result.stats.acceptance_rate == 1.0
+    assert hits > 20
+
+
+def test_eos_in_a_sampled_draft():
+    """The committed tokens up to the EOS are those of the same key without it; nothing after it is counted.
+
+    By token verification: block verification judges a draft as a whole, and an EOS makes it another draft.
+    """
+    endless = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, verifier="token")
+    for eos in range(0, V, 3):
+        expected, lengths = cut(endless.tokens, (eos,))
+        result = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, eos_ids=(eos,), verifier="token")
+        np.testing.assert_array_equal(result.tokens, expected)
+        for stats, length in zip(result.stats.per_row, lengths):
+            assert stats.accepted <= length <= stats.accepted + stats.target_calls
+
+
+# --- Decoder prefix ---
+
+
+@pytest.mark.parametrize("name", ["none", "noisy copy"])
+def test_decoder_prefix_continues(name):
+    """Forcing the first k ids of a greedy output gives the rest of it; k differs from row to row; 0 is an id like others."""
+    tokens, log_probs = plain()
+    prefixes = [tokens[row, :row].tolist() for row in range(8)]
+    result = run(drafter=name, decoder_prefix=prefixes, max_new_tokens=5)
+    for row in range(8):
+        np.testing.assert_array_equal(result.tokens[row], tokens[row, row : row + 5])
+        np.testing.assert_allclose(result.log_probs[row], log_probs[row, row : row + 5], atol=1e-4)
+    np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4)
+    array = np.zeros((8, 2), np.int32)
+    array[:, 0] = 7
+    as_lists, as_array = (run(drafter=name, decoder_prefix=p, max_new_tokens=5) for p in ([[7]] * 8, array))
+    np.testing.assert_array_equal(as_lists.tokens, as_array.tokens)
+
+
+def test_eos_in_the_prefix_does_not_stop():
+    prefixes = [[3, 9, 3]] * 8
+    endless = run(drafter="noisy copy", decoder_prefix=prefixes, max_new_tokens=8)
+    result = run(drafter="noisy copy", decoder_prefix=prefixes, max_new_tokens=8, eos_ids=(3,))
+    np.testing.assert_array_equal(result.tokens, cut(endless.tokens, (3,))[0])
+    assert np.all(result.lengths >= 1)
+
+
+def test_prefixes_and_limits_of_very_different_lengths():
+    """A row with a long prefix and a small limit beside one with no prefix and a large limit."""
+    result = run(INPUTS[:1] * 2, decoder_prefix=[[3] * 20, []], max_new_tokens=[1, 40])
+    np.testing.assert_array_equal(result.lengths, [1, 40])
+    np.testing.assert_array_equal(result.tokens[1, :LIMIT], plain()[0][0])
+
+
+def test_sampled_with_prefix():
+    prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
+    result = run(drafter="self", decoder_prefix=prefixes, max_new_tokens=8, sampling=SAMPLED, key=KEY, verifier="token")
+    np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4)
+    assert result.stats.acceptance_rate == 1.0
+
+
+# --- Caches ---
+
+
+def poisoned(state):
+    """NaN in every self-attention slot past the live length, junk ids past every row's length."""
+    last = state.lengths - 1
+
+    def poison(cache, live):
+        dead = (jnp.arange(cache.layers[0].slots) >= live[:, None])[:, None, :, None]
+        return cache.replace(layers=jax.tree.map(lambda x: jnp.where(dead, jnp.nan, x), cache.layers))
+
+    drafted = state.draft_state
+    cached = jnp.minimum(drafted.cached, last)
+    return state.replace(
+        target_cache=poison(state.target_cache, last),
+        draft_state=dataclasses.replace(drafted, cache=poison(drafted.cache, cached)),
+        tokens=jnp.where(jnp.arange(state.tokens.shape[1]) < state.lengths[:, None], state.tokens, 19),
+    )
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["self", "noisy copy"])
+def test_poisoned_caches_and_streaming(name, config):
+    """One `advance` after another gives what one call gives, also when all that is stale is poisoned in between."""
+    expected = run(drafter=name, sampling=config, key=KEY)
+    options = dict(drafter=drafter(name), gamma=GAMMA, sampling=config, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    for change in (lambda state: state, poisoned):
+        state, request = prepare(target(), INPUTS, **options)
+        calls = 0
+        while not np.all(state.done):
+            state = advance(target().network, request.drafter, change(state), np.int32(1))
+            calls += 1
+        result = finish(target(), state, request)
+        np.testing.assert_array_equal(result.tokens, expected.tokens)
+        np.testing.assert_array_equal(result.log_probs, expected.log_probs)
+        assert jax.tree.all(jax.tree.map(np.array_equal, result.stats, expected.stats))
+        assert calls == max(row.target_calls for row in expected.stats.per_row)
+
+
+@jax.jit
+def fed_at_once(network, tokens, cache):
+    return network.decode(tokens, jnp.zeros(len(tokens), jnp.int32), cache)[1]
+
+
+def assert_caches_are_complete(state, draft_model, target_too=True) -> int:
+    """The live slots of both caches hold what feeding the committed tokens at once gives.
+
+    Returns in how many rows the drafter has tokens to catch up with.
+    """
+    last = np.asarray(state.lengths) - 1
+    cached = np.minimum(state.draft_state.cached, last)
+    parts = [(target(), state.target_cache, last)] if target_too else []
+    parts.append((draft_model, state.draft_state.cache, cached))
+    for model, cache, live in parts:
+        fresh = fed_at_once(model.network, state.tokens, cache)
+        mask = (np.arange(state.tokens.shape[1]) < live[:, None])[:, None, :, None]
+        for got, wanted in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(fresh.layers)):
+            np.testing.assert_allclose(np.where(mask, got, 0), np.where(mask, wanted, 0), atol=1e-5)
+    return np.sum(cached < last)
+
+
+def test_caches_equal_a_recomputation():
+    draft = drafter("noisy copy")
+    options = dict(drafter=draft, gamma=GAMMA, sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    state, request = prepare(target(), INPUTS, **options)
+    lagging = 0
+    while not np.all(state.done):
+        state = advance(target().network, request.drafter, state, np.int32(1))
+        lagging += assert_caches_are_complete(state, draft.model)
+    assert lagging > 0, "or no row was ever fully accepted"
+
+
+def test_gamma_per_row():
+    """Rows that draft 0, 1, 2 or 3 tokens side by side: zero-draft rows write at no wrong place."""
+    gamma = [0, 1, 2, 3, 0, 1, 2, 3]
+    result = run(drafter="self", gamma=gamma)
+    np.testing.assert_array_equal(result.tokens, plain()[0])
+    for wanted, stats in zip(gamma, result.stats.per_row):
+        assert stats.acceptance_rate == (1.0 if wanted else None)
+        assert stats.target_calls == -(-LIMIT // (wanted + 1))
+        assert stats.accepted_by_position[wanted:].sum() == 0
+
+
+def test_drafter_catches_up_by_several_tokens():
+    """A row may not draft for a while (γ = 0, to be adapted later), with a ragged prefix before: no hole is left."""
+    prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
+    state, request = prepare(
+        target(), INPUTS, drafter=drafter("self"), gamma=GAMMA, max_new_tokens=8, decoder_prefix=prefixes, eos_ids=()
+    )
+    expected = run(decoder_prefix=prefixes, max_new_tokens=8)
+    for wanted in ([0] * 8, [0, 3] * 4, [0] * 8, *[[3] * 8] * 5):
+        state = state.replace(gamma=jnp.array(wanted, jnp.int32))
+        state = advance(target().network, request.drafter, state, np.int32(1))
+        assert_caches_are_complete(state, target())
+    result = finish(target(), state, request)
+    np.testing.assert_array_equal(result.tokens, expected.tokens)
+    assert result.stats.acceptance_rate == 1.0
+    assert all(row.accepted > 0 for row in result.stats.per_row)
+
+
+def test_catching_up_takes_two_tokens_a_call(monkeypatch):
+    """Whatever the lags, beside rows that do not lag and one with its start token only: the same draft, no hole left."""
+    made = []
+
+    def counted(name):
+        method = getattr(Network, name)
+
+        def call(self, tokens, *rest, **options):
+            jax.debug.callback(made.append, tokens.shape[1], ordered=True)
+            return method(self, tokens, *rest, **options)
+
+        return name, call
+
+    draft_model, wanted = drafter("noisy copy"), np.full(8, GAMMA, np.int32)
+    how = dict(drafter=draft_model, gamma=GAMMA, sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    state, request = prepare(target(), INPUTS, **how)
+    state = advance(target().network, request.drafter, state, np.int32(20))
+    lengths = np.arange(1, 9, dtype=np.int32)  # shorter than what was decoded: the caches hold that and more
+    state = state.replace(lengths=lengths)
+    once = jax.jit(lambda d, s, cached: d.draft(dataclasses.replace(s.draft_state, cached=cached), s, wanted))
+    with monkeypatch.context() as patch:
+        for name in ("decode_states",):  # which `decode` calls
+            patch.setattr(Network, *counted(name))
+        expected, most = once(request.drafter, state, lengths - 1)[1], lengths - 1
+    jax.effects_barrier()
+    assert made == [1, 1, 1] and expected.calls.tolist() == [GAMMA] * 8
+    for lags in ([0, 1, 0, 1, 0, 1, 0, 1], [0, 0, 2, 1, 0, 2, 0, 0], [0, 0, 0, 3, 1, 2, 0, 3], [4] * 8, [7] * 8):
+        lags = np.minimum(lags, most)
+        behind = poisoned(state.replace(draft_state=dataclasses.replace(state.draft_state, cached=lengths - 1 - lags)))
+        made.clear()
+        after, draft = once(request.drafter, behind, behind.draft_state.cached)
+        jax.effects_barrier()
+        pairs = (lags.max() + 1) // 2
+        assert made == [2] * pairs + [1] * (GAMMA - lags.max() % 2)
+        np.testing.assert_array_equal(draft.tokens, expected.tokens)
+        np.testing.assert_array_equal(draft.calls, GAMMA + lags // 2)
+        np.testing.assert_allclose(draft.law.probs(), expected.law.probs(), atol=1e-5)
+        np.testing.assert_array_equal(after.cached, lengths - 1 + GAMMA)
+        drafted = jax.vmap(jax.lax.dynamic_update_slice)(behind.tokens, draft.tokens, lengths[:, None])
+        grown = behind.replace(tokens=drafted, lengths=lengths + GAMMA, draft_state=after)
+        assert_caches_are_complete(grown, draft_model.model, target_too=False)
+
+
+# --- Vocabularies of different width ---
+
+
+def resized(model: LanguageModel, vocab: int) -> LanguageModel:
+    """`model` with logits and embeddings for `vocab` ids, cut or filled with an improbable id's."""
+    params = jax.tree.map(np.asarray, model.params)
+    grow = max(0, vocab - V)
+    embedding, kernel = params["token_embedder"]["embedding"], params["decoder"]["logits_dense"]["kernel"]
+    params["token_embedder"]["embedding"] = np.pad(embedding, ((0, grow), (0, 0)))[:vocab]
+    params["decoder"]["logits_dense"]["kernel"] = np.pad(kernel, ((0, 0), (0, grow)), constant_values=9)[:, :vocab]
+    return LanguageModel(dataclasses.replace(model.config, vocab_size=vocab), jax.tree.map(jnp.asarray, params))
+
+
+@pytest.mark.parametrize("vocab", [9, 40], ids=["narrower", "wider"])
+def test_a_drafter_of_another_width(vocab):
+    """The output is the target's; an id that the drafter lacks does not spoil what it drafts later."""
+    options = dict(drafter=ModelDrafter(resized(target(), vocab)), gamma=GAMMA, max_new_tokens=LIMIT, eos_ids=())
+    state, request = prepare(target(), INPUTS, **options)
+    state = advance(target().network, request.drafter, state, np.int32(99))
+    for leaf in jax.tree.leaves(state.draft_state.cache.layers):
+        assert np.all(np.isfinite(leaf))
+    result = finish(target(), state, request)
+    np.testing.assert_array_equal(result.tokens, plain()[0])
+    drafted_only = np.asarray(state.last_draft)
+    assert np.all((drafted_only >= 0) & (drafted_only < min(vocab, V)))
+    if vocab > V:
+        assert result.stats.acceptance_rate == 1.0  # ids that the target lacks are cut before the argmax
+    else:
+        assert np.any(result.tokens >= vocab) and result.stats.accepted > 0
+
+
+def test_empty_rows_give_empty_outputs():
+    inputs = [INPUTS[0], [], *INPUTS[2:7], []]
+    result = run(inputs, drafter="noisy copy")
+    empty = np.array([not ids for ids in inputs])
+    assert not result.tokens[empty].any() and not result.lengths[empty].any()
+    np.testing.assert_array_equal(result.tokens[~empty], plain()[0][~empty])
+    for row in np.flatnonzero(empty):
+        stats = result.stats.per_row[row]
+        assert stats.target_calls == stats.drafted == 0 and stats.tokens_per_target_call is None
+    nothing = run([[]] * 8, drafter="noisy copy")
+    assert nothing.stats.target_calls == 0 and nothing.stats.acceptance_rate is None

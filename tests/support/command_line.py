@@ -1,0 +1,79 @@
+"""Runs commands in this process, and what their tests share: tiny models, folders, outputs."""
+
+import jax
+import pytest
+
+import specdec_jax as sd
+from specdec_jax.commands import main
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
+
+CONFIG = sd.T5Config(64, 16, 2, 8, 1, 1, 24)
+TEXT = [
+    "Tom is learning German.",
+    "The weather is nice.",
+    "She asked where the book was.",
+    "We leave before eight.",
+] * 3
+SENTENCES = ["We asked", "Tom", "", "She was", "We"]  # all of one padded length: few shapes to compile
+MODELS = ("--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", "--max_new_tokens=6", "--gamma=2")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a target, a drafter with its vocabulary, and one with another."""
+    folder = tmp_path_factory.mktemp("models")
+    vocabulary = SentencePieceVocabulary.train(TEXT, 36)
+    other = SentencePieceVocabulary.train(TEXT, 35)
+    for seed, (name, pieces) in enumerate([("target", vocabulary), ("drafter", vocabulary), ("stranger", other)]):
+        sd.save(sd.LanguageModel.random(CONFIG, seed=seed, vocabulary=pieces, name=name), folder / name)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """One compilation cache for all tests here, and JAX as it was afterwards."""
+    base = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    yield base / "specdec_jax"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def compilations():
+    """Seconds of every compilation from here on."""
+    seconds = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seconds
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def specdec(capsys, pair):
+    """Runs a command, with folders for TARGET, DRAFTER and STRANGER; returns (exit code, standard output, standard error)."""
+
+    def run(*argv):
+        argv = [str(argument) for argument in argv]
+        for name in ("target", "drafter", "stranger"):
+            argv = [argument.replace(f"={name.upper()}", f"={pair / name}") for argument in argv]
+        code = main.main(argv)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def expected(pair, sentences=SENTENCES, **options):
+    """The texts that the library gives, one sentence at a time and without a drafter."""
+    target = sd.load(pair / "target", dtype="float32")
+    return [sd.generate(target, [text], max_new_tokens=6, **options).texts[0] for text in sentences]

@@ -1,0 +1,46 @@
+"""Laws, grids and rules over which verifiers are enumerated."""
+
+import jax
+import numpy as np
+import toy as shared_toy
+from toy import BLOCK, REJECTION, TOKEN
+
+from specdec_jax.speculative.laws import Law
+
+# V, γ, length limit. Two iterations: the second starts from every prefix that the first can commit.
+SIZES = [(2, 1, 4), (2, 2, 5), (2, 3, 7), (3, 1, 4), (3, 2, 5), (3, 3, 6), (4, 1, 4), (4, 2, 5), (4, 3, 5)]
+
+
+def laws(vocab, zeros=0.0):
+    return shared_toy.table_law(vocab, 11, zeros), shared_toy.table_law(vocab, 12, zeros)
+
+
+# --- The JAX code on a grid of uniforms ---
+
+# Laws in sixteenths, one after the other by position. Thirteenths as uniforms then lie on no decision boundary but 0.
+TARGETS = np.array([[4, 8, 3, 1], [16, 0, 0, 0], [2, 6, 0, 8], [5, 0, 11, 0]]) / 16
+DRAFTS = {
+    "other laws": np.array([[8, 2, 3, 3], [4, 4, 4, 4], [0, 7, 9, 0], [16, 0, 0, 0]]) / 16,
+    "p = q": TARGETS,
+    "disjoint supports": np.array([[0, 0, 0, 16], [0, 5, 5, 6], [0, 0, 16, 0], [0, 9, 0, 7]]) / 16,
+}
+GRID = np.arange(13) / 13
+
+
+law_of = jax.jit(Law.of)
+
+
+def as_law(probs, dtype):
+    with np.errstate(divide="ignore"):
+        return law_of(np.log(probs).astype(dtype))
+
+
+LENIENCE, EPSILON, DELTA = 0.6, 0.3, 0.4
+# By the names of the package; "gumbel" decides by noise and has its own tests.
+ENUMERATED = {
+    "token": TOKEN,
+    "block": BLOCK,
+    "rejection": REJECTION,
+    "lenient": shared_toy.lenient(LENIENCE),
+    "typical": shared_toy.typical(EPSILON, DELTA),
+}

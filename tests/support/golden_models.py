@@ -1,0 +1,64 @@
+"""The golden models: what T5X and Hugging Face transformers saved, and what they computed from it."""
+
+import pathlib
+import tarfile
+from collections.abc import Iterator
+
+import numpy as np
+
+import specdec_jax as sd
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+HF_MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_mt5")
+
+
+def golden_hf_models() -> Iterator[tuple[str, pathlib.Path, dict[str, np.ndarray]]]:
+    """(name, model folder, arrays) of each Hugging Face model; scripts/write_golden_hf.py says what the arrays are."""
+    for name in HF_MODELS:
+        yield name, GOLDEN / name, dict(np.load(GOLDEN / name / "io.npz"))
+
+
+def unpack_t5x(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
+    """Unpacks T5X's checkpoint (some 300 small files) into `folder`: (directory of `checkpoint_7`, arrays).
+
+    Arrays: encoder_input_tokens [4, 12], decoder_input_tokens [4, 16], logits [4, 16, 128], and greedy decodes [4, 16]
+    of EOS 1 (`greedy_eos1`), no EOS (`greedy_noeos`), `eos_early_id` (`greedy_eos_early`) and a prompt of 3 tokens
+    that the result repeats (`prompt_decoder_input_tokens`, `greedy_prompt3`).
+    """
+    with tarfile.open(GOLDEN / "t5x_t5_1_1.tar.gz") as archive:
+        # As an attribute: extractall's own argument is there from Python 3.11.4 on only.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
+    root = folder / "t5x_t5_1_1"
+    return root / "legacy_f32_adafactor", dict(np.load(root / "io.npz"))
+
+
+def greedy_tokens(model, inputs, input_lengths, steps: int, eos_ids=(), prefix=None) -> np.ndarray:
+    """Greedy decode `[B, steps]` from teacher-forced logits alone, 0 after an EOS; `prefix [B, P]` is forced first."""
+    rows = len(inputs)
+    tokens = np.zeros((rows, steps), np.int32)
+    forced = 0 if prefix is None else prefix.shape[1]
+    tokens[:, :forced] = prefix if forced else 0
+    ended = np.zeros(rows, bool)
+    for step in range(forced, steps):
+        fed = np.concatenate([np.full((rows, 1), model.start_token), tokens[:, :-1]], axis=1)
+        best = np.argmax(model.logits(inputs, fed, input_lengths)[:, step], axis=-1)
+        tokens[:, step] = np.where(ended, 0, best)
+        ended |= np.isin(best, eos_ids)
+    return tokens
+
+
+DRAFTERS = ("plain", "speculative")
+
+
+def engine_tokens(model, inputs, input_lengths, steps: int, eos_ids=None, prefix=None, drafter="plain") -> np.ndarray:
+    """The same `[B, steps]` by the package's own decode loop; "speculative": the model drafts three tokens for itself."""
+    forced = 0 if prefix is None else prefix.shape[1]
+    options = dict(drafter=sd.ModelDrafter(model), gamma=3) if drafter == "speculative" else {}
+    result = sd.generate(
+        model, inputs, input_lengths=np.asarray(input_lengths), decoder_prefix=prefix, eos_ids=eos_ids,
+        max_new_tokens=steps - forced, **options,
+    )  # fmt: skip
+    if options:
+        assert result.stats.accepted == result.stats.examined_by_position.sum() > 0  # it agrees with itself
+    return result.tokens if prefix is None else np.concatenate([prefix, result.tokens], axis=1)

@@ -1,0 +1,123 @@
+"""Reads hostile files one by one, as a program of its own: some could hang, fill the memory or end the process."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import pathlib
+import resource
+import shutil
+import sys
+import time
+
+import make_checkpoints as make
+import numpy as np
+from golden_models import GOLDEN
+from hostile_cases import ARRAY, CASES
+
+TOKENIZER = GOLDEN / "hf_tokenizer"
+
+
+def write_bases(folder: pathlib.Path) -> None:
+    """One small sound folder of each kind."""
+    from specdec_jax.checkpoints import own
+    from specdec_jax.drafters.ngram_table import NGramTable
+    from specdec_jax.models.heads import HeadsConfig
+
+    for name in ("safetensors", "shards", "flax", "orbax", "own"):
+        make.FORMATS[name](folder / name)
+    inline = [name for name in make.PARAMS if name.replace("/", ".") not in ARRAY]
+    make.write_t5x_legacy(folder / "legacy" / "checkpoint_7", make.PARAMS, inline=inline)
+    wide = dataclasses.replace(make.TINY, vocab_size=328)
+    tensors = make.to_tensors(make.random_params(wide))
+    for name, files in (("text", ("spiece.model", "tokenizer_config.json")), ("json", ("tokenizer.json",))):
+        make.write_hf(folder / name, tensors, vocab_size=328)
+        (folder / name / "generation_config.json").write_text("{}")
+        for file in files:
+            shutil.copy(TOKENIZER / file, folder / name)
+    config = HeadsConfig(2, 16, 40, 1, True)
+    params = {name: np.zeros(shape, np.float32) for name, shape in config.parameter_shapes.items()}
+    own.write_heads(config, "x", make.unflatten(params), folder / "heads")
+    (folder / "table").mkdir()
+    NGramTable.count([[3, 4, 5], [3, 4]], 8, 2).save(folder / "table" / "table.npz")
+
+
+@functools.cache
+def target():
+    return make.model_of()
+
+
+def read(how: str, folder: pathlib.Path) -> None:
+    """Reads what lies in the folder; the command line writes its one line to standard error and gives a code."""
+    import specdec_jax as sd
+    from specdec_jax.commands import main as main_command
+
+    if how == "load":
+        sd.load(folder, "float32")
+    elif how == "heads":
+        sd.HeadsDrafter.load(folder, target())
+    elif how == "table":
+        sd.NGramDrafter.load(folder / "table.npz")
+    else:
+        argv = {
+            "figures": ["--records=record.json", "--output=out.html"],
+            "train": ["--gin_file=a.gin"],
+            "generate": ["--target=.", "--dtype=float32", *(f"--input_file={p.name}" for p in folder.glob("*.txt*"))],
+        }[how]
+        error = io.StringIO()
+        with contextlib.chdir(folder), contextlib.redirect_stderr(error):
+            code = main_command.main([how, *argv, "--compilation_cache_dir="])
+        if code == 2:
+            raise ValueError(error.getvalue().removesuffix("\n"))
+
+
+def high_water() -> int:
+    """The most memory that the process has had since the last call, in bytes; where Linux does not tell, since its start."""
+    try:
+        status = pathlib.Path("/proc/self/status").read_text()
+        most = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        return most
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def attempt(name: str, folder: pathlib.Path) -> dict:
+    """What came of one case: the error's type and text, seconds, bytes, and what a library wrote to standard error."""
+    of, path = CASES[name], folder / "model"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(folder / "bases" / of.base, path)
+    of.damage(path)
+    high_water()
+    before = high_water()
+    start, found = time.perf_counter(), {"error": None, "text": ""}
+    with open(folder / "stderr", "w+b") as written:
+        kept = os.dup(2)
+        os.dup2(written.fileno(), 2)
+        try:
+            read(of.read, path)
+        except BaseException as error:
+            found = {"error": type(error).__name__, "text": str(error)}
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    seconds, grown = time.perf_counter() - start, high_water() - before
+    return found | {"seconds": seconds, "bytes": grown, "stderr": (folder / "stderr").read_text(errors="replace")}
+
+
+def main(folder: pathlib.Path) -> None:
+    """Reads the cases whose names come on standard input, a line of JSON for each."""
+    names = sys.stdin.read().splitlines()
+    if not (folder / "bases").exists():
+        write_bases(folder / "bases")
+    target()
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30),) * 2)
+    for name in names:
+        print(json.dumps({"case": name, **attempt(name, folder)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,173 @@
+"""Decodes on meshes of fake CPU devices, for `test_mesh.py`: a process's number of devices is fixed when JAX starts.
+
+    python mesh_run.py FOLDER meshes|more            # four devices: several meshes
+    python mesh_run.py FOLDER process NUMBER PORT    # one of two processes with a device each
+
+Prints one JSON object.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from toy_models import compilations
+
+import specdec_jax as sd
+from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.commands import main
+from specdec_jax.commands.generate import GenerateOptions
+from specdec_jax.decoding.loop import advance
+from specdec_jax.models.parameters import flatten
+from specdec_jax.models.sharding import ShardingRules
+
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    if sys.argv[2] == "process":
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+
+INPUTS = np.random.default_rng(0).integers(2, 64, (4, 6)).tolist()
+MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)
+
+
+def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
+    """Target and drafter; the latter whole on every device, unless it is to be divided."""
+    drafter = sd.load(folder / "drafter", "float32", mesh=mesh, replicate=mesh is not None and not shard_drafter)
+    return sd.load(folder / "target", "float32", mesh=mesh), sd.ModelDrafter(drafter)
+
+
+def options(rows, temperatures=MIXED) -> dict:
+    """Half of the rows argmax, half drawn; each has a limit and a key of its own."""
+    return dict(
+        sampling=sd.SamplingConfig(temperature=[temperatures[row] for row in rows]), eos_ids=(), gamma=2,
+        max_new_tokens=[LIMITS[row] for row in rows], key=jax.vmap(jax.random.key)(np.array(rows)),
+    )  # fmt: skip
+
+
+def decode(target, drafter, temperatures=MIXED) -> dict:
+    result = sd.generate(target, INPUTS, drafter=drafter, **options(range(4), temperatures))
+    return {"tokens": result.tokens.tolist(), "accepted": result.stats.accepted, "drafted": result.stats.drafted}
+
+
+def refilled(target, drafter) -> list:
+    """Six inputs through four rows that are refilled."""
+    rows = [0, 1, 2, 3, 1, 2]
+    outputs = sd.decode_stream(target, [INPUTS[row] for row in rows], batch_size=4, drafter=drafter, **options(rows))
+    found = dict(outputs)
+    return [found[place][0].tokens for place in range(len(rows))]
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def described(target, drafter, stored: dict) -> dict:
+    """What a device has of the parameters of both, and whether they are those stored."""
+    restored = flatten(target.params)
+    part = lambda params: {name: array.addressable_shards[0].data.shape for name, array in params.items()}
+    return {
+        "same weights": all(np.array_equal(restored[name], stored[name]) for name in stored),
+        "parts": part(restored), "drafter parts": part(flatten(drafter.model.params)),
+    }  # fmt: skip
+
+
+def printed(command: str, *arguments: str) -> str:
+    """What the command line prints with the bundled pair."""
+    out, flags = (
+        io.StringIO(),
+        ["--target=ende/target", "--drafter=ende/drafter", "--dtype=float32", "--max_new_tokens=16"],
+    )
+    with contextlib.redirect_stdout(out):
+        assert main.main([command, *flags, "--compilation_cache_dir=", *arguments]) == 0
+    return out.getvalue()
+
+
+def identity(model: sd.LanguageModel) -> list[str]:
+    return [model.fingerprint, model.contents, model._fingerprint_of_corners]
+
+
+def meshes(folder: pathlib.Path) -> dict:
+    """Tokens on several meshes, and where what lies on one of two times two."""
+    alone, first, four = load(folder, None), load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
+    target, drafter = load(folder, sd.make_mesh(2, 2))
+    found: dict = {"none": decode(*alone), "2x2": decode(target, drafter), "1x4, argmax": decode(*four, ARGMAX)}
+    found["1x1, plain, argmax"] = decode(first[0], None, ARGMAX)
+    found["compiled again"] = compilations(lambda: decode(target, drafter))
+    stored = flatten(alone[0].params)
+    for name, models in (("1x1", first), ("2x2", (target, drafter)), ("1x4", four)):
+        found["of " + name] = described(*models, stored)
+    found["identity"] = [identity(model) for model in (alone[0], first[0], target, four[0])]
+    state, request = sd.prepare(target, INPUTS, drafter=drafter, **options(range(4)))
+    state = advance(request.network, request.drafter, state, np.int32(2**31 - 1))
+    found["on every device"] = all(
+        array.is_fully_replicated for array in (state.tokens, state.done, state.log_probs, state.counts.drafted)
+    )
+    for name, cache in (("cache", state.target_cache), ("drafter's cache", state.draft_state.cache)):
+        key = cache.layers[0].key
+        found[name] = [key.shape, key.addressable_shards[0].data.shape]
+    command = functools.partial(GenerateOptions, target=str(folder / "target"))
+    found["refused"] = [
+        refused(lambda: sd.make_mesh(2, 4)),
+        refused(lambda: sd.load(folder / "target", "float32", mesh=sd.make_mesh(1, 3))),
+        refused(lambda: sd.generate(target, INPUTS[:3])),
+        refused(lambda: next(sd.decode_stream(target, INPUTS, batch_size=3))),
+        refused(lambda: sd.generate(target, INPUTS, drafter=alone[1])),
+        refused(command(mesh="2x2", batch_size=5).check),
+        refused(command(mesh="1x3").load),
+        refused(command(mesh="2x2", drafter="lookup", shard_drafter=True).load),
+    ]
+    return found
+
+
+def more(folder: pathlib.Path) -> dict:
+    """The rest of the table, refilled rows, and a decoder-only model."""
+    alone = load(folder, None)
+    found = {"none": decode(*alone), "none, plain": decode(alone[0], None)}
+    for shape in ((1, 1), (2, 2), (1, 4)):
+        name, models = "x".join(map(str, shape)), load(folder, sd.make_mesh(*shape))
+        if shape != (2, 2):
+            found[name] = decode(*models)
+        else:
+            found[name + ", refilled"] = refilled(*models)
+        found[name + ", plain"] = decode(models[0], None)
+    # The bundled drafter reads the target's encoder output; five sentences are no whole number of batches.
+    sentences = ["Tom is here.", "I am tired.", "Where is the key?", "We met her in the park.", "Thank you."]
+    found["command"] = [printed("generate", *flags, *sentences) for flags in ([], ["--mesh=2x2", "--batch_size=4"])]
+    timing = ["--gamma=2", "--limit=2", "--repeats=1", "--json", "--mesh=1x2"]
+    found["benchmark"] = json.loads(printed("benchmark", *timing))
+    config = sd.GPTConfig(65, 16, 4, 1, 32)  # 65: a vocabulary that no mesh divides
+    tokens = np.array(INPUTS)
+    gpts = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]
+    one, divided = (np.asarray(model.logits(None, tokens)) for model in gpts)
+    found["gpt"] = float(np.max(np.abs(one - divided)))
+    found["gpt tokens"] = [sd.generate(model, tokens, max_new_tokens=5, eos_ids=()).tokens.tolist() for model in gpts]
+    return found
+
+
+def process(folder: pathlib.Path, number: str, port: str) -> dict:
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
+    reads = []
+    leaf_read = Leaf.load_part
+    Leaf.load_part = lambda leaf, dtype, box: reads.append(leaf_read(leaf, dtype, box)) or reads[-1]
+    target, drafter = load(folder, sd.make_mesh(1, 2))
+    kernel = target.network.params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+    return decode(target, drafter) | {
+        "processes": jax.process_count(), "largest read": max(part.size for part in reads[len(reads) // 2 :]),
+        "kernel": [kernel.shape, [shard.data.shape for shard in kernel.addressable_shards]],
+        "refused": refused(lambda: sd.generate(target, INPUTS, deadline=1.0)), "identity": identity(target),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)
+    where, what = pathlib.Path(sys.argv[1]), {"meshes": meshes, "more": more, "process": process}[sys.argv[2]]
+    print(json.dumps(what(where, *sys.argv[3:])))

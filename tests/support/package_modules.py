@@ -1,0 +1,27 @@
+"""The package's modules as syntax trees."""
+
+import ast
+import pathlib
+
+import specdec_main
+
+import specdec_jax
+
+PACKAGE = pathlib.Path(specdec_jax.__file__).parent
+
+
+ENTRY = "commands.entry"  # what the command begins with: installed outside the package, imports it when it has to
+
+
+def modules() -> dict[str, ast.Module]:
+    """Name below the package -> syntax tree."""
+    names = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        names[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    names[ENTRY] = ast.parse(pathlib.Path(specdec_main.__file__).read_text(encoding="utf-8"))
+    return names
+
+
+MODULES = modules()

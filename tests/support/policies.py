@@ -1,0 +1,50 @@
+"""A target, drafts and the enumeration that tests of policies of γ share."""
+
+import functools
+
+import numpy as np
+import toy as shared_toy
+from law_samples import V
+from toy_models import HashModel
+
+import specdec_jax as sd
+
+G, B, LIMIT, EOS = 4, 12, 14, 1
+# A drafter whose laws are now sure, now not: it says the most probable token with q from 0.4 to 0.9.
+TARGET, DRAFT = HashModel(V, 0), HashModel(V, 1, likeness=0.5, spread=16)
+RNG = np.random.default_rng(0)
+INPUTS = [[*RNG.integers(2, V, n), EOS] for n in RNG.integers(1, 7, B)]
+PREFIXES = [RNG.integers(2, V, row % 3).tolist() for row in range(B)]
+LIMITS = [1 if row % 6 == 5 else LIMIT for row in range(B)]
+OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
+
+
+# --- The law, by enumeration ---
+
+
+def enumerated(target, draft, limit: int, verifier, start, gamma_of, update, last=lambda q, x: False):
+    """Law of `limit` ids after three iterations of a policy: γ from its state and the draft's first law, then a new state."""
+    rule, states = shared_toy.Rule(verifier=verifier, last=last), {((), start): 1.0}
+    for _ in range(3):
+        following: dict = {}
+        for (prefix, state), prob in states.items():
+            wanted = min(gamma_of(state, draft(prefix)), limit - len(prefix) - 1)
+            if wanted < 0:
+                following[prefix, state] = following.get((prefix, state), 0) + prob
+                continue
+            for (new, _), p in shared_toy.kernel(prefix, None, target, draft, wanted, set(), rule).items():
+                after = new, update(state, wanted, len(new) - len(prefix) - 1)
+                following[after] = following.get(after, 0) + prob * p
+        states = following
+    prefixes: dict = {}
+    for (prefix, _), prob in states.items():
+        prefixes[prefix] = prefixes.get(prefix, 0) + prob
+    return shared_toy.complete(prefixes, target, limit, set())
+
+
+# --- Through the engine ---
+
+
+@functools.cache
+def plain():
+    return sd.generate(TARGET, INPUTS, **OPTIONS)

@@ -1,0 +1,55 @@
+"""Records of every kind as commands write them, with round numbers."""
+
+MACHINE = {"python": "3.11", "jax": "0.10", "processor": "A <fast> one", "cores": 2, "device": "cpu: cpu, 1"}
+IMPROVEMENT = {"median": 1.5, "least": 1.25, "most": 1.75}
+BENCHMARK = {
+    "machine": MACHINE, "target": {"name": "big"}, "drafter": {"name": "small"}, "sentences": 7,
+    "options": {"temperature": 0.0, "verifier": "block", "input_file": "/some/where/ende/test.tsv.gz"},
+    "cost_ratio": 0.0625, "verify_cost": {"3": 1.375}, "bare": {"cost_ratio": 0.03125, "verify_cost": {"3": 1.25}},
+    "speculative": [{
+        "gamma": 3, "forced_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75}, "differences": [],
+        "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
+    }],
+    "example": {"input": "A < B", "arms": [
+        {"gamma": 0, "lines": [], "spans": [["target encoder", 0.001], ["target call", 0.002], ["target call", 0.002]]},
+        {"gamma": 3, "lines": [[["accepted", "Eins &"], ["rejected", " zwei"], ["corrected", " drei"]]],
+         "spans": [["target encoder", 0.001], ["draft step", 0.0005], ["draft step", 0.0005], ["target call", 0.002]]},
+    ]},
+}  # fmt: skip
+MEASURE = {
+    **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},
+    "options": {"temperature": 1.0, "verifier": "token", "input_file": None, "batch_size": 1},
+    "acceptance": {"alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]}},
+    "verify_cost": {"1": 1.0, "2": 1.25},
+    "table": [{
+        "gamma": 1, "verify_cost": 1.25, "tokens": 1.625, "theorem_3_8": 1.5, "with_verify_cost": 1.24,
+        "by_position": {"token": {"tokens": 1.5, "with_verify_cost": 1.125}},
+    }],
+}  # fmt: skip
+COMPARED = {
+    "machine": MACHINE, "target": "big", "input_file": "test.txt", "sentences": 9, "temperature": 0.0,
+    "verifier": "token", "plain_seconds": [1.0],
+    "arms": [
+        {"arm": "lookup,gamma=2", "alpha": 0.25, "tokens_per_call": 1.125, "drafted_per_call": 0.5, "differ": 0,
+         "improvement": IMPROVEMENT, "compile_seconds": 1.0, "cost_ratio": None, "verify_cost": None},
+    ],
+}  # fmt: skip
+
+
+ESTIMATE = {
+    "what": "compiler's memory analysis, ahead of time; not a measurement", "topology": "v4:2x2x1", "target": "t5_1_1/xxl",
+    "drafter": "t5_1_1/small", "gamma": 7, "batch_size": 1, "dtype": "bfloat16", "weights_gb": 22.44, "needed_gb": 23.36,
+    "memory_gb": 32.0, "fits": True, "copied_in_loops": ["f32[2,3]"], "mesh": None, "jax": "0.10.2",
+    "times": {"what": "the compiler's own estimate; not a measurement", "rows": [{
+        "task": "EnDe", "drafter": "t5_1_1/small", "temperature": 0, "gamma": 7, "alpha_paper": 0.75, "c_paper": 0.02,
+        "expected_paper": 3.2, "measured_paper": 3.4, "as compiled": {"c": 0.0156, "v": 0.75, "improvement": 3.25},
+        "as for two positions": {"c": 0.0312, "v": 1.125, "improvement": 2.5},
+    }]},
+}  # fmt: skip
+
+
+AGAINST = {
+    "name": "t5x",
+    "improvement": {"plain": IMPROVEMENT, "gamma 3": IMPROVEMENT | {"median": 1.625}},
+    "differences": [{}],
+}

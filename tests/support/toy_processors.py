@@ -1,0 +1,56 @@
+"""What the processors do to the logits after one prefix: slow, one id at a time, in numpy, nothing of the package."""
+
+import numpy as np
+import toy as shared_toy
+
+
+def penalized(logits, prefix, penalty: float) -> np.ndarray:
+    """Hugging Face's repetition penalty: every id of `prefix` (start token included), once, whatever its count."""
+    found = np.array(logits)
+    for token in set(prefix):
+        found[token] = found[token] / np.float32(penalty) if found[token] > 0 else found[token] * np.float32(penalty)
+    return found
+
+
+def without_repeated_ngrams(logits, prefix, size: int) -> np.ndarray:
+    """Every id that would end an n-gram which `prefix` holds already is forbidden."""
+    found, prefix = np.array(logits), list(prefix)
+    seen = [prefix[i : i + size] for i in range(len(prefix) - size + 1)]
+    for token in range(len(found)):
+        if [*prefix[len(prefix) - size + 1 :], token] in seen and len(prefix) >= size - 1:
+            found[token] = -np.inf
+    return found
+
+
+def processed(
+    logits, prefix, *, new: int, eos_ids=(), repetition_penalty=1.0, no_repeat_ngram=0, min_new_tokens=0, logit_bias=None,
+    forbidden_tokens=(), vocabulary_mask=None, forced_tokens=None, processor=None,
+) -> np.ndarray:  # fmt: skip
+    """Logits `[V]` float32 after all processors; `prefix` starts with the start token and holds `new` new tokens.
+
+    `processor` is a function of (prefix as a list, logits) here.
+    """
+    original = np.array(logits, np.float32)
+    found = original.copy()
+    for token, value in (logit_bias or {}).items():
+        found[token] += np.float32(value)
+    found[list(forbidden_tokens)] = -np.inf
+    if vocabulary_mask is not None:
+        found[~np.asarray(vocabulary_mask)] = -np.inf
+    found = penalized(found, prefix, repetition_penalty)
+    if no_repeat_ngram:
+        found = without_repeated_ngrams(found, prefix, no_repeat_ngram)
+    if processor is not None:
+        found = processor(list(prefix), found)
+    if new < min_new_tokens:
+        found[list(eos_ids)] = -np.inf
+    if new in (forced_tokens or {}):
+        found = np.where(np.arange(len(found)) == forced_tokens[new], np.float32(0), np.float32(-np.inf))
+    return found if np.max(found) > -np.inf else original
+
+
+def law(logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options) -> np.ndarray:
+    """Probabilities `[V]` in float64: the processors, then temperature, top-k, top-p and min-p."""
+    probs = shared_toy.adjusted_probs(processed(logits, prefix, new=new, **options), temperature, top_k, top_p)
+    probs = np.where(probs >= min_p * probs.max(), probs, 0)
+    return probs / probs.sum()

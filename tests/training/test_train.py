@@ -1,0 +1,242 @@
+"""Training: losses, distillation, schedule, steps, settings, the configurations in `configs/train`."""
+
+import dataclasses
+import functools
+
+import gin
+import jax
+import jax.numpy as jnp
+import make_checkpoints as shared_make_checkpoints
+import numpy as np
+import pytest
+from toy_training import CONFIGS, TINY, config_of, random_params
+
+from specdec_jax.checkpoints import loader
+from specdec_jax.models.t5 import PRESETS, T5, T5Config
+from specdec_jax.training import config as training_config
+from specdec_jax.training import losses, train
+from specdec_jax.training import optimizer as training_optimizer
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def random_batch(rows=3, length=6, seed=0):
+    rng = np.random.default_rng(seed)
+    inputs, targets = rng.integers(2, 64, (2, rows, length)).astype(np.int32)
+    inputs[0, 4:], targets[1, 3:], targets[2, 5:] = 0, 0, 0
+    return inputs, targets
+
+
+@jax.jit
+def forward(params, inputs, tokens):
+    return jax.nn.log_softmax(T5(TINY).apply({"params": params}, inputs, inputs > 0, tokens))
+
+
+def laws(params, batch):
+    inputs, targets = batch
+    return np.asarray(forward(params, inputs, np.pad(targets[:, :-1], ((0, 0), (1, 0)))), np.float64)
+
+
+# Losses.
+
+
+@pytest.mark.parametrize("smoothing, weight", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.6), (0.1, 1.0)])
+def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
+    params, teacher, batch = random_params(), random_params(seed=1), random_batch()
+    objective = losses.Objective(T5(TINY), smoothing, T5(TINY) if weight else None, weight)
+    loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher if weight else None)
+    log_q, log_p = laws(params, batch), laws(teacher, batch)
+    expected, nll, pieces = 0.0, 0.0, 0
+    for b, t in zip(*np.nonzero(batch[1])):
+        reference = np.full(64, smoothing / 64)
+        reference[batch[1][b, t]] += 1 - smoothing
+        entropy = -np.sum(reference * log_q[b, t])
+        divergence = np.sum(np.exp(log_p[b, t]) * (log_p[b, t] - log_q[b, t]))
+        expected += (1 - weight) * entropy + weight * divergence
+        nll -= log_q[b, t, batch[1][b, t]]
+        pieces += 1
+    assert metrics.pieces == pieces == 14
+    np.testing.assert_allclose([metrics.loss, metrics.nll, loss], [expected, nll, expected / pieces], rtol=1e-5)
+
+
+def test_divergence_from_itself_is_zero_with_a_zero_gradient():
+    params, batch = random_params(), random_batch()
+    objective = losses.Objective(T5(TINY), teacher=T5(TINY), distill_weight=1.0)
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: losses.loss_fn(p, batch, objective, params)[0]))(params)
+    assert abs(loss) < 1e-6
+    assert max(np.max(np.abs(g)) for g in jax.tree.leaves(grads)) < 1e-5
+
+
+def test_gradients_flow_to_the_student_only():
+    params, teacher, batch = random_params(), random_params(seed=1), random_batch()
+    objective = losses.Objective(T5(TINY), teacher=T5(TINY), distill_weight=0.5)
+    loss = lambda student, teacher: losses.loss_fn(student, batch, objective, teacher)[0]
+    student_grads, teacher_grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, teacher)
+    assert all(np.any(g) for g in jax.tree.leaves(student_grads["decoder"]))
+    assert not any(np.any(g) for g in jax.tree.leaves(teacher_grads))
+
+
+# Steps.
+
+
+def test_learning_rate_rises_stays_and_falls():
+    config = training_config.TrainConfig(
+        TINY, ("a",), ("b",), "c", vocabulary_size=64, steps=10, warmup_steps=2, decay_steps=4
+    )
+    got = [float(training_optimizer.learning_rate(config, step)) / config.learning_rate for step in range(11)]
+    np.testing.assert_allclose(got, [0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0], rtol=1e-6)
+    constant = dataclasses.replace(config, warmup_steps=0, decay_steps=0)
+    assert [float(training_optimizer.learning_rate(constant, step)) for step in (0, 9)] == pytest.approx([0.01, 0.01])
+
+
+optimizer_of = functools.cache(
+    training_optimizer.make_optimizer
+)  # one object per configuration, so that nothing compiles twice
+
+
+def steps(config, model, count, seed=0):
+    """Parameters and metrics after `count` steps on one batch."""
+    params, optimizer = random_params(model), optimizer_of(config)
+    state = losses.TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    arguments = dict(objective=losses.Objective(T5(model), 0.1), optimizer=optimizer)
+    history = []
+    for _ in range(count):
+        state, metrics = losses.train_step(state, random_batch(), None, seed, **arguments)
+        history.append(float(metrics.nll / metrics.pieces))
+    return state, history
+
+
+def test_steps_lower_the_loss_and_a_zero_rate_of_dropout_uses_no_randomness():
+    config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=30)
+    state, history = steps(config, TINY, 30)
+    assert history[-1] < history[0] - 1 and int(state.step) == 30
+    assert steps(config, TINY, 3, seed=1)[1] == history[:3]
+
+
+def test_dropout_depends_on_seed_and_step():
+    config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=30, learning_rate=1e-30)
+    model = dataclasses.replace(TINY, dropout_rate=0.3)
+    dropped = steps(config, model, 3)[1]
+    assert len(set(dropped)) == 3  # another mask in every step, the parameters are the same
+    assert steps(config, model, 3)[1] == dropped
+    assert steps(config, model, 3, seed=1)[1] != dropped
+
+
+@pytest.mark.parametrize(
+    "given", [dict(dtype="bfloat16"), dict(model=dataclasses.replace(TINY, matmul_dtype="bfloat16"))]
+)
+def test_rounded_training_keeps_float32_parameters(given):
+    config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=20, **given)
+    computing = train.computing(config, config.model)
+    assert (computing.dtype, computing.matmul_dtype) == (config.dtype or "float32", config.model.matmul_dtype)
+    state, history = steps(config, computing, 20)
+    assert history[-1] < history[0] - 0.5
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert kinds == {jnp.dtype("float32")}
+
+
+def test_dtype_follows_the_backend(monkeypatch):
+    config = config_of(".", ".", model=dataclasses.replace(TINY, matmul_dtype="bfloat16"))
+    shape = lambda: (train.computing(config, config.model).dtype, train.computing(config, config.model).matmul_dtype)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert shape() == ("float32", "bfloat16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert shape() == ("bfloat16", None)
+
+
+def test_a_checkpoint_has_the_known_names():
+    """Runs are resumed by later versions: the tree of a state must not change."""
+    state = jax.eval_shape(lambda: steps_state())
+    names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)}
+    kernel, embedding = "encoder/layers_0/mlp/wi_0/kernel", "token_embedder/embedding"
+    muon, adam = "opt_state/1/inner_states/muon/inner_state", "opt_state/1/inner_states/adam/inner_state"
+    assert {f"params/{kernel}", f"{muon}/0/mu/{kernel}", f"{adam}/0/mu/{embedding}", "step"} <= names
+    assert {f"{adam}/0/nu/{embedding}", f"{muon}/0/count", f"{adam}/0/count"} <= names
+    assert len(names) == 74
+
+
+def steps_state():
+    params = random_params()
+    return losses.TrainState(
+        params, training_optimizer.make_optimizer(config_of(".", ".")).init(params), jnp.zeros((), jnp.int32)
+    )
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(steps=5), r"steps: got 5, expected at least warmup_steps \+ decay_steps = 6"),
+        (dict(train_files=()), "train_files: got .*, expected at least one file"),
+        (dict(learning_rate=0.0), "learning_rate: got 0.0"),
+        (dict(learning_rate=float("nan")), "learning_rate: got nan"),
+        (dict(label_smoothing=1.0), "label_smoothing: got 1.0"),
+        (dict(save_every=0), "save_every: got 0"),
+        (dict(warmup_steps=-1), "warmup_steps: got -1"),
+        (dict(vocabulary_size=65), "vocabulary_size: got 65, expected at most model.vocab_size = 64"),
+        (dict(distill_weight=0.5), "distill_weight: got 0.5, expected a number in .* with a teacher, 0 without"),
+        (dict(teacher="x"), "distill_weight: got 0.0"),
+        (dict(dtype="float16"), "dtype: got 'float16'"),
+        (dict(model=dataclasses.replace(TINY, dtype="bfloat16")), "model.dtype: got 'bfloat16'"),
+        (dict(model=None), "model: got None, expected a T5Config"),
+    ],
+)
+def test_bad_settings(language, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(language, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(train_files="missing.tsv"), "train_files: got '.*missing.tsv', expected a TSV file"),
+        (dict(validation_files=["train.tsv", "gone"]), "validation_files: got '.*gone'"),
+        (dict(buckets=(16, 8)), "train.tsv: buckets: got"),
+        (dict(batch_tokens=8), "train.tsv: batch_tokens: got 8"),
+        (dict(vocabulary_size=5), "vocabulary_size: got 5, expected a number that fits"),
+        (dict(teacher="nowhere", distill_weight=1.0), "nowhere"),
+    ],
+)
+def test_bad_files_are_told_before_anything_compiles(language, tmp_path, settings, message, monkeypatch):
+    monkeypatch.setattr(jax, "jit", None)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.fit(config_of(language, tmp_path, **settings))
+
+
+def test_a_piece_that_would_count_as_padding_is_refused(language, tmp_path):
+    texts = (language / "train.tsv").read_text().split("\n")
+    (tmp_path / "vocabulary.model").write_bytes(shared_make_checkpoints.sentencepiece_model(texts, 40))  # unknown is 0
+    (tmp_path / "more.tsv").write_text("bara\tQ\n")
+    settings = dict(vocabulary=str(tmp_path / "vocabulary.model"), validation_files=str(tmp_path / "more.tsv"))
+    with pytest.raises(ValueError, match=r"more.tsv: got the piece '<unk>' with id 0, expected none: 0 is padding"):
+        train.fit(config_of(language, tmp_path / "run", **settings))
+
+
+# The configurations.
+
+
+@pytest.mark.parametrize("size", ["small", "base", "large", "xl", "xxl"])
+def test_shapes_of_t5_1_1(size):
+    gin.clear_config()
+    gin.parse_config_file(str(CONFIGS.parent / f"t5_1_1/{size}.gin"))
+    shape = gin.get_configurable(T5Config)()
+    gin.clear_config()
+    assert shape == PRESETS[f"t5_1_1/{size}"]
+
+
+@pytest.mark.parametrize("name, parameters", [("ende_target", 36_056_960), ("smoke", None)])
+def test_configurations(name, parameters, tmp_path):
+    gin.clear_config()
+    bindings = [f"DATA_DIR = '{tmp_path}'", f"OUTPUT_DIR = '{tmp_path}'"]
+    gin.parse_config_files_and_bindings([str(CONFIGS / f"{name}.gin")], bindings)
+    config = gin.get_configurable(training_config.TrainConfig)()
+    gin.clear_config()
+    assert isinstance(config, training_config.TrainConfig) and config.data_dir == config.output_dir == str(tmp_path)
+    assert config.paths("train_files")[0].parent in (tmp_path / "ende", tmp_path)
+    shapes = jax.eval_shape(lambda: random_params(config.model))
+    if parameters is not None:
+        assert train.parameter_count(shapes) == parameters
+        bundled = loader.load_shape("ende/target")
+        assert dataclasses.replace(config.model, dropout_rate=0.0, dtype=bundled.dtype) == bundled
