@@ -115,7 +115,7 @@ def test_the_compilers_estimates_are_called_that():
         "3.2",
         "3.4",
     ]
-    assert re.findall("<td>(.*?)</td>", estimated)[: len(cells)] == cells and "tpu.json" not in measured
+    assert re.findall("<td[^>]*>(.*?)</td>", estimated)[: len(cells)] == cells and "tpu.json" not in measured
     memory = report_page.report(
         [(pathlib.Path("tpu.json"), {name: ESTIMATE[name] for name in ESTIMATE if name != "times"})]
     )
@@ -296,3 +296,14 @@ def test_bad_output(tmp_path, capsys):
     for output in (tmp_path / "report.pdf", tmp_path / "nowhere" / "report.html"):
         assert main.main(["figures", f"--output={output}"]) == 2
         assert f"output: got '{output}', expected" in capsys.readouterr().err
+
+
+def test_what_was_measured_comes_first():
+    """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no figure twice."""
+    text = report_page.report([(pathlib.Path("a.json"), BENCHMARK)])
+    places = [
+        text.index(part) for part in ("α: the share", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
+    ]
+    assert places == sorted(places)
+    assert '<td class="text">small</td><td class="text">block</td><td>3</td>' in text.replace("'", '"')
+    assert text.count("Figure 2.") == 1 and "prefers-color-scheme: dark" in text

@@ -1,6 +1,7 @@
 """Builds one HTML page of the paper's tables and figures, computed, and of what was measured here."""
 
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,18 @@ from specdec_jax.speculative.verifiers import FORCED, LOSSY
 BLURRED = tuple(
     row for row in paper.TABLE_4 if round(formulas.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
 )
-_STYLE = """body { font-family: sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; white-space: nowrap; font-weight: bold; padding: 0.3em 0 }
-th, td { border-bottom: 1px solid #ccc; padding: 0.25em 0.7em; text-align: right; font-size: 0.9em } td { white-space: nowrap } th { background: #f3f3f3 }
-td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } p.note { color: #555 }
-pre { white-space: pre-wrap } .committed { color: #777 } .accepted { color: #188038 } .corrected, .bonus { color: #1a56c4; font-weight: bold }
-.bonus { text-decoration: underline } .rejected { color: #c5221f; text-decoration: line-through }"""
+_STYLE = """:root { color-scheme: light dark; --ink: #222; --faint: #666; --line: #ccc; --head: #f3f3f3; --paper: #fff;
+  --accepted: #188038; --own: #1a56c4; --rejected: #c5221f }
+@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --faint: #999; --line: #444; --head: #2a2a2a; --paper: #181818;
+  --accepted: #7fd18f; --own: #8ab4f8; --rejected: #f28b82 } }
+body { font-family: sans-serif; margin: 2em auto; max-width: 68em; padding: 0 1em; color: var(--ink); background: var(--paper) }
+table { border-collapse: collapse; margin: 1em 0; max-width: 100% } caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
+th, td { border-bottom: 1px solid var(--line); padding: 0.25em 0.6em; text-align: right; font-size: 0.85em }
+th { background: var(--head) } td { font-variant-numeric: tabular-nums } td.text, th.text { text-align: left; overflow-wrap: anywhere }
+svg { max-width: 100%; height: auto; background: #fff } p.note { color: var(--faint) }
+pre { white-space: pre-wrap } .committed { color: var(--faint) } .accepted { color: var(--accepted) }
+.corrected, .bonus { color: var(--own); font-weight: bold } .bonus { text-decoration: underline }
+.rejected { color: var(--rejected); text-decoration: line-through }"""
 _TITLE = "Speculative decoding: theory and measurements"
 _HEAD = f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{_TITLE}</title><style>{_STYLE}</style></head>\n"
 
@@ -49,7 +56,11 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
             "Leviathan, Kalman and Matias, ", element("i", "Fast Inference from Transformers via Speculative Decoding"),
             ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
         ),
-        *_theory(),
+        _note(
+            "α: the share of the examined draft tokens that the target accepts. γ: the tokens drafted for each target call. "
+            "c: the time of a draft step over that of a target step. v: the time of a target call over γ + 1 positions over "
+            "that of a single position; the paper takes 1."
+        ),
         element("h2", "Measured"),
     ]  # fmt: skip
     if not read:
@@ -60,7 +71,7 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
     parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
     for record in filter(estimated, found):
         parts += _estimate(record)
-    body = "\n".join([*parts, *_missing(found)])
+    body = "\n".join([*parts, *_missing(found), *_theory()])
     return f"{_HEAD}{element('body', Markup(body))}</html>\n"
 
 
@@ -78,15 +89,16 @@ def _theory() -> list[Markup]:
     ]  # fmt: skip
     return [
         element("h2", "Theory"),
+        _drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
+        _drawing("Figure 3. The best γ", plots.optimal_gammas()),
         _table("Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
                ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"), table_1),
+        _drawing("Figure 4, right. Arithmetic operations, ĉ = 0", plots.arithmetic_operations()),
+        _note("Its left, the factor in speed with c = 0, is figure 2 again."),
         _table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
                ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ", "oracle of γ"),
                table_4),
         _note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
-        _drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
-        _drawing("Figure 3. The best γ", plots.optimal_gammas()),
-        _drawing("Figure 4. Speed and arithmetic operations, c = ĉ = 0", plots.speed_and_operations()),
         _table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
                ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
                [(name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()]),
@@ -275,8 +287,16 @@ def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> Markup:
-    line = lambda values, tag: element("tr", *(element(tag, value) for value in values))
+    """Columns of words stand at the left, columns of numbers at the right."""
+    words = [any(_is_text(values[column]) for values in lines) for column in range(len(head))]
+    cell = lambda tag, value, text: element(tag, value, class_="text") if text else element(tag, value)
+    line = lambda values, tag: element("tr", *(cell(tag, *pair) for pair in zip(values, words, strict=True)))
     return element("table", element("caption", caption), line(head, "th"), *(line(values, "td") for values in lines))
+
+
+def _is_text(value: object) -> bool:
+    """Whether a cell begins with a word, and not with a number or a dash for none."""
+    return bool(re.match(r"\s*[^\W\d]", str(value)))
 
 
 def _note(*children: object) -> Markup:
