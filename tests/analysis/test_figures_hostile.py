@@ -65,9 +65,15 @@ class Page(html.parser.HTMLParser):
                 ("dc:type", "rdf:resource"), ("use", "xlink:href"), ("style", "type"),
             }, (tag, name)  # fmt: skip
             assert name != "xlink:href" or value.startswith("#"), value
-            assert name != "class" or value in {"note", "committed", "accepted", "rejected", "corrected", "bonus"}, (
-                value
-            )
+            assert name != "class" or value in {
+                "text",
+                "note",
+                "committed",
+                "accepted",
+                "rejected",
+                "corrected",
+                "bonus",
+            }, value
 
     def handle_data(self, data):
         self.texts.append(data)
