@@ -41,6 +41,7 @@ MODELS = {
         2,
     ),
     "hf_mt5": ("MT5", dict(feed_forward_proj="gated-gelu", d_kv=16), True, "1GB", dict(decoder_start_token_id=2), 4),
+    "hf_umt5": ("UMT5", dict(feed_forward_proj="gated-gelu", num_decoder_layers=3), True, "1GB", dict(), 0),
 }
 
 SENTENCES = """
@@ -105,8 +106,18 @@ def build(name: str, seed: int):
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif parameter_name.startswith("decoder.block"):
                 parameter.mul_(2.0)  # so that the decodes depend on the position and the source
+            if kind == "UMT5" and "relative_attention_bias" in parameter_name:
+                parameter.mul_(5.0)  # so that one layer's table in place of another's would show
     for key, value in ids.items():
         setattr(model.generation_config, key, value)
+    return _untied(model)
+
+
+def _untied(model):
+    """The model as its kind is published: transformers 5 calls every T5 tied, and scales what umT5's head is given, for which
+    transformers 4 and T5X need a tied head."""
+    if model.config.model_type == "umt5":
+        model.config.tie_word_embeddings = False
     return model
 
 
@@ -168,7 +179,7 @@ def write_model(name: str, folder: pathlib.Path) -> None:
         raise RuntimeError(f"{name}: no seed gave decodes with clear margins")
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size=shard_size)
-    saved = getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder).eval()
+    saved = _untied(getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder).eval())
     assert np.array_equal(compute(saved, seed)["logits"], io["logits"]), f"{name}: what was saved computes otherwise"
     np.savez_compressed(folder / "io.npz", **io)
     print(

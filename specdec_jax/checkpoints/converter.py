@@ -146,7 +146,7 @@ def _write(
             number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             own.write_description(checkpoint, folder, "t5x")
-            write(checkpoint.leaves, dtype, folder, number, track)
+            write(t5x.leaves_by_their_names(checkpoint.leaves, checkpoint.config), dtype, folder, number, track)
         _check_written(open_checkpoint(folder, None), checkpoint, format)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Written(target / inner, dtype, stored, parameter_count(checkpoint.config), size)

@@ -1,4 +1,4 @@
-"""Hugging Face's T5 1.0, 1.1, Flan-T5, mT5, UL2 and ByT5: config.json and the names of tensors, both ways."""
+"""Hugging Face's T5 1.0, 1.1, Flan-T5, mT5, umT5, UL2 and ByT5: config.json and the names of tensors, both ways."""
 
 import pathlib
 from typing import Any
@@ -10,7 +10,8 @@ from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
 
 _NAMES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
-ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES}  # those of every model_type
+# Those of every model_type; in umT5 every layer has a position table.
+ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES, "umt5": ("UMT5ForConditionalGeneration",)}
 START = "decoder_start_token_id"
 SPECIAL_IDS: dict[str, int] = {}  # where config.json does not say
 NO_EOS = None  # what `"eos_token_id": null` means: nothing
@@ -40,10 +41,12 @@ def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) ->
 
 def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Config:
     """config.json as ours; what decides on the head is the file (transformers 5 calls every T5 tied)."""
-    path, is_mt5 = folder / "config.json", options["model_type"] == "mt5"
-    activations = choose(path, options, "feed_forward_proj", "gated-gelu" if is_mt5 else "relu", _ACTIVATIONS)
+    path, kind = folder / "config.json", options["model_type"]
+    is_mt5 = kind == "mt5"
+    activations = choose(path, options, "feed_forward_proj", "relu" if kind == "t5" else "gated-gelu", _ACTIVATIONS)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
-    # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always writes true).
+    # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always writes true). umT5's does
+    # where it says true, as T5's; the published checkpoints say false.
     defaults = {
         "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
         "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
@@ -51,6 +54,7 @@ def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Confi
     names = _FIELDS | ({} if "scale_decoder_outputs" in options else {"scale_decoder_outputs": "tie_word_embeddings"})
     fields = read_fields(options, _FIELDS, defaults)
     fields |= {"mlp_activations": activations, "logits_via_embedding": not separate_head}
+    fields["relative_bias_per_layer"] = kind == "umt5"
     return build(T5Config, fields, path, names)
 
 
@@ -66,8 +70,11 @@ def tensor_name(name: str) -> str:
     if name in fixed:
         return fixed[name]
     stack, *path = name.split("/")
-    if path[0] == "relpos_bias":
-        return f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    if path[-2] == "relpos_bias":
+        layer = (
+            0 if path[0] == "relpos_bias" else path[0].removeprefix("layers_")
+        )  # in T5's first layer, in all of umT5's
+        return f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
     if path[0].endswith("_norm"):
         return f"{stack}.final_layer_norm.weight"
     block = f"{stack}.block.{path[0].removeprefix('layers_')}.layer"
@@ -113,9 +120,10 @@ def options_of(config: T5Config, dtype: str) -> dict[str, Any]:
     if not names:
         known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
         raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
+    kind = "umt5" if config.relative_bias_per_layer else "t5"
     # transformers builds the network by `num_decoder_layers`, its caches by `decoder_layers` and without it `num_layers`.
     return {
-        "model_type": "t5", "architectures": [_NAMES[0]], "is_encoder_decoder": True,
+        "model_type": kind, "architectures": [ARCHITECTURES[kind][0]], "is_encoder_decoder": True,
         "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,
         "d_kv": config.head_dim, "num_layers": config.num_encoder_layers,
         "num_decoder_layers": config.num_decoder_layers, "decoder_layers": config.num_decoder_layers,

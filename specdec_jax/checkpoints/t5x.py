@@ -1,5 +1,7 @@
 """T5X checkpoints, read and written without t5x: legacy (msgpack beside zarr arrays) and Orbax (OCDBT), scanned layers too."""
 
+import collections
+import dataclasses
 import functools
 import math
 import pathlib
@@ -38,6 +40,8 @@ def why_not(config: ModelConfig) -> str | None:
     if (config.num_buckets, config.max_distance) != (32, 128):
         got = f"num_buckets={config.num_buckets}, max_distance={config.max_distance}"
         return f"got {got}, expected 32 and 128, which T5X's module has built in"
+    if config.relative_bias_per_layer:
+        return "got relative_bias_per_layer, expected a position table that all layers of a stack share"
     if config.scales_outputs != config.logits_via_embedding:
         return "got scale_decoder_outputs other than logits_via_embedding, expected T5X's scale"
     return None
@@ -66,7 +70,7 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
         leaves = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
     if not leaves:
         raise ValueError(f"{folder}: got no parameters under 'target', expected those of a T5X checkpoint")
-    leaves = _unstack(leaves, folder)
+    leaves = _unstack(leaves, folder, config and config.relative_bias_per_layer)
     return Checkpoint(config or infer_config(leaves, folder), leaves)
 
 
@@ -113,11 +117,15 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
     return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
 
 
-def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
+def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path, per_layer: bool | None) -> dict[str, Leaf]:
     """Parameters of `scalable_t5` as those of unrolled layers; others as they are.
 
-    There the layers lie on axis 1 under `decoder/decoder` and `encoder/encoder`, kernels may keep heads and features
-    apart (`[D, layers, H, K]`, `out [H, layers, K, D]`), and every layer has a position table of its own.
+    There the layers lie on axis 1 under `decoder/decoder` and `encoder/encoder` (or each by itself, where they were not
+    scanned), kernels may keep heads and features apart (`[D, layers, H, K]`, `out [H, layers, K, D]`), and every layer has a
+    position table of its own.
+
+    Args:
+      per_layer: whether the tables stay the layers' own; None: unless those of each stack are equal.
     """
     flat = {}
 
@@ -125,49 +133,69 @@ def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path) -> dict[str, Leaf]:
     def stacked(name: str, dtype) -> np.ndarray:
         return leaves[name].load(dtype)
 
+    tables = {name: _read_tables(leaf, name, folder) for name, leaf in leaves.items() if _is_stack_of_tables(name)}
+    if per_layer is None:
+        per_layer = not all((table == table[:, :1]).all() for table in tables.values())
     for name, leaf in leaves.items():
         stack, *path = name.split("/")
         if stack not in ("encoder", "decoder") or path[:1] != [stack]:
-            flat[name] = leaf
-        elif path[1:2] == ["relpos_bias"]:
-            flat["/".join([stack, *path[1:]])] = _shared_table(leaf, name, folder)
+            flat[name] = _joined(leaf, path[-2]) if len(path) > 2 and path[0].startswith("layers_") else leaf
+        elif name in tables and not per_layer:
+            flat["/".join([stack, *path[1:]])] = _shared_table(tables[name], leaf.dtype, name, folder)
         else:
             if len(path) < 3 or len(leaf.shape) < 2 or leaf.shape[1] > _MOST_LAYERS:
                 expected = f"at most {_MOST_LAYERS} layers on axis 1"
                 raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected {expected}")
             for i in range(leaf.shape[1]):
-                flat["/".join([stack, f"layers_{i}", *path[1:]])] = _layer(
-                    leaf, functools.partial(stacked, name), i, path[-2]
-                )
+                layer = _layer(leaf, functools.partial(stacked, name), i)
+                flat["/".join([stack, f"layers_{i}", *path[1:]])] = _joined(layer, path[-2])
     return flat
 
 
-def _layer(stack: Leaf, read_stack, i: int, module: str) -> Leaf:
-    """Layer `i` of a stacked parameter, heads and features joined."""
-    shape = (stack.shape[0], *stack.shape[2:])
-    if len(shape) == 3:
-        shape = (shape[0] * shape[1], shape[2]) if module == "out" else (shape[0], shape[1] * shape[2])
+def _layer(stack: Leaf, read_stack, i: int) -> Leaf:
+    """Layer `i` of a stacked parameter."""
 
     def read(dtype, transpose: bool) -> np.ndarray:
-        array = np.ascontiguousarray(read_stack(dtype)[:, i]).reshape(shape)
-        return np.ascontiguousarray(array.T) if transpose else array
+        array = read_stack(dtype)[:, i]
+        return np.ascontiguousarray(array.T if transpose else array)
 
-    return Leaf(shape, read, stack.dtype)
+    return Leaf((stack.shape[0], *stack.shape[2:]), read, stack.dtype)
 
 
-def _shared_table(leaf: Leaf, name: str, folder: pathlib.Path) -> Leaf:
-    """A stacked `[H, layers, buckets]` position table as one `[H, buckets]`, where all layers agree."""
-    if math.prod(leaf.shape) > _TABLE_SIZE:
-        raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected a relative position table")
-    tables = leaf.load(np.float32)
-    if tables.ndim != 3 or not (tables == tables[:, :1]).all():
+def _joined(leaf: Leaf, module: str) -> Leaf:
+    """A kernel `[D, H, K]`, or `[H, K, D]` of `out`, with heads and features joined; anything else as it is."""
+    shape = leaf.shape
+    if len(shape) != 3:
+        return leaf
+    shape = (shape[0] * shape[1], shape[2]) if module == "out" else (shape[0], shape[1] * shape[2])
+
+    def read(dtype, transpose: bool) -> np.ndarray:
+        array = leaf.load(dtype).reshape(shape)
+        return np.ascontiguousarray(array.T if transpose else array)
+
+    return Leaf(shape, read, leaf.dtype)
+
+
+def _is_stack_of_tables(name: str) -> bool:
+    stack, *path = name.split("/")
+    return stack in ("encoder", "decoder") and path[:2] == [stack, "relpos_bias"]
+
+
+def _read_tables(leaf: Leaf, name: str, folder: pathlib.Path) -> np.ndarray:
+    """The position tables `[H, layers, buckets]` of a stack, float32."""
+    if len(leaf.shape) != 3 or math.prod(leaf.shape) > _TABLE_SIZE:
+        raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected relative position tables")
+    return leaf.load(np.float32)
+
+
+def _shared_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Path) -> Leaf:
+    """Tables `[H, layers, buckets]` as one `[H, buckets]`, which all layers have."""
+    if not (tables == tables[:, :1]).all():
         raise ValueError(
             f"{folder}: parameter {name}: got a relative position table of its own for each layer (as umT5), "
-            "expected one that all layers share"
+            "expected one that all layers share, or a configuration with relative_bias_per_layer"
         )
-    shape = (tables.shape[0], tables.shape[2])
-    read = lambda dtype, transpose: (tables[:, 0].T if transpose else tables[:, 0]).astype(dtype)
-    return Leaf(shape, read, leaf.dtype)
+    return dataclasses.replace(Leaf.of(tables[:, 0]), dtype=dtype)
 
 
 def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
@@ -186,7 +214,9 @@ def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
         return max(numbers, default=0) + 1
 
     vocab_size, emb_dim = shape("token_embedder/embedding", 2)
-    num_heads, num_buckets = shape("decoder/relpos_bias/rel_embedding", 2)
+    table = "relpos_bias/rel_embedding"
+    per_layer = f"decoder/layers_0/{table}" in leaves
+    num_heads, num_buckets = shape(f"decoder/layers_0/{table}" if per_layer else f"decoder/{table}", 2)
     inner = shape("decoder/layers_0/self_attention/query/kernel", 2)[1]
     if not num_heads or inner % num_heads:
         raise ValueError(f"{path}: got query kernels of width {inner}, expected a multiple of the {num_heads} heads")
@@ -197,8 +227,40 @@ def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
         mlp_dim=shape("decoder/layers_0/mlp/wo/kernel", 2)[0],
         mlp_activations=("gelu", "linear") if gated else ("relu",),
         logits_via_embedding="decoder/logits_dense/kernel" not in leaves, num_buckets=num_buckets,
+        relative_bias_per_layer=per_layer,
     )  # fmt: skip
     return build(T5Config, fields, path)
+
+
+def leaves_by_their_names(leaves: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
+    """Returns our leaves as those of the T5X network that can compute with them.
+
+    That is `t5`, or, where every layer has a position table, `scalable_t5` as it is by default: with layers on axis 1, and
+    kernels of attention that keep heads and features apart.
+    """
+    if not config.relative_bias_per_layer:
+        return leaves
+    found, stacks = {}, collections.defaultdict(list)
+    for name, leaf in leaves.items():
+        stack, *path = name.split("/")
+        if path[0].startswith("layers_"):
+            stacks["/".join([stack, stack, *path[1:]])].append((int(path[0].removeprefix("layers_")), leaf))
+        else:
+            found[name] = leaf
+    for name, layers in stacks.items():
+        layers.sort(key=lambda layer: layer[0])
+        found[name] = _stacked(name, [leaf for _, leaf in layers], config)
+    return found
+
+
+def _stacked(name: str, layers: list[Leaf], config: T5Config) -> Leaf:
+    """The inverse of what `_unstack` makes of a stacked parameter; all layers are read together."""
+    *_, parent, module, last = name.split("/")
+    shape, heads = layers[0].shape, (config.num_heads, config.head_dim)
+    if "attention" in parent and last == "kernel":
+        shape = (*heads, shape[1]) if module == "out" else (shape[0], *heads)
+    read = lambda dtype, transpose: np.stack([leaf.load(dtype).reshape(shape) for leaf in layers], axis=1)
+    return Leaf((shape[0], len(layers), *shape[1:]), read, layers[0].dtype)
 
 
 def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:

@@ -134,7 +134,9 @@ def config_of(module: Any) -> T5Config:
     """
     theirs = getattr(module, "config", None)
     names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
-    if getattr(module, "scan_layers", False) or not all(hasattr(theirs, name) for name in names):
+    # What has the field at all is `scalable_t5`, whose layers have a position table each even where they are not scanned.
+    scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
+    if scalable or not all(hasattr(theirs, name) for name in names):
         raise ValueError(
             f"module: got {type(module).__name__}, expected t5x.examples.t5.network.Transformer, not scanned"
         )

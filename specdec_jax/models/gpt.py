@@ -9,11 +9,10 @@ import flax.struct
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.models import panels
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, GatedMLP, LayerNorm, product
+from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, LayerNorm, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,23 +130,6 @@ class GPTCache:
         return GPTCache(tuple(layer.repeated(copies) for layer in self.layers))
 
 
-class Embedder(nn.Module):
-    """A table `[rows, D]`; an index past its end takes the last row."""
-
-    rows: int
-    config: GPTConfig
-    native: bool = False
-
-    def setup(self):
-        self.embedding = self.param("embedding", nn.initializers.normal(0.02), (self.rows, self.config.emb_dim))
-
-    def __call__(self, indices, live=None):
-        if self.native:
-            return panels.rows(self.embedding, indices, live)
-        # A drafter may meet ids that it lacks, a draft may reach past the last position; NaN would stay in the cache.
-        return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.config.dtype)
-
-
 class GPTLayer(nn.Module):
     config: GPTConfig
     native: bool = False
@@ -177,7 +159,7 @@ class GPTDecoder(nn.Module):
 
     def setup(self):
         config = self.config
-        self.position_embedder = Embedder(config.num_positions, config, self.native)
+        self.position_embedder = Embedder(config.num_positions, config.emb_dim, 0.02, config.dtype, self.native)
         self.layers = [GPTLayer(config, self.native) for _ in range(config.num_decoder_layers)]
         self.decoder_norm = LayerNorm(jnp.dtype(config.dtype))
         self.dropout = nn.Dropout(config.dropout_rate)
@@ -223,7 +205,8 @@ class GPT(FamilyModule):
     native: bool = False
 
     def setup(self):
-        self.token_embedder = Embedder(self.config.vocab_size, self.config, self.native)
+        config = self.config
+        self.token_embedder = Embedder(config.vocab_size, config.emb_dim, 0.02, config.dtype, self.native)
         self.decoder = GPTDecoder(self.config, self.native)
 
     def dummy_inputs(self) -> tuple:

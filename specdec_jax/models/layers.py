@@ -66,6 +66,28 @@ class LayerNorm(nn.Module):
         return Before("layer", self.get_variable("params", "scale"), self.get_variable("params", "bias"))
 
 
+class Embedder(nn.Module):
+    """A table `[rows, features]`; an index past its end takes the last row."""
+
+    rows: int
+    features: int
+    deviation: float
+    dtype: Any = jnp.float32
+    native: bool = False
+
+    def setup(self):
+        shape = (self.rows, self.features)
+        self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
+
+    def __call__(self, indices: jax.Array, live: jax.Array | None = None) -> jax.Array:
+        """Rows `[..., features]`; `live [...]` as for `apply_kernel`."""
+        if self.native:
+            return panels.rows(self.embedding, indices, live)
+        # A drafter may meet ids that it lacks, a draft may reach past the last position; the default mode would give NaN,
+        # which its cache would keep.
+        return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
+
+
 class Dense(nn.Module):
     """Linear map `[..., D] -> [..., features]` with a 2-D kernel; bias-free, as in T5X checkpoints, unless `use_bias`.
 

@@ -9,7 +9,7 @@ from specdec_jax.models.cache import MAX_UNROLLED_ROWS
 
 
 class RelativePositionBias(nn.Module):
-    """T5's bucketed relative position bias, one table per stack."""
+    """T5's bucketed relative position bias, out of one table `[H, buckets]`: a stack's or a layer's."""
 
     heads: int
     num_buckets: int
@@ -45,13 +45,17 @@ def relative_position_bucket(
     return offset + np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))
 
 
-def seen_from(positions, queries: int, position_bias) -> tuple[jax.Array, jax.Array]:
-    """Mask `[B, 1, T, S]` and bias `[B, H, T, S]` of T = `queries` positions from `positions [B]` on."""
+def seen_from(positions, queries: int, slots: int) -> jax.Array:
+    """Returns the mask `[B, 1, T, S]` of T = `queries` positions from `positions [B]` on, for a cache of S = `slots`."""
     query_positions = positions[:, None] + jnp.arange(queries)
-    mask = jnp.arange(position_bias.shape[0]) <= query_positions[:, None, :, None]
+    return jnp.arange(slots) <= query_positions[:, None, :, None]
+
+
+def biases_from(positions, queries: int, position_bias) -> jax.Array:
+    """Returns `[B, H, T, S]` of `position_bias [S, H, S]`, for the same positions as `seen_from`."""
     take = lambda start: jax.lax.dynamic_slice_in_dim(position_bias, start, queries, axis=0)
     if len(positions) > MAX_UNROLLED_ROWS:
         bias = jax.vmap(take)(positions)
     else:
         bias = jnp.stack([take(positions[row]) for row in range(len(positions))])
-    return mask, bias.transpose(0, 2, 1, 3)
+    return bias.transpose(0, 2, 1, 3)

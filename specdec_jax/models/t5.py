@@ -1,4 +1,4 @@
-"""T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, UL2 and ByT5 by configuration."""
+"""T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, umT5, UL2 and ByT5 by configuration."""
 
 import dataclasses
 import functools
@@ -9,12 +9,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.models import panels
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, GatedMLP, RMSNorm, product
-from specdec_jax.models.relative_bias import RelativePositionBias, seen_from
+from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, RMSNorm, product
+from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, seen_from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +30,8 @@ class T5Config(ModelConfig):
       logits_via_embedding: the head is the transposed embedding (1.0).
       scale_decoder_outputs: multiply the decoder's output by 1/√D before the head; None means as `logits_via_embedding`.
       num_buckets, max_distance: of the relative position bias.
+      relative_bias_per_layer: every layer has a table of that bias, as in umT5 and T5X's `scalable_t5`; else one in a stack
+        serves all its layers.
       encoder_dim: width of another model's encoder output, which the decoder attends to: the network has no encoder of
         its own then, `num_encoder_layers` is 0, and every call that starts from inputs is given that output instead.
       dropout_rate: in training only.
@@ -54,6 +55,7 @@ class T5Config(ModelConfig):
     dropout_rate: float = 0.0
     dtype: str = "float32"
     matmul_dtype: str | None = None
+    relative_bias_per_layer: bool = False
     family: ClassVar[str] = "t5"
     decoder_only: ClassVar[bool] = False
 
@@ -100,17 +102,8 @@ def t5_only(name: str, config: ModelConfig) -> T5Config:
 
 
 def _t5_1_0(emb_dim, num_heads, head_dim, layers, mlp_dim):
-    return T5Config(
-        32128,
-        emb_dim,
-        num_heads,
-        head_dim,
-        layers,
-        layers,
-        mlp_dim,
-        mlp_activations=("relu",),
-        logits_via_embedding=True,
-    )
+    of_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
+    return T5Config(32128, emb_dim, num_heads, head_dim, layers, layers, mlp_dim, **of_1_0)
 
 
 def _t5_1_1(emb_dim, num_heads, layers, mlp_dim):
@@ -138,17 +131,12 @@ def _parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
         shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
     count = len(config.mlp_activations)
     inputs = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
-    mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in inputs} | {
-        "mlp/wo/kernel": (config.mlp_dim, width)
-    }
-    for stack, layers, attentions, norms in (
-        ("encoder", config.num_encoder_layers, ("attention",), ("attention", "mlp")),
-        (
-            "decoder",
-            config.num_decoder_layers,
-            ("self_attention", "encoder_decoder_attention"),
-            ("self_attention", "cross_attention", "mlp"),
-        ),
+    mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in inputs}
+    mlp["mlp/wo/kernel"] = (config.mlp_dim, width)
+    of_decoder = ("self_attention", "encoder_decoder_attention"), ("self_attention", "cross_attention", "mlp")
+    for stack, layers, (attentions, norms) in (
+        ("encoder", config.num_encoder_layers, (("attention",), ("attention", "mlp"))),
+        ("decoder", config.num_decoder_layers, of_decoder),
     ):
         layer: dict[str, tuple[int, ...]] = dict(mlp)
         for attention in attentions:
@@ -159,7 +147,11 @@ def _parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
         layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in norms}
         if stack == "encoder" and config.encoder_dim is not None:
             continue
-        shapes[f"{stack}/relpos_bias/rel_embedding"] = (config.num_heads, config.num_buckets)
+        table = {"relpos_bias/rel_embedding": (config.num_heads, config.num_buckets)}
+        if config.relative_bias_per_layer:
+            layer |= table
+        else:
+            shapes |= {f"{stack}/{name}": shape for name, shape in table.items()}
         shapes[f"{stack}/{stack}_norm/scale"] = (width,)
         shapes |= {f"{stack}/layers_{i}/{name}": shape for i in range(layers) for name, shape in layer.items()}
     return shapes
@@ -173,13 +165,14 @@ class DecoderCache:
       layers: one self-attention `KVCache [B, H, S, K]` per layer.
       cross: one cross-attention `KVCache [B, H, L, K]` per layer, computed once from the encoder's output.
       cross_mask: `[B, L]` bool, True at the tokens of the encoder's input.
-      position_bias: `[S, H, S]` float32, bias of (query position, head, key position); a row slices its T queries.
+      position_bias: `[S, H, S]` float32 of every layer, or one that all layers share: bias of (query position, head, key
+        position), of which a row slices its T queries.
     """
 
     layers: tuple[KVCache, ...]
     cross: tuple[KVCache, ...]
     cross_mask: jax.Array
-    position_bias: jax.Array
+    position_bias: tuple[jax.Array, ...]
 
     def pinned(self) -> "DecoderCache":
         """Itself, its layout on a mesh fixed; under jit."""
@@ -188,7 +181,8 @@ class DecoderCache:
             return self
         layers, cross = (tuple(layer.pinned() for layer in layers) for layers in (self.layers, self.cross))
         mask = rules.constrain(self.cross_mask, "batch", "length")
-        return DecoderCache(layers, cross, mask, rules.constrain(self.position_bias, "length", "heads", "length"))
+        biases = tuple(rules.constrain(bias, "length", "heads", "length") for bias in self.position_bias)
+        return DecoderCache(layers, cross, mask, biases)
 
 
 def _attention_shape(config: T5Config, fused: bool, native: bool) -> dict:
@@ -205,6 +199,10 @@ def _mlp_shape(config: T5Config, fused: bool, native: bool) -> dict:
     )  # fmt: skip
 
 
+def _relative_bias(config: T5Config, bidirectional: bool, name: str | None = None) -> RelativePositionBias:
+    return RelativePositionBias(config.num_heads, config.num_buckets, config.max_distance, bidirectional, name=name)
+
+
 class EncoderLayer(nn.Module):
     config: T5Config
     fused: bool = False
@@ -212,7 +210,10 @@ class EncoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x, mask, bias, deterministic=True):
+        """One layer over `x [B, L, D]`; `bias [L, H, L]`, None where the layer has its own."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
+        if bias is None:
+            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(x.shape[1], x.shape[1])
         drop = functools.partial(nn.Dropout(config.dropout_rate), deterministic=deterministic)
         attention = Attention(**_attention_shape(config, self.fused, self.native), name="attention")
         x = attention.to_inputs(x, RMSNorm(dtype, name="pre_attention_layer_norm"), mask, bias, drop)
@@ -229,10 +230,9 @@ class Encoder(nn.Module):
     def __call__(self, x, mask, deterministic=True):
         """`x [B, L, D]`, `mask [B, L]` -> `[B, L, D]`."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
-        relative = RelativePositionBias(
-            config.num_heads, config.num_buckets, config.max_distance, bidirectional=True, name="relpos_bias"
-        )
-        bias = relative(x.shape[1], x.shape[1])
+        bias = None
+        if not config.relative_bias_per_layer:
+            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(x.shape[1], x.shape[1])
         drop = nn.Dropout(config.dropout_rate)
         x = drop(x, deterministic)
         for i in range(config.num_encoder_layers):
@@ -247,6 +247,8 @@ class DecoderLayer(nn.Module):
 
     def setup(self):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
+        if config.relative_bias_per_layer:
+            self.relpos_bias = _relative_bias(config, bidirectional=False)
         self.pre_self_attention_layer_norm = RMSNorm(dtype)
         self.self_attention = Attention(**_attention_shape(config, self.fused, self.native))
         self.pre_cross_attention_layer_norm = RMSNorm(dtype)
@@ -254,6 +256,10 @@ class DecoderLayer(nn.Module):
         self.pre_mlp_layer_norm = RMSNorm(dtype)
         self.mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native))
         self.dropout = nn.Dropout(config.dropout_rate)
+
+    def position_bias(self, length: int) -> jax.Array:
+        """The layer's own bias `[length, H, length]`."""
+        return self.relpos_bias(length, length)
 
     def cross_cache(self, encoded, mask=None) -> KVCache:
         return self.encoder_decoder_attention.project_key_value(encoded, mask)
@@ -275,9 +281,8 @@ class Decoder(nn.Module):
 
     def setup(self):
         config = self.config
-        self.relpos_bias = RelativePositionBias(
-            config.num_heads, config.num_buckets, config.max_distance, bidirectional=False
-        )
+        if not config.relative_bias_per_layer:
+            self.relpos_bias = _relative_bias(config, bidirectional=False)
         self.layers = [DecoderLayer(config, self.fused, self.native) for _ in range(config.num_decoder_layers)]
         self.decoder_norm = RMSNorm(jnp.dtype(config.dtype))
         if not config.logits_via_embedding:
@@ -285,6 +290,16 @@ class Decoder(nn.Module):
                 config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
             )
         self.dropout = nn.Dropout(config.dropout_rate)
+
+    def position_biases(self, length: int) -> tuple[jax.Array, ...]:
+        """The bias `[length, H, length]` of every layer, or one that all layers share."""
+        if not self.config.relative_bias_per_layer:
+            return (self.relpos_bias(length, length),)
+        return tuple(layer.position_bias(length) for layer in self.layers)
+
+    def _of_layers(self, shared: list) -> list:
+        """What belongs to each bias of `position_biases`, for each layer."""
+        return shared if self.config.relative_bias_per_layer else shared * len(self.layers)
 
     def init_cache(self, encoded, cross_mask, slots: int, copies: int) -> DecoderCache:
         """Empty self-attention caches of `slots` slots beside the cross-attention keys and values of `encoded`.
@@ -297,16 +312,16 @@ class Decoder(nn.Module):
         ]
         repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
         cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask)) for layer in self.layers)
-        return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.relpos_bias(slots, slots))
+        return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.position_biases(slots))
 
     def step(self, x, positions, cache: DecoderCache, layers: int | None = None, live=None):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
         `positions [B]` of every row; the caches of the layers above stay as they are. `live [B, T]` as in `Network.decode`."""
-        mask, bias = (
-            (None, cache.position_bias) if self.native else seen_from(positions, x.shape[1], cache.position_bias)
-        )
-        written = list(cache.layers)
-        for i, layer in enumerate(self.layers[:layers]):
+        mask, biases, written = None, list(cache.position_bias), list(cache.layers)
+        if not self.native:
+            mask = seen_from(positions, x.shape[1], cache.layers[0].slots)
+            biases = [biases_from(positions, x.shape[1], bias) for bias in biases]
+        for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
             layer_cache, cross = cache.layers[i], cache.cross[i]
             x, written[i] = layer(x, layer_cache, positions, mask, bias, cross, cache.cross_mask, live=live)
         return self.decoder_norm(x), cache.replace(layers=tuple(written))
@@ -314,10 +329,10 @@ class Decoder(nn.Module):
     def __call__(self, x, encoded, encoder_mask, deterministic=True):
         """Teacher-forced normalised states `[B, T, D]` of whole sequences `x [B, T, D]`."""
         length = x.shape[1]
-        bias = self.relpos_bias(length, length).transpose(1, 0, 2)[None]
+        biases = self._of_layers([bias.transpose(1, 0, 2)[None] for bias in self.position_biases(length)])
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
         x = self.dropout(x, deterministic)
-        for layer in self.layers:
+        for layer, bias in zip(self.layers, biases):
             cross = layer.cross_cache(encoded)
             x, _ = layer(x, None, None, mask, bias, cross, encoder_mask, deterministic)
         return self.dropout(self.decoder_norm(x), deterministic)
@@ -337,21 +352,6 @@ class Decoder(nn.Module):
         return x / jnp.sqrt(self.config.emb_dim).astype(x.dtype) if self.config.scales_outputs else x
 
 
-class TokenEmbedder(nn.Module):
-    config: T5Config
-    native: bool = False
-
-    def setup(self):
-        shape = (self.config.vocab_size, self.config.emb_dim)
-        self.embedding = self.param("embedding", nn.initializers.normal(1.0), shape)
-
-    def __call__(self, tokens, live=None):
-        if self.native:
-            return panels.rows(self.embedding, tokens, live)
-        # A drafter may meet ids that it lacks; the default mode would give NaN, which its cache would keep.
-        return jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.config.dtype)
-
-
 class T5(FamilyModule):
     """The whole network; `fused` and `native` say how the parameters of the decode loop are stored (`LanguageModel`)."""
 
@@ -360,7 +360,8 @@ class T5(FamilyModule):
     native: bool = False
 
     def setup(self):
-        self.token_embedder = TokenEmbedder(self.config, self.native)
+        config = self.config
+        self.token_embedder = Embedder(config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native)
         if self.config.encoder_dim is None:
             self.encoder = Encoder(self.config, self.fused, self.native)
         self.decoder = Decoder(self.config, self.fused, self.native)

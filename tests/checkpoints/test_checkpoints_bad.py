@@ -10,7 +10,7 @@ import make_checkpoints as make
 import numpy as np
 import pytest
 from golden_models import GOLDEN
-from make_checkpoints import FORMATS, PARAMS, TENSORS
+from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY
 
 from specdec_jax.checkpoints import allocator, loader, memory
 from specdec_jax.checkpoints import weights as checkpoints_weights
@@ -182,10 +182,10 @@ def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
         assert f" {known}" in str(error.value)
 
 
-def test_layers_with_position_tables_of_their_own_are_refused(tmp_path):
+def test_tables_that_differ_are_refused_where_the_configuration_has_one(tmp_path):
     make.write_t5x_orbax(tmp_path / "checkpoint_7", make.stack_layers(PARAMS, tables="different"))
     with pytest.raises(ValueError, match=r"relpos_bias.*: got a relative position table of its own .*, expected one"):
-        loader.load(tmp_path, "float32")
+        loader.load(tmp_path, "float32", config=TINY)
 
 
 def test_a_vocabulary_wider_than_the_logits_is_refused(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 from golden_models import DRAFTERS, engine_tokens, golden_hf_models, greedy_tokens
 
 from specdec_jax.checkpoints.loader import load
+from specdec_jax.models.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick")
 MODELS = {name: (folder, io) for name, folder, io in golden_hf_models()}
@@ -60,15 +61,32 @@ def test_special_ids_come_from_the_generation_config():
         "hf_t5_1_0": (0, (1,)),
         "hf_t5_1_1": (0, (1, 95)),
         "hf_mt5": (2, (1,)),
+        "hf_umt5": (0, (1,)),
     }
 
 
-def test_the_three_cover_tied_scaled_separate_and_sharded():
+def test_they_cover_tied_scaled_separate_and_sharded():
     configs = {name: load(folder, "float32").config for name, (folder, _) in MODELS.items()}
     assert {name: (c.logits_via_embedding, c.scale_decoder_outputs) for name, c in configs.items()} == {
         "hf_t5_1_0": (True, True),
         "hf_t5_1_1": (False, False),
         "hf_mt5": (False, False),
+        "hf_umt5": (False, False),
     }
     assert configs["hf_t5_1_1"].num_decoder_layers == 3 != configs["hf_t5_1_1"].num_encoder_layers
     assert len(list(MODELS["hf_t5_1_1"][0].glob("model-*.safetensors"))) > 2
+
+
+def test_every_layer_of_umt5_has_a_table_that_counts():
+    model = load(MODELS["hf_umt5"][0], "float32")
+    io, config = MODELS["hf_umt5"][1], model.config
+    assert config.relative_bias_per_layer and (config.num_encoder_layers, config.num_decoder_layers) == (2, 3)
+    expected = model.logits(io["inputs"], io["decoder_tokens"], io["input_lengths"])
+    for stack, layers in (("encoder", 2), ("decoder", 3)):
+        for layer in range(layers):
+            params = model.params
+            table = params[stack][f"layers_{layer}"]["relpos_bias"]["rel_embedding"]
+            assert table.shape == (config.num_heads, config.num_buckets)
+            params[stack][f"layers_{layer}"]["relpos_bias"]["rel_embedding"] = 0 * table
+            changed = LanguageModel(config, params).logits(io["inputs"], io["decoder_tokens"], io["input_lengths"])
+            assert np.abs(changed - expected).max() > 1e-2  # far above what the golden logits may differ by

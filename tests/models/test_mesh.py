@@ -82,6 +82,11 @@ def test_the_rest_of_the_table(folder):
     assert found["gpt"] < 1e-5 and found["gpt tokens"][0] == found["gpt tokens"][1]
 
 
+def test_a_table_for_every_layer_is_divided(runs):
+    alone, divided = runs["tables"]["tokens"]
+    assert alone == divided and runs["tables"]["part"] == [2, 32]
+
+
 def test_nothing_compiles_twice(runs):
     assert runs["compiled again"] == 0
 

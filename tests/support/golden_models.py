@@ -9,7 +9,7 @@ import numpy as np
 import specdec_jax as sd
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-HF_MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_mt5")
+HF_MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_mt5", "hf_umt5")
 
 
 def golden_hf_models() -> Iterator[tuple[str, pathlib.Path, dict[str, np.ndarray]]]:

@@ -95,6 +95,17 @@ def identity(model: sd.LanguageModel) -> list[str]:
     return [model.fingerprint, model.contents, model._fingerprint_of_corners]
 
 
+def tables() -> dict:
+    """A position table for every layer: tokens on one device and on two times two, and what a device has of a table."""
+    config = sd.T5Config(64, 16, 4, 4, 1, 2, 24, relative_bias_per_layer=True)
+    models = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]
+    tokens = [
+        sd.generate(model, INPUTS, drafter=sd.ModelDrafter(model), **options(range(4))).tokens for model in models
+    ]
+    table = flatten(models[1].params)["decoder/layers_1/relpos_bias/rel_embedding"]
+    return {"tokens": [found.tolist() for found in tokens], "part": table.addressable_shards[0].data.shape}
+
+
 def meshes(folder: pathlib.Path) -> dict:
     """Tokens on several meshes, and where what lies on one of two times two."""
     alone, first, four = load(folder, None), load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
@@ -106,6 +117,7 @@ def meshes(folder: pathlib.Path) -> dict:
     for name, models in (("1x1", first), ("2x2", (target, drafter)), ("1x4", four)):
         found["of " + name] = described(*models, stored)
     found["identity"] = [identity(model) for model in (alone[0], first[0], target, four[0])]
+    found["tables"] = tables()
     state, request = sd.prepare(target, INPUTS, drafter=drafter, **options(range(4)))
     state = advance(request.network, request.drafter, state, np.int32(2**31 - 1))
     found["on every device"] = all(

@@ -19,6 +19,7 @@ from specdec_jax.checkpoints import converter, loader
 from specdec_jax.commands import distill, main
 from specdec_jax.decoding import jobs
 from specdec_jax.models import vocabularies
+from specdec_jax.models.families import build_config
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -401,7 +402,7 @@ class Killed(Exception):
 def final_params(output):
     saved = run_folder.Checkpoints(pathlib.Path(output))
     stored = json.loads((pathlib.Path(output) / "config.json").read_text())
-    config = training_config.TrainConfig(**{**stored, "model": T5Config(**stored["model"])})
+    config = training_config.TrainConfig(**{**stored, "model": build_config(stored["model"])})
     assert saved.newest.latest_step() == 12
     return saved.restore(train._abstract_state(config))
 
