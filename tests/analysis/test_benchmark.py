@@ -1,39 +1,33 @@
 """The benchmark: its arithmetic on numbers made up, its checks on a tiny random pair."""
 
-import copy
 import dataclasses
-import io
 import json
 import re
-import sys
 
+import benchmark_parts
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
+from benchmark_models import CONFIG
 
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import comparison, near_ties, predictions, products, timing, traces
-from specdec_jax.analysis.report import plots, rows, summaries
+from specdec_jax.analysis import near_ties, predictions, products, timing, traces
+from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding import generate as decoding_generate
-from specdec_jax.decoding import progress
-from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import families, layouts, native, panels
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import Draft
 
-CONFIG = T5Config(48, 16, 2, 8, 1, 1, 24)
 pytestmark = pytest.mark.usefixtures("quick")
+
+batches, measured = benchmark_parts.batches, benchmark_parts.measured
 TIMES = {
     name: Spread(seconds, seconds, seconds)
     for name, seconds in {
@@ -41,30 +35,6 @@ TIMES = {
         "drafter encoder 8": 0.5, "draft 3 and verify": 1.5, "bare verify 3": 1.08, "bare draft step": 0.045,
     }.items()
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def target() -> LanguageModel:
-    return LanguageModel.random(CONFIG, seed=0, name="target")
-
-
-@pytest.fixture(scope="module")
-def options() -> benchmark_command.BenchmarkOptions:
-    return benchmark_command.BenchmarkOptions(
-        target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=2, batch_size=2
-    )
-
-
-@pytest.fixture(scope="module")
-def batches(options) -> list[analysis_arms.Batch]:
-    ids = [[5, 9, 1], [7, 8, 9, 1], [3, 1]]
-    return analysis_arms.cut(ids, ids, options.batch_size, options.seed)
-
-
-@pytest.fixture(scope="module")
-def measured(target, options, batches):
-    """Drafter = target: everything is accepted."""
-    return analysis_benchmark.benchmark(target, ModelDrafter(target), batches, options)
 
 
 def test_batches_are_sorted_and_filled_up(batches, options):
@@ -342,162 +312,3 @@ def test_a_call_alone_computes_all_logits(target):
     assert np.any(np.asarray(tokens) != 1) and np.any(
         np.asarray(tokens) != np.asarray(again)
     )  # each step feeds the next
-
-
-@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
-def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
-    monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
-    monkeypatch.setattr(loader.jax, "default_backend", lambda: platform)
-    target, _, _ = benchmark_command.load(benchmark_command.BenchmarkOptions(preset="tiny"))
-    assert target.config.dtype == dtype and dtype in capsys.readouterr().err
-
-
-def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
-    """On a terminal, also where standard output is one."""
-    screen = io.StringIO()
-    console = lambda **_: Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(progress.rich.console, "Console", console)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    analysis_benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
-    bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
-    for what in ("compiling", "compiling steps", "steps, pass 1 of 1", "pass 1 of 1"):
-        assert any(re.match(rf"{what} \W* 0%", bar) for bar in bars), what
-        assert any(re.match(rf"{what} \W*100%", bar) for bar in bars), what
-    before = screen.getvalue()
-    assert list(progress.track([1, 2], 2, "sentences", quiet=True)) == [1, 2] and screen.getvalue() == before
-
-
-def test_lossy_verifier_in_the_speculative_arm(batches, target):
-    """With lenience near 0 whatever is drafted stands; plain decoding knows nothing of it."""
-    drafter = ModelDrafter(LanguageModel.random(CONFIG, seed=1))
-    options = benchmark_command.BenchmarkOptions(
-        target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=1
-    )
-    rates = []
-    for how in ({}, {"verifier": "lenient", "lenience": 1e-30}):
-        record, problems = analysis_benchmark.benchmark(target, drafter, batches, dataclasses.replace(options, **how))
-        rates.append(record["speculative"][0]["stats"]["acceptance_rate"])
-        assert problems == [] and record["speculative"][0]["differences"] == []
-    assert rates[0] < rates[1] == 1
-
-
-def test_block_verification_has_no_rate_to_predict_from(target, batches, options, measured):
-    """It judges a draft as a whole; the engine then gives no rate, and neither does the sum over the batches."""
-    block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()
-    result = decoding_generate.generate(
-        target, batches[0].inputs, drafter=ModelDrafter(target), gamma=3, key=batches[0].keys, **block
-    )
-    stats = analysis_benchmark._total_stats(analysis_arms.Arm(3, None, results=[result]))
-    assert stats["acceptance_rate"] is None and stats["drafted"] > 0 and stats["tokens_per_target_call"] > 1
-    record = copy.deepcopy(measured[0])
-    record["speculative"][0] |= {"stats": stats, "predicted": None}
-    assert stats["accepted_per_target_call"] == stats["accepted"] / stats["target_calls"]
-    standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
-    said = f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {standing}"
-    assert f"tokens per target call; {said}" in summaries.benchmark_summary(record)
-
-
-@pytest.mark.parametrize("fails", ["print", "write"])
-def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
-    output = tmp_path / "record.json"
-    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(benchmark_command, "load", lambda _: (None, None, []))
-    options = benchmark_command.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
-    if fails == "write":
-        monkeypatch.setattr(benchmark_command, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError))
-    with pytest.raises(OSError if fails == "write" else KeyError):  # a summary of {"a": 1} cannot be made
-        benchmark_command.run(options)
-    assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {"a": 1}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"output": "."}, "output: got '.', expected a file"),
-        ({"input_length": 5}, "got --input_length=5 alone"),
-        ({"preset": "t5_1_1/small", "target": None, "input_length": 513}, "input_length: got 513, expected at most"),
-        ({"preset": "t5_1_1/small", "target": None, "vocabulary": "spiece.model"}, "with --vocabulary"),
-        ({"preset": "t5_1_1/small", "target": None, "limit": 3}, "with --limit"),
-        ({"preset": "t5_1_1/small", "target": None, "verifier": "lenient", "lenience": 0.5}, "for plain decoding"),
-        ({"verifier": "typical", "temperature": 1.0}, "for plain decoding"),
-        ({"target": None}, "target: got nothing"),
-        ({"gamma": ()}, "gamma: got no value"),
-        ({"gamma": (3, 0)}, "gamma: got 0, expected at least 1"),
-        ({"gamma": (-1,)}, "gamma: got -1"),
-        ({"repeats": 0}, "repeats: got 0"),
-        ({"preset": "t5_1_1/huge", "target": None}, "preset: got 't5_1_1/huge', expected one of"),
-        ({"preset": "t5_1_1/small"}, "expected one or the other"),
-        ({"drafter_preset": "t5_1_1/small"}, "expected --preset too"),
-        ({"output": "no/such/folder/record.json"}, "output: got 'no/such/folder/record.json'"),
-    ],
-)
-def test_refuses(settings, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(benchmark_command.BenchmarkOptions(target="target"), **settings).check()
-
-
-# Against other implementations; what they compute is in test_t5x.py.
-
-
-def fake_arm(steps):
-    """Decodes to rows that are given."""
-    tokens = np.array(steps, np.int32)
-    result = GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
-    return analysis_arms.Arm(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
-
-
-def test_record_against_another(target):
-    batch = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
-    best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
-    plain = fake_arm([[best, 4]])
-    plain.seconds = [1.0, 1.0]
-    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[best, 4]])}, target, batch)
-    assert record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}} and not record["differences"]
-    assert comparison.problems(record, "float32") == []
-    other = (best + 1) % CONFIG.vocab_size
-    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[other, 4]])}, target, batch)
-    (difference,) = record["differences"]
-    assert (difference["input"], difference["position"], difference["plain"], difference["theirs"]) == (
-        0,
-        0,
-        best,
-        other,
-    )
-    logits = np.sort(np.asarray(target.logits([[5, 9, 1]], [[0]])[0, 0]))
-    assert difference["margin"] == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
-    assert "got other tokens than plain decoding for inputs [0]" in comparison.problems(record, "float32")[0]
-    assert comparison.problems(record, "bfloat16") == []
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(against="onnx"), "against: got 'onnx', expected t5x"),
-        (dict(against="t5x", temperature=0.5), "against: got 't5x' with sampling or processors, expected argmax"),
-        (dict(against="t5x", min_new_tokens=2), "against: got 't5x' with sampling or processors, expected argmax"),
-        (dict(against="t5x"), "against: got 't5x', which is not installed"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(change, message, options, monkeypatch):
-    monkeypatch.setattr(benchmark_command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(options, **change).check()
-
-
-def test_plot_of_wall_time():
-    """A bar for every way of decoding, in milliseconds for each token, another implementation first."""
-    arm = lambda median, tokens, **more: {
-        "seconds": {"median": median, "least": 0.9 * median, "most": 1.2 * median}, "tokens": tokens, **more,
-    }  # fmt: skip
-    record = {
-        "plain": arm(2.0, 100), "against": arm(3.0, 100, name="t5x"), "machine": {"cores": 2}, "sentences": 7,
-        "speculative": [arm(1.0, 100, gamma=4, forced_alpha=None), arm(0.5, 50, gamma=6, forced_alpha=0.75)],
-        "target": {"name": "big", "parameter_dtype": "float32, int8"}, "options": {"batch_size": 1},
-    }  # fmt: skip
-    axes = plots.wall_time(record).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "T5X", "plain", "speculative, γ = 4", "speculative, γ = 6, α forced to 0.75",
-    ]  # fmt: skip
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([30, 20, 10, 10])
-    assert axes.texts[2].get_text() == "10.00 ms, 3.00×" and "big, float32, 7 inputs" in axes.get_title()
-    assert len(plots.wall_time(record | {"against": None}).axes[0].patches) == 3

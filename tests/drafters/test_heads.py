@@ -2,31 +2,25 @@
 
 import functools
 import json
-import math
 
-import gin
 import jax
 import numpy as np
 import pytest
 import toy as shared_toy
+from heads_models import drafter, t5
 from law_samples import FALSE_ALARM, g_test
 from random_heads_of import random_heads
 from toy_models import HashModel, compilations, tiny_t5
-from toy_training import CONFIGS, TINY, random_params
 
 import specdec_jax as sd
-from specdec_jax.commands import main
 from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters.heads import HeadsState
 from specdec_jax.models import heads as heads_module
-from specdec_jax.models import vocabularies
 from specdec_jax.models.heads import Heads, HeadsConfig
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.t5 import T5
 from specdec_jax.speculative import draws
 from specdec_jax.speculative import laws as speculative_laws
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.training import heads as training_heads
 
 pytestmark = pytest.mark.usefixtures("quick")
 B, GAMMA, LIMIT = 8, 4, 12
@@ -35,22 +29,6 @@ INPUTS = [RNG.integers(2, 24, n).tolist() for n in RNG.integers(1, 7, B)]
 PREFIXES = [RNG.integers(2, 24, row % 3).tolist() for row in range(B)]
 GAMMAS = [1 + row % GAMMA for row in range(B)]
 LIMITS = [1 if row == 5 else LIMIT for row in range(B)]
-
-
-@functools.cache
-def t5():
-    return tiny_t5(1)
-
-
-@functools.cache
-def drafter(share: bool):
-    """Untrained heads that say the target's last token again, or something like it, which is now and then right."""
-    if share:
-        return random_heads(t5(), 0.1, share_head=True)
-    kernel = np.asarray(heads_module.head_kernel(t5().config, t5().params))
-    own = random_heads(t5(), 0.1)
-    params = {name: {**head, "logits_dense": {"kernel": kernel}} for name, head in own.params.items()}
-    return sd.HeadsDrafter.of(t5(), own.config, params)
 
 
 @functools.cache
@@ -285,208 +263,3 @@ def test_heads_that_do_not_fit_are_refused(tmp_path):
         (path / "config.json").write_text(json.dumps(content))
         with pytest.raises(ValueError, match=message):
             load(t5())
-
-
-# --- Training ---
-
-
-@pytest.mark.parametrize("smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)])
-def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
-    rng = np.random.default_rng(0)
-    inputs, targets = rng.integers(2, 64, (2, 3, 5)).astype(np.int32)
-    inputs[0, 4:], targets[1, 3:], targets[2, 1:] = 0, 0, 0
-    target, config = random_params(), HeadsConfig(6, 16, 64)  # more heads than there are pieces
-    params = jax.tree.map(
-        lambda x: x + rng.normal(size=x.shape, scale=0.3), heads_module.init_params(config, jax.random.key(0))
-    )
-    objective = training_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
-    given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
-    loss, metrics = jax.jit(training_heads.heads_loss, static_argnums=2)(
-        given[0], (inputs, targets), objective, given[1]
-    )
-
-    shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=2)
-
-    @jax.jit
-    def laws(target, params):
-        apply = functools.partial(T5(TINY).apply, {"params": target}, inputs, inputs > 0, shifted)
-        ahead = Heads(config).apply({"params": params}, apply(method="states").reshape(-1, 16))
-        return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
-
-    log_p, log_q = jax.device_get(laws(target, params))
-    expected, nll, pieces = 0.0, 0.0, 0
-    smoothed = lambda law, piece: -(1 - smoothing) * law[piece] - smoothing * law.mean()
-    for row, size in enumerate((5, 3, 1)):
-        for place in range(size):
-            for ahead in range(1, size - place):
-                law, own = log_q[row, place, ahead - 1], log_p[row, place + ahead]
-                piece = targets[row, place + ahead]
-                expected += (1 - soft) * smoothed(law, piece) + soft * np.sum(np.exp(own) * (own - law))
-                nll -= law[piece]
-                pieces += 1
-    own = [smoothed(log_p[row, t], targets[row, t]) for row, size in enumerate((5, 3, 1)) for t in range(size)]
-    expected = expected / pieces + backbone * np.mean(own)
-    assert metrics.pieces == pieces == 10 + 3
-    np.testing.assert_allclose([loss, metrics.loss, metrics.nll], [expected, expected * pieces, nll], rtol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def settings(language, tmp_path_factory):
-    """Makes the settings of a run on a saved random target; `settings.folder` has the target."""
-    folder = tmp_path_factory.mktemp("heads")
-    vocabulary = vocabularies.SentencePieceVocabulary.train(
-        (language / "train.tsv").read_text().replace("\t", "\n").splitlines(), 40
-    )
-    save = lambda seed: sd.save(sd.LanguageModel(TINY, random_params(seed=seed), vocabulary), folder / f"target{seed}")
-    save(0), save(1)
-
-    def of(output, **changes):
-        defaults = dict(
-            target=str(folder / "target0"), train_files="train.tsv", validation_files=["validation.tsv"], output_dir=str(output),
-            data_dir=str(language), num_heads=2, share_head=False, steps=12, warmup_steps=0, decay_steps=0, learning_rate=1e-2,
-            batch_tokens=256, buckets=(16,), log_every=4, save_every=4, evaluate_every=6, dtype="float32",
-        )  # fmt: skip
-        return training_heads.HeadsTrainConfig(**{**defaults, **changes})
-
-    of.folder = folder
-    return of
-
-
-@pytest.fixture(scope="module")
-def finished(settings):
-    output = settings.folder / "run"
-    return output, training_heads.fit(settings(output))
-
-
-def files(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished):
-    output, params = finished
-    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    training = [record["loss"] for record in log if "pieces_per_second" in record]
-    assert training[-1] < training[0] - 0.1 and set(params) == {"heads"} and not (output / "target").exists()
-    target = sd.load(settings.folder / "target0", "float32")
-    loaded = sd.HeadsDrafter.load(output / "heads", target)
-    for ours, theirs in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params["heads"]), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0.01)  # stored in bfloat16
-    before = files(settings.folder / "target0")
-    run = training_heads.HeadsRun(settings(output), target, None)
-    kept = jax.tree.map(np.array, run.teacher_params)
-    state = run.init(jax.random.key(0))
-    first = jax.tree.map(np.array, state.params)
-    state, _ = run.step(state, 0)
-    assert not any(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(state.params)))
-    assert jax.tree.all(jax.tree.map(np.array_equal, run.teacher_params, kept))
-    assert files(settings.folder / "target0") == before
-
-
-def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
-    output, params = finished
-    training_heads.fit(settings(tmp_path, steps=5))
-    assert "begins at step 0 of 5" in capsys.readouterr().err
-    resumed = training_heads.fit(settings(tmp_path))
-    assert "resumed at step 5 of 12" in capsys.readouterr().err
-    assert jax.tree.all(jax.tree.map(np.array_equal, resumed, params))
-    for change, message in (
-        (dict(num_heads=3), "num_heads: got 3, expected that of the run in .*: 2"),
-        (dict(target=str(settings.folder / "target1")), "target: got .*target1, expected the one on which the run"),
-        (
-            dict(backbone_learning_rate=0.1, backbone_weight=1.0),
-            "backbone_learning_rate: got 0.1, expected that of the run",
-        ),
-        (dict(steps=5), "steps: got 5, expected at least the 12 steps"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            training_heads.fit(settings(tmp_path, **change), begun=pytest.fail)
-    begun = []
-    training_heads.fit(settings(tmp_path), begun=lambda: begun.append(1))
-    assert begun == [1]
-
-
-def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_path):
-    config = settings(
-        tmp_path, backbone_learning_rate=1e-2, backbone_weight=1.0, share_head=True, soft_weight=0.5, steps=6
-    )
-    params = training_heads.fit(config)
-    tuned, original = (sd.load(path, "float32") for path in (tmp_path / "target", settings.folder / "target0"))
-    for name in ("encoder", "decoder", "token_embedder"):
-        assert not jax.tree.all(jax.tree.map(np.array_equal, params["target"][name], original.params[name]))
-    drafter = sd.HeadsDrafter.load(tmp_path / "heads", tuned)
-    with pytest.raises(ValueError, match="other weights"):
-        sd.HeadsDrafter.load(tmp_path / "heads", original)
-    inputs = ["bara ceni", "dimu"]
-    options = dict(max_new_tokens=6)
-    plain, fast = sd.generate(tuned, inputs, **options), sd.generate(tuned, inputs, drafter=drafter, gamma=2, **options)
-    np.testing.assert_array_equal(plain.tokens, fast.tokens)
-    assert fast.stats.drafted > 0
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(soft_weight=1.5), r"soft_weight: got 1.5, expected a number in \[0, 1\]"),
-        (
-            dict(backbone_weight=1.0),
-            "backbone_weight: got 1.0, expected a number above 0 with a backbone_learning_rate",
-        ),
-        (dict(backbone_learning_rate=0.1), "backbone_weight: got 0.0"),
-        (dict(backbone_learning_rate=math.inf), "backbone_learning_rate: got inf"),
-        (dict(num_heads=0), "num_heads: got 0"),
-        (dict(learning_rate=0.0), "learning_rate: got 0.0"),
-        (dict(steps=0), "steps: got 0"),
-    ],
-)
-def test_bad_settings(settings, tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
-        settings(tmp_path, **change)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(target="nowhere"), "nowhere: got no such path"),
-        (dict(train_files="gone.tsv"), "train_files: got '.*gone.tsv', expected a TSV file"),
-        (dict(buckets=(16, 8)), "train.tsv: buckets: got"),
-    ],
-)
-def test_bad_files(settings, tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
-        training_heads.fit(settings(tmp_path, **change))
-
-
-def test_a_target_without_a_vocabulary_is_refused(settings, tmp_path):
-    sd.save(t5(), tmp_path / "model")
-    with pytest.raises(ValueError, match="model without a vocabulary, expected one"):
-        training_heads.fit(settings(tmp_path / "run", target=str(tmp_path / "model")))
-
-
-def test_the_configuration_of_the_bundled_target(tmp_path):
-    gin.clear_config()
-    bindings = [f"DATA_DIR = '{tmp_path}'", f"OUTPUT_DIR = '{tmp_path}'"]
-    gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
-    config = gin.get_configurable(training_heads.HeadsTrainConfig)()
-    gin.clear_config()
-    shapes = config.heads(sd.checkpoints.load_shape(config.target)).parameter_shapes
-    assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
-
-
-def test_the_command_line(settings, finished, tmp_path, capsys):
-    target, drafter = settings.folder / "target0", finished[0] / "heads"
-    options = ["--compilation_cache_dir=", "--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--json", "bara ceni"]
-    records = []
-    for arguments in ([], [f"--drafter={drafter}"]):
-        assert main.main(["generate", f"--target={target}", *arguments, *options]) == 0
-        records.append(json.loads(capsys.readouterr().out))
-    assert records[0]["tokens"] == records[1]["tokens"] and records[1]["stats"]["drafted"] > 0
-    other = settings.folder / "target1"
-    assert main.main(["generate", f"--target={other}", f"--drafter={drafter}", *options]) == 2
-    assert "heads: heads: got those of a target with other weights" in capsys.readouterr().err
-    (tmp_path / "heads.gin").write_text(
-        "from __gin__ import dynamic_registration\nfrom specdec_jax.training import heads\n"
-        f"heads.HeadsTrainConfig:\n  target = '{target}'\n  train_files = ['none.tsv']\n"
-        f"  validation_files = ['none.tsv']\n  output_dir = '{tmp_path}'\n"
-    )
-    assert main.main(["train_heads", f"--gin_file={tmp_path / 'heads.gin'}", "--gin_search_paths=/"]) == 2
-    assert "train_files: got 'none.tsv', expected a TSV file" in capsys.readouterr().err

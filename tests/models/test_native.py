@@ -3,7 +3,6 @@
 Compilers are scripts that answer as the real one and copy a library that was made once.
 """
 
-import functools
 import os
 import pathlib
 import re
@@ -15,84 +14,18 @@ import threading
 import time
 import tomllib
 
+import libraries
 import pytest
 from devices import names
+from libraries import REAL, WORKS, again, calls
 
 from specdec_jax.analysis import machine as analysis_machine
-from specdec_jax.files import user_cache
 from specdec_jax.models import native, probe
 
-REAL = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
+
+settings, libraries, compiler = libraries.settings, libraries.libraries, libraries.compiler
 TRY = "from specdec_jax.models import native; print(native.available(), native.available()); print(native.state())"
-
-
-@pytest.fixture(autouse=True)
-def settings(tmp_path, monkeypatch):
-    """A cache of its own, no settings, and a process that has settled on nothing. Nothing is loaded: a name can be
-    registered once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(native.SETTING, raising=False)
-    monkeypatch.delenv("CXX", raising=False)
-    loaded = []
-    monkeypatch.setattr(native.probe, "register", lambda library, targets: loaded.append(library))
-    monkeypatch.setattr(native, "_settle", functools.cache(native._settle.__wrapped__))
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """Folder with what compilers can make of the source: "works.so", "crashes.so" and "wrong.so"."""
-    folder = tmp_path_factory.mktemp("libraries")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.delenv(native.SETTING, raising=False)
-        found = native._find()
-    shutil.copy(found.path, folder / "works.so")
-    compile_ = [REAL, "-shared", "-fPIC", "-w", "-x", "c++", "-", "-o"]
-    crash = b"#include <cstdlib>\n__attribute__((constructor)) static void die() { abort(); }\n"
-    subprocess.run([*compile_, folder / "crashes.so"], input=crash, check=True)
-    # A product that writes nothing: its output is what was in memory.
-    handlers = "".join(f'extern "C" void* {symbol}(void*) {{ return 0; }}\n' for symbol in native.TARGETS.values())
-    subprocess.run([*compile_, folder / "wrong.so"], input=handlers.encode(), check=True)
-    return folder
-
-
-@pytest.fixture
-def compiler(tmp_path, monkeypatch, libraries):
-    """Makes CXX a compiler that does `what` in place of compiling, and notes each time that it does in the file "calls"."""
-
-    def make(what: str, version: str = "fake 1.2.3 (x 4.5)"):
-        script = tmp_path / "fake"
-        script.write_text(f"""#!/bin/sh
-output=
-while [ $# -gt 0 ]; do case "$1" in
-  --version) echo "{version}"; exit 0;;
-  -E) echo "#define __AVX2__ 1"; echo "#define __tune_znver9__ 1"; exit 0;;
-  -o) output="$2"; shift;;
-esac; shift; done
-echo once >> {tmp_path}/calls
-libraries={libraries}
-{what}
-""")
-        script.chmod(0o755)
-        monkeypatch.setenv("CXX", str(script))
-        return script
-
-    return make
-
-
-WORKS = 'cp "$libraries/works.so" "$output"'
-
-
-def calls(tmp_path) -> int:
-    return len((tmp_path / "calls").read_text().split()) if (tmp_path / "calls").exists() else 0
-
-
-def again() -> str:
-    """What a new process would settle on."""
-    native._settle.cache_clear()
-    return native.state()
 
 
 def kernels(tmp_path) -> list[str]:
@@ -344,107 +277,3 @@ def test_a_library_that_does_not_load_here(compiler, monkeypatch):
     compiler(WORKS)
     monkeypatch.setattr(native.probe, "register", refuse)
     assert again() == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
-
-
-# The cache's folder.
-
-
-def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
-    assert user_cache.folder() == tmp_path / "cache/specdec_jax"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert user_cache.folder() == tmp_path / "home/.cache/specdec_jax"
-
-    def nowhere():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(pathlib.Path, "home", nowhere)
-    with pytest.raises(ValueError, match="got no home folder, expected HOME or XDG_CACHE_HOME to be set"):
-        user_cache.folder()
-
-
-@needs_compiler
-def test_no_write_access(tmp_path, compiler):
-    """Seen before anything is compiled."""
-    compiler(WORKS)
-    (tmp_path / "cache").write_text("a file in the folder's place")
-    assert re.fullmatch(rf"kernel: not used: cannot use the cache: \[Errno \d+\] .*'{tmp_path}/cache.*'", again())
-    assert calls(tmp_path) == 0
-
-
-@needs_compiler
-def test_a_disk_without_room(tmp_path, compiler, monkeypatch):
-    import devices
-
-    with devices.small_disk(tmp_path / "disk") as disk:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
-        compiler(WORKS)
-        assert again().startswith("kernel: not used: ") and "space" in native.state()
-        assert not list(disk.rglob("*.so"))
-
-
-@needs_compiler
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may mount")
-def test_a_disk_that_can_only_be_read(tmp_path, compiler, monkeypatch):
-    """What is there is used; nothing is made."""
-    import devices
-
-    with devices.small_disk(tmp_path / "disk", "4m") as disk:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(disk / "cache"))
-        remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
-        compiler(WORKS)
-        remount("ro")
-        assert "cannot use the cache: [Errno 30] Read-only file system: " in again() and calls(tmp_path) == 0
-        remount("rw")
-        built = again()
-        assert ".so, built with" in built and calls(tmp_path) == 1
-        remount("ro")
-        assert again() == built
-        monkeypatch.setenv(native.SETTING, "rebuild")
-        assert "cannot use the cache: [Errno 30] Read-only file system: " in again() and calls(tmp_path) == 1
-
-
-@needs_compiler
-@pytest.mark.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"])
-def test_folders_that_others_may_write_to(tmp_path, compiler, part):
-    compiler(WORKS)
-    folder = tmp_path / part
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    if not part.endswith("kernel"):
-        expected = "got a folder that everybody may write to, expected none above the cache"
-    else:
-        expected = "got permissions 777, expected 700, since others could change what is in it"
-    assert again() == f"kernel: not used: ValueError: {folder}: {expected}" and calls(tmp_path) == 0
-    if not part.endswith("kernel"):
-        folder.chmod(0o1777)  # as /tmp
-        assert ".so, built with" in again()
-    else:
-        folder.chmod(0o750)
-        assert "got permissions 750, expected 700" in again()
-    assert calls(tmp_path) == (not part.endswith("kernel"))
-
-
-@needs_compiler
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may give files away")
-@pytest.mark.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"])
-def test_folders_of_others(tmp_path, compiler, part):
-    compiler(WORKS)
-    folder = tmp_path / part
-    folder.mkdir(parents=True, mode=0o700)
-    os.chown(folder, 12345, 12345)
-    expected = f"{folder}: got a folder of user 12345, expected one of user 0"
-    assert again() == f"kernel: not used: ValueError: {expected}" and calls(tmp_path) == 0
-    assert names(folder) == []
-
-
-def test_what_killed_processes_left_goes(tmp_path):
-    folder = user_cache.private("kernel")
-    old, new = folder / "tmp-old", folder / "tmp-new"
-    for path in (old, new):
-        path.mkdir()
-        (path / "kernel.so").touch()
-    os.utime(old, (time.time() - 2 * user_cache._ABANDONED,) * 2)
-    with user_cache.scratch(folder) as temporary:
-        assert temporary.parent == folder and len(names(folder)) == 2 and not old.exists()
-    assert names(folder) == ["tmp-new"]

@@ -3,13 +3,12 @@
 They run as compiled for this processor and for a narrower one; others by name in SPECDEC_TEST_MARCH (`kernel_widths.py`).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
+import kernel_inputs
 import numpy as np
 import pytest
-from kernel_widths import WIDTHS, compiled_for
+from kernel_inputs import UNIT, normal, same
 
 from specdec_jax.models import native, panels
 from specdec_jax.models.int8 import Int8Kernel
@@ -19,21 +18,12 @@ pytestmark = [
     pytest.mark.usefixtures("quick"),
     pytest.mark.skipif(not native.available(), reason=native.state()),
 ]
+
+width = kernel_inputs.width
 KINDS = ["float32", "int8"]
 ROWS = [*range(1, 65), 96, 97, 200]
 SHAPES = [(1, 1), (7, 33), (17, 16), (33, 257), (257, 7), (600, 100), (1025, 20)]  # lines and columns
-UNIT = 2.0**-24  # rounding error of a float32
 CHUNK = 512  # inputs that are rounded to 16 bits together, for weights in 8 bits
-
-
-@pytest.fixture(scope="module", autouse=True, params=WIDTHS)
-def width(request, tmp_path_factory):
-    with compiled_for(request.param, tmp_path_factory.mktemp("width")):
-        yield request.param
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
 
 
 def kernel(kind, K, F):
@@ -48,13 +38,6 @@ def kernel(kind, K, F):
 
 def times(stored, x, live=None):
     return np.asarray(stored.product(jnp.asarray(x), jnp.float32, live))
-
-
-def same(got, expected):
-    """Bit for bit, whatever a NaN's sign and payload are."""
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-    bits = [np.where(np.isnan(y), 0, y).astype(np.float32).view(np.int32) for y in (got, expected)]
-    np.testing.assert_array_equal(*bits)
 
 
 # Products.
@@ -323,175 +306,3 @@ def test_denormals_count_as_zero_on_every_thread():
     qkv, tiny = jnp.full((1, 1, 48), 1e-25), jnp.full((1, 1, 4, 16), 1e-25)
     out, _, _ = panels.attend_to_cache(qkv, tiny, tiny, None, jnp.zeros(1, jnp.int32), 1e-30)
     np.testing.assert_array_equal(np.asarray(out), np.float32(1e-25))
-
-
-# Attention.
-
-
-def attended(query, keys, values, bias=0.0):
-    """One query `[K]` over keys and values `[S, K]` in float64."""
-    scores = keys.astype(np.float64) @ query + bias
-    weights = np.exp(scores - scores.max(initial=-np.inf))
-    return weights @ values / weights.sum() if len(keys) else np.zeros(len(query))
-
-
-class Cached:
-    """Inputs of self-attention: T new positions of B rows, caches of S slots."""
-
-    def __init__(self, B, T, H, S, K, positions, biased=True, scale=1.0):
-        self.qkv, self.H, self.K = normal(B, T, 3, H, K), H, K
-        self.qkv[:, :, 0] *= scale
-        self.keys, self.values = normal(B, H, S, K, seed=4), normal(B, H, S, K, seed=5)
-        self.bias = normal(S, H, S, seed=6) if biased else None
-        self.positions, self.divisor = np.array(positions, np.int32), np.float32(np.sqrt(K))
-
-    def run(self, rows=slice(None), queries=slice(None), positions=None, live=None):
-        qkv = self.qkv[rows, queries].reshape(-1, len(self.qkv[0, queries]), 3 * self.H * self.K)
-        positions = self.positions[rows] if positions is None else positions
-        bias = None if self.bias is None else jnp.asarray(self.bias)
-        arrays = (jnp.array(x) for x in (qkv, self.keys[rows], self.values[rows]))
-        return tuple(map(np.asarray, panels.attend_to_cache(*arrays, bias, jnp.asarray(positions), self.divisor, live)))
-
-    def expected(self):
-        B, T, _, H, K = self.qkv.shape
-        keys, values, out = self.keys.copy(), self.values.copy(), np.zeros((B, T, H, K))
-        for b, h, t in np.ndindex(B, H, T):
-            at = np.clip(self.positions[b], 0, keys.shape[2] - T) + t
-            query, keys[b, h, at], values[b, h, at] = self.qkv[b, t, :, h]
-            bias = 0 if self.bias is None else self.bias[at, h, : at + 1]
-            query = query.astype(np.float64) / self.divisor
-            out[b, t, h] = attended(query, keys[b, h, : at + 1], values[b, h, : at + 1], bias)
-        return out.reshape(B, T, H * K), keys, values
-
-
-def close(got, expected):
-    assert np.abs(got - expected).max(initial=0) <= 4e-6
-
-
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("K", [3, 8, 20, 24, 64, 72])
-def test_self_attention(K, biased):
-    """At the first slot, at the last ones, and past them, where XLA's updates of a slice go too; with sharp scores."""
-    for positions, scale in (([0, 5, 34], 1.0), ([31, 99, -4], 30.0)):
-        case = Cached(3, 3, 2, 37, K, positions, biased, scale)
-        (out, *caches), (expected, *written) = case.run(), case.expected()
-        (close if scale == 1 else functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0))(out, expected)
-        for got, cache in zip(caches, written):
-            same(got, cache)
-
-
-def test_small_weights_are_as_exact_as_large_ones():
-    """Two slots, x apart in score: the weights 1 / (1 + e^-x) and 1 / (1 + e^x), to a few units in the last place."""
-    apart = np.linspace(-86.9, 0, 4001, dtype=np.float32)
-    bias, cache = np.zeros((2, len(apart), 2), np.float32), np.zeros((1, len(apart), 2, 1), np.float32)
-    bias[1, :, 0], cache[..., 0, 0] = apart, 1
-    arrays = (jnp.zeros((1, 1, 3 * len(apart))), *[jnp.asarray(cache)] * 2, jnp.asarray(bias), jnp.ones(1, jnp.int32))
-    out, _, _ = panels.attend_to_cache(*arrays, 1.0)
-    exact = 1 / (1 + np.exp(-apart.astype(np.float64)))
-    np.testing.assert_allclose(np.asarray(out).ravel(), exact, rtol=6 * UNIT)
-    out, _, _ = panels.attend_to_cache(*arrays[:3], jnp.asarray(bias * 2), arrays[4], 1.0)
-    assert (np.asarray(out).ravel()[apart < -43.5] == 0).all()
-
-
-def test_bits_of_self_attention():
-    """Those of a query are the same in another call, batch and cache, and whatever lies in slots past it."""
-    case = Cached(3, 5, 2, 40, 24, [0, 9, 35])
-    whole, keys, values = case.run()
-    for b in range(3):
-        one = Cached(3, 5, 2, 40, 24, [0, 9, 35])
-        for t in range(5):
-            out, one.keys[[b]], one.values[[b]] = one.run([b], [t], one.positions[[b]] + t)
-            same(out[0, 0], whole[b, t])
-    same(one.keys[2], keys[2])
-    larger = Cached(3, 5, 2, 64, 24, [0, 9, 35])
-    larger.keys[:, :, :40], larger.values[:, :, :40], larger.bias[:40, :, :40] = case.keys, case.values, case.bias
-    for b, position in enumerate(case.positions):
-        larger.keys[b, :, position + 5 :] = larger.values[b, :, position + 5 :] = np.nan
-    same(larger.run()[0], whole)
-
-
-def test_self_attention_of_live_positions():
-    case = Cached(2, 4, 2, 20, 8, [3, 11])
-    live, whole = np.arange(4) < np.array([[3], [0]]), case.run()
-    case.qkv[~live] = np.nan
-    out, keys, values = case.run(live=jnp.asarray(live))
-    same(out, np.where(live[..., None], whole[0], 0))
-    for got, written, before in ((keys, whole[1], case.keys), (values, whole[2], case.values)):
-        same(got[0, :, :6], written[0, :, :6])
-        same(got[0, :, 6:], before[0, :, 6:])
-        same(got[1], before[1])
-
-
-def test_a_slot_that_is_not_a_number():
-    case = Cached(2, 3, 2, 20, 24, [4, 10])
-    whole = case.run()[0].reshape(2, 3, 2, 24)
-    case.keys[0, 1, 2, 7] = np.nan
-    case.values[1, 0, 5, 3] = np.nan
-    got, expected = case.run()[0].reshape(2, 3, 2, 24), whole.copy()
-    expected[0, :, 1], expected[1, :, 0, 3] = np.nan, np.nan
-    same(got, expected)
-    case = Cached(1, 3, 1, 20, 24, [4])
-    whole, case.qkv[0, 1, 0, 0, 5] = case.run()[0], np.nan
-    got = case.run()[0]
-    same(got, np.where(np.arange(3)[None, :, None] == 1, np.nan, whole))
-
-
-@pytest.mark.parametrize("K", [3, 24, 72])
-def test_cross_attention(K):
-    B, T, H, L = 4, 3, 2, 37
-    query, keys, values = normal(B, T, H * K, seed=7), normal(B, H, L, K, seed=8), normal(B, H, L, K, seed=9)
-    query /= np.float32(np.sqrt(K))
-    lengths = np.array([0, 1, 19, L], np.int32)
-    run = lambda *arrays: np.asarray(panels.attend_to_encoded(*map(jnp.asarray, arrays)))
-    whole = run(query, keys, values, lengths)
-    expected = [
-        [attended(query[b, t, h * K : (h + 1) * K], keys[b, h, :n], values[b, h, :n]) for h in range(H)]
-        for b, n in enumerate(lengths)
-        for t in range(T)
-    ]
-    close(whole, np.reshape(expected, whole.shape))
-    for b, n in enumerate(lengths):  # alone, one query at a time, in another padding
-        same(run(query[[b], 1:2], keys[[b], :, : n + 2], values[[b], :, : n + 2], lengths[[b]])[0, 0], whole[b, 1])
-        keys[b, :, n:] = values[b, :, n:] = np.nan
-    same(run(query, keys, values, lengths), whole)
-    live = np.arange(T) < np.array([[1], [3], [0], [2]])
-    same(run(query, keys, values, lengths, live), np.where(live[..., None], whole, 0))
-    assert np.isnan(run(query, keys, values, lengths + [1, 0, 0, 0])[0]).all()
-
-
-@pytest.mark.parametrize("K", [8, 20, 64])
-def test_encoder_attention(K):
-    B, H, L = 4, 2, 21
-    qkv, bias, lengths = normal(B, L, 3, H, K, seed=10), normal(L, H, L, seed=11), np.array([0, 1, 13, L], np.int32)
-    qkv[:, :, 0] /= np.float32(np.sqrt(K))
-    run = lambda qkv, bias, lengths: np.asarray(
-        panels.attend_to_inputs(jnp.asarray(qkv.reshape(*qkv.shape[:2], -1)), jnp.asarray(bias), jnp.asarray(lengths))
-    )
-    whole, expected = run(qkv, bias, lengths), np.zeros((B, L, H, K))
-    for b, t, h in np.ndindex(B, L, H):
-        if t < (n := lengths[b]):
-            expected[b, t, h] = attended(qkv[b, t, 0, h], qkv[b, :n, 1, h], qkv[b, :n, 2, h], bias[t, h, :n])
-    close(whole, expected.reshape(whole.shape))
-    for b, n in enumerate(lengths):
-        alone = run(qkv[[b], : n + 1], bias[: n + 1, :, : n + 1], lengths[[b]])
-        same(alone[0, :n], whole[b, :n])
-        qkv[b, n:] = np.nan
-    same(run(qkv, bias, lengths), whole)
-
-
-def test_lengths_and_positions_out_of_range_are_cut():
-    qkv, keys = jnp.asarray(normal(2, 6, 48)), jnp.asarray(normal(2, 2, 6, 8))
-    bias, query = jnp.asarray(normal(6, 2, 6)), qkv[..., :16]
-    for far, most in ((np.array([99, -5]), np.array([6, 0])), (np.array([-(2**31), 2**31 - 1]), np.array([0, 6]))):
-        far, most = jnp.asarray(far, jnp.int32), jnp.asarray(most, jnp.int32)
-        same(*(np.asarray(panels.attend_to_inputs(qkv, bias, n)) for n in (far, most)))
-        same(*(np.asarray(panels.attend_to_encoded(query, keys, keys, n)) for n in (far, most)))
-        same(*(np.asarray(panels.attend_to_cache(qkv[:, :2], keys, keys, bias, n, 1)[0]) for n in (far, most)))
-
-
-def test_no_rows():
-    none = jnp.zeros(0, jnp.int32)
-    out, keys, _ = panels.attend_to_cache(jnp.zeros((0, 2, 48)), *[jnp.zeros((0, 2, 6, 8))] * 2, None, none, 1)
-    assert out.shape == (0, 2, 16) and keys.shape == (0, 2, 6, 8)
-    assert panels.attend_to_encoded(jnp.zeros((0, 2, 16)), *[jnp.zeros((0, 2, 6, 8))] * 2, none).shape == (0, 2, 16)
-    assert panels.attend_to_inputs(jnp.zeros((0, 6, 48)), jnp.zeros((6, 2, 6)), none).shape == (0, 6, 16)

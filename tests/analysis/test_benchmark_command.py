@@ -1,0 +1,123 @@
+"""The benchmark: its arithmetic on numbers made up, its checks on a tiny random pair: what is shown and refused."""
+
+import copy
+import dataclasses
+import io
+import json
+import re
+import sys
+
+import benchmark_parts
+import pytest
+from benchmark_models import CONFIG
+from rich.console import Console
+
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.report import summaries
+from specdec_jax.checkpoints import loader
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.decoding import generate as decoding_generate
+from specdec_jax.decoding import progress
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models import families
+from specdec_jax.models.language_model import LanguageModel
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+batches, measured = benchmark_parts.batches, benchmark_parts.measured
+
+
+# What is shown and refused.
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
+    monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
+    monkeypatch.setattr(loader.jax, "default_backend", lambda: platform)
+    target, _, _ = benchmark_command.load(benchmark_command.BenchmarkOptions(preset="tiny"))
+    assert target.config.dtype == dtype and dtype in capsys.readouterr().err
+
+
+def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
+    """On a terminal, also where standard output is one."""
+    screen = io.StringIO()
+    console = lambda **_: Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(progress.rich.console, "Console", console)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    analysis_benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
+    bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
+    for what in ("compiling", "compiling steps", "steps, pass 1 of 1", "pass 1 of 1"):
+        assert any(re.match(rf"{what} \W* 0%", bar) for bar in bars), what
+        assert any(re.match(rf"{what} \W*100%", bar) for bar in bars), what
+    before = screen.getvalue()
+    assert list(progress.track([1, 2], 2, "sentences", quiet=True)) == [1, 2] and screen.getvalue() == before
+
+
+def test_lossy_verifier_in_the_speculative_arm(batches, target):
+    """With lenience near 0 whatever is drafted stands; plain decoding knows nothing of it."""
+    drafter = ModelDrafter(LanguageModel.random(CONFIG, seed=1))
+    options = benchmark_command.BenchmarkOptions(
+        target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=1
+    )
+    rates = []
+    for how in ({}, {"verifier": "lenient", "lenience": 1e-30}):
+        record, problems = analysis_benchmark.benchmark(target, drafter, batches, dataclasses.replace(options, **how))
+        rates.append(record["speculative"][0]["stats"]["acceptance_rate"])
+        assert problems == [] and record["speculative"][0]["differences"] == []
+    assert rates[0] < rates[1] == 1
+
+
+def test_block_verification_has_no_rate_to_predict_from(target, batches, options, measured):
+    """It judges a draft as a whole; the engine then gives no rate, and neither does the sum over the batches."""
+    block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()
+    result = decoding_generate.generate(
+        target, batches[0].inputs, drafter=ModelDrafter(target), gamma=3, key=batches[0].keys, **block
+    )
+    stats = analysis_benchmark._total_stats(analysis_arms.Arm(3, None, results=[result]))
+    assert stats["acceptance_rate"] is None and stats["drafted"] > 0 and stats["tokens_per_target_call"] > 1
+    record = copy.deepcopy(measured[0])
+    record["speculative"][0] |= {"stats": stats, "predicted": None}
+    assert stats["accepted_per_target_call"] == stats["accepted"] / stats["target_calls"]
+    standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
+    said = f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {standing}"
+    assert f"tokens per target call; {said}" in summaries.benchmark_summary(record)
+
+
+@pytest.mark.parametrize("fails", ["print", "write"])
+def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
+    output = tmp_path / "record.json"
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
+    monkeypatch.setattr(benchmark_command, "load", lambda _: (None, None, []))
+    options = benchmark_command.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
+    if fails == "write":
+        monkeypatch.setattr(benchmark_command, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError))
+    with pytest.raises(OSError if fails == "write" else KeyError):  # a summary of {"a": 1} cannot be made
+        benchmark_command.run(options)
+    assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"output": "."}, "output: got '.', expected a file"),
+        ({"input_length": 5}, "got --input_length=5 alone"),
+        ({"preset": "t5_1_1/small", "target": None, "input_length": 513}, "input_length: got 513, expected at most"),
+        ({"preset": "t5_1_1/small", "target": None, "vocabulary": "spiece.model"}, "with --vocabulary"),
+        ({"preset": "t5_1_1/small", "target": None, "limit": 3}, "with --limit"),
+        ({"preset": "t5_1_1/small", "target": None, "verifier": "lenient", "lenience": 0.5}, "for plain decoding"),
+        ({"verifier": "typical", "temperature": 1.0}, "for plain decoding"),
+        ({"target": None}, "target: got nothing"),
+        ({"gamma": ()}, "gamma: got no value"),
+        ({"gamma": (3, 0)}, "gamma: got 0, expected at least 1"),
+        ({"gamma": (-1,)}, "gamma: got -1"),
+        ({"repeats": 0}, "repeats: got 0"),
+        ({"preset": "t5_1_1/huge", "target": None}, "preset: got 't5_1_1/huge', expected one of"),
+        ({"preset": "t5_1_1/small"}, "expected one or the other"),
+        ({"drafter_preset": "t5_1_1/small"}, "expected --preset too"),
+        ({"output": "no/such/folder/record.json"}, "output: got 'no/such/folder/record.json'"),
+    ],
+)
+def test_refuses(settings, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(benchmark_command.BenchmarkOptions(target="target"), **settings).check()

@@ -1,0 +1,85 @@
+"""The benchmark: its arithmetic on numbers made up, its checks on a tiny random pair: against other implementations; what they compute is in test_t5x.py."""
+
+import dataclasses
+
+import benchmark_models
+import numpy as np
+import pytest
+from benchmark_models import CONFIG
+
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import comparison
+from specdec_jax.analysis.report import plots
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.decoding.results import GenerationResult
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+target, options = benchmark_models.target, benchmark_models.options
+
+
+# Against other implementations; what they compute is in test_t5x.py.
+
+
+def fake_arm(steps):
+    """Decodes to rows that are given."""
+    tokens = np.array(steps, np.int32)
+    result = GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
+    return analysis_arms.Arm(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
+
+
+def test_record_against_another(target):
+    batch = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
+    plain = fake_arm([[best, 4]])
+    plain.seconds = [1.0, 1.0]
+    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[best, 4]])}, target, batch)
+    assert record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}} and not record["differences"]
+    assert comparison.problems(record, "float32") == []
+    other = (best + 1) % CONFIG.vocab_size
+    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[other, 4]])}, target, batch)
+    (difference,) = record["differences"]
+    assert (difference["input"], difference["position"], difference["plain"], difference["theirs"]) == (
+        0,
+        0,
+        best,
+        other,
+    )
+    logits = np.sort(np.asarray(target.logits([[5, 9, 1]], [[0]])[0, 0]))
+    assert difference["margin"] == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
+    assert "got other tokens than plain decoding for inputs [0]" in comparison.problems(record, "float32")[0]
+    assert comparison.problems(record, "bfloat16") == []
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(against="onnx"), "against: got 'onnx', expected t5x"),
+        (dict(against="t5x", temperature=0.5), "against: got 't5x' with sampling or processors, expected argmax"),
+        (dict(against="t5x", min_new_tokens=2), "against: got 't5x' with sampling or processors, expected argmax"),
+        (dict(against="t5x"), "against: got 't5x', which is not installed"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(change, message, options, monkeypatch):
+    monkeypatch.setattr(benchmark_command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(options, **change).check()
+
+
+def test_plot_of_wall_time():
+    """A bar for every way of decoding, in milliseconds for each token, another implementation first."""
+    arm = lambda median, tokens, **more: {
+        "seconds": {"median": median, "least": 0.9 * median, "most": 1.2 * median}, "tokens": tokens, **more,
+    }  # fmt: skip
+    record = {
+        "plain": arm(2.0, 100), "against": arm(3.0, 100, name="t5x"), "machine": {"cores": 2}, "sentences": 7,
+        "speculative": [arm(1.0, 100, gamma=4, forced_alpha=None), arm(0.5, 50, gamma=6, forced_alpha=0.75)],
+        "target": {"name": "big", "parameter_dtype": "float32, int8"}, "options": {"batch_size": 1},
+    }  # fmt: skip
+    axes = plots.wall_time(record).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "T5X", "plain", "speculative, γ = 4", "speculative, γ = 6, α forced to 0.75",
+    ]  # fmt: skip
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([30, 20, 10, 10])
+    assert axes.texts[2].get_text() == "10.00 ms, 3.00×" and "big, float32, 7 inputs" in axes.get_title()
+    assert len(plots.wall_time(record | {"against": None}).axes[0].patches) == 3

@@ -1,0 +1,177 @@
+"""Drafters without a model: tables against counting in pure Python, copies against a slow search, laws, files, commands: copying, the command line."""
+
+import collections
+import json
+
+import jax
+import numpy as np
+import pytest
+from tables import GAMMA, TARGET, V
+from toy_models import EchoModel, Words, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.commands import main
+from specdec_jax.decoding.request import prepare
+from specdec_jax.models.vocabularies import SentencePieceVocabulary
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+# --- Copying ---
+
+
+def slow_copy(output, source, max_match: int, wanted: int, eos) -> list[int]:
+    """The ids to draft: the longest match, the latest one, the output before the input."""
+    for size in range(min(max_match, len(output)), 0, -1):
+        for text in (output, source):
+            for place in range(len(text) - 1, size - 1, -1):
+                if text[place - size : place] == output[-size:]:
+                    draft = text[place : place + wanted]
+                    ends = [i for i, token in enumerate(draft) if token in eos]
+                    return draft[: ends[0] + 1] if ends else draft
+    return []
+
+
+@pytest.mark.parametrize("max_match", [1, 2, 3])
+def test_copies_equal_a_slow_search(max_match):
+    """Small alphabets, so that there are matches of every length; junk past the lengths; two rows of every input."""
+    rows, rng = 1200, np.random.default_rng(max_match)
+    copier, eos = sd.PromptLookupDrafter(max_match), [1]
+    state, _ = prepare(TARGET, [[3, 4, 5]] * rows, drafter=copier, gamma=GAMMA, max_new_tokens=12, eos_ids=eos)
+    alphabet = rng.choice([3, 5, 9], rows)[:, None]
+    tokens = rng.integers(0, alphabet, (rows, state.tokens.shape[1])).astype(np.int32)
+    lengths = rng.integers(1, 13, rows).astype(np.int32)
+    inputs = rng.integers(0, alphabet[::2], (rows // 2, 8)).astype(np.int32)
+    input_lengths = rng.integers(0, 9, rows // 2).astype(np.int32)
+    wanted = rng.integers(0, GAMMA + 1, rows).astype(np.int32)
+
+    @jax.jit
+    def run(state, tokens, lengths, inputs, input_lengths, wanted):
+        own = copier.init(inputs, input_lengths, tokens[:, :1], tokens.shape[1])
+        return copier.draft(own, state.replace(tokens=tokens, lengths=lengths), wanted)[1]
+
+    draft = jax.device_get(run(state, tokens, lengths, inputs, input_lengths, wanted))
+    assert not draft.calls.any() and draft.law is None
+    found = collections.Counter()
+    for row in range(rows):
+        output = tokens[row, : lengths[row]].tolist()
+        source = inputs[row // 2, : input_lengths[row // 2]].tolist()
+        expected = slow_copy(output, source, max_match, wanted[row], eos)
+        assert draft.tokens[row, : draft.num_drafted[row]].tolist() == expected
+        found[len(expected)] += 1
+        found["input"] += expected != slow_copy(output, [], max_match, wanted[row], eos)
+    assert all(found[size] > 50 for size in range(GAMMA)) and found["input"] > 50
+
+
+def test_copying_from_the_input_in_the_engine():
+    """A target that repeats its input: after its first token all is copied."""
+    target, ids = EchoModel(Words()), [5, 9, 3, 7, 2, 11, 4, 8, 6, 1]
+    result = sd.generate(target, [ids], drafter=sd.PromptLookupDrafter(), gamma=4, max_new_tokens=20)
+    assert result.tokens[0, : result.lengths[0]].tolist() == ids
+    assert result.stats.accepted == result.stats.drafted == 8 and result.stats.target_calls == 3
+
+
+# --- The command line ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target with a vocabulary, and text to count."""
+    path = tmp_path_factory.mktemp("lookup")
+    text = [
+        "Tom is learning German.",
+        "The weather is nice.",
+        "She asked where the book was.",
+        "We leave before eight.",
+    ] * 3
+    vocabulary = SentencePieceVocabulary.train(text, 36)
+    target = tiny_t5(0, 64, 1)
+    target = sd.LanguageModel(target.config, target.params, vocabulary, name="target")
+    sd.save(target, path / "target")
+    (path / "pairs.tsv").write_text("".join(f"source {i}\t{line}\n" for i, line in enumerate(text)) + "empty\t\n")
+    (path / "lines.txt").write_text("Tom was nice.\n")
+    (path / "tom.txt").write_text("Tom\n")
+    return path
+
+
+@pytest.fixture
+def specdec(capsys, folder):
+    """Runs a command with a tiny target; returns (exit code, standard output, standard error)."""
+
+    def run(command, *argv):
+        where = [f"--target={folder / 'target'}", "--compilation_cache_dir="]
+        code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_count_and_generate(specdec, folder):
+    table = ("--input_file=FOLDER/pairs.tsv", "--input_file=FOLDER/lines.txt", "--output=FOLDER/table.npz")
+    code, out, err = specdec("count", *table, "--order=3", "--gin.CountOptions.sampled=True")
+    assert code == 0 and not out and "13 outputs of" in err
+    loaded = sd.NGramDrafter.load(folder / "table.npz")
+    assert loaded.sampled and loaded.table.order == 3
+    vocabulary = sd.load(folder / "target", dtype="float32").vocabulary
+    lines = [
+        "Tom is learning German.",
+        "The weather is nice.",
+        "She asked where the book was.",
+        "We leave before eight.",
+    ] * 3
+    lines.append("Tom was nice.")
+    expected = sd.NGramDrafter.count(
+        [vocabulary.encode(line) + [1] for line in lines], vocabulary.size, 3, sampled=True, vocabulary=vocabulary
+    )
+    assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(expected)))
+
+    decode = ("--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--json", "Tom")
+    plain = json.loads(specdec("generate", *decode)[1])
+    for name in ("lookup", "FOLDER/table.npz"):
+        code, out, err = specdec("generate", f"--drafter={name}", *decode)
+        assert code == 0 and not err
+        record = json.loads(out)
+        assert record["text"] == plain["text"] and record["tokens"] == plain["tokens"]
+        assert record["stats"]["draft_calls"] == 0 and record["stats"]["drafted"] > 0
+
+
+BAD = {
+    "no target": (["count", "--target="], "target: got nothing"),
+    "no input": (["count"], "input_file: got nothing, expected a UTF-8 text file"),
+    "no such input": (["count", "--input_file=none.tsv"], "input_file: got 'none.tsv', which is no file"),
+    "no output": (
+        ["count", "--input_file=FOLDER/lines.txt"],
+        "output: got None, expected the name of a file that ends",
+    ),
+    "order": (["count", "--input_file=FOLDER/lines.txt", "--output=a.npz", "--order=0"], "order: got 0, expected at"),
+    "columns": (["count", "--input_file=FOLDER/three.tsv", "--output=a.npz"], "three.tsv, line 1: got 3 columns"),
+    "nothing": (["count", "--input_file=FOLDER/empty.tsv", "--output=a.npz"], "sequences: got no id at all"),
+    "no table": (["generate", "--drafter=none.npz", "Tom"], "none.npz: got no such file, expected an n-gram table"),
+    "no drafter": (["generate", "--drafter=none", "Tom"], "drafter: none: got no such path, expected"),
+    "other table": (["generate", "--drafter=FOLDER/other.npz", "Tom"], "other.npz: got a table of 16 ids of another"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gives_one_line(specdec, folder, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (folder / "three.tsv").write_text("a\tb\tc\n")
+    (folder / "empty.tsv").write_text("a\t\n")
+    sd.NGramDrafter.count([[3]], V, 2, vocabulary=Words()).save(folder / "other.npz")
+    (command, *argv), message = BAD[name]
+    code, out, err = specdec(command, *argv)
+    lines = [line for line in err.splitlines() if "--dtype on the command line" not in line]
+    assert code == 2 and not out and len(lines) == 1 and message in lines[0]
+
+
+def test_benchmark_counts_no_draft_steps(specdec, folder):
+    options = ("--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--repeats=1")
+    argv = ("--drafter=lookup", *options, "--input_file=FOLDER/tom.txt", "--output=FOLDER/record.json")
+    code, out, err = specdec("benchmark", *argv)
+    assert code == 0 and "with prompt lookup" in out and "no model drafts; c is counted as 0" in out
+    record = json.loads((folder / "record.json").read_text())
+    assert record["drafter"] == {"name": "prompt lookup"} and record["cost_ratio"] is None
+    (arm,) = record["speculative"]
+    assert arm["stats"]["drafted"] > 0 and arm["differences"] == []
+    assert arm["predicted"]["cost_ratio"] == 0 and arm["shares"]["draft steps"] == 0
+    assert not any("draft" in name for name in record["steps"])

@@ -1,0 +1,39 @@
+"""What the tests of costs and of costs_command share."""
+
+import jax
+import pytest
+
+from specdec_jax.decoding import costs
+from specdec_jax.decoding.costs import Costs
+from specdec_jax.speculative.auto import MAXIMUM
+
+CHEAP = Costs(tuple(1 + 0.05 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
+DEAR = Costs(tuple(1 + 0.95 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A cache folder of one's own, and a process that has measured nothing; XLA's programs go elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(costs, "_known", {})
+    monkeypatch.setattr(costs, "_learned", {})
+    monkeypatch.setattr(costs, "measurable", lambda network: True)
+    before = jax.config.jax_compilation_cache_dir
+    yield tmp_path / "cache/specdec_jax/costs"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """`measured.gives` is what a measurement finds; `measured.calls` counts them."""
+
+    class Measured:
+        gives, calls = CHEAP, 0
+
+        def __call__(self, *_):
+            self.calls += 1
+            return self.gives
+
+    found = Measured()
+    monkeypatch.setattr(costs, "measure", found)
+    return found

@@ -1,0 +1,26 @@
+"""What the tests of heads and of heads_training share."""
+
+import functools
+
+import numpy as np
+from random_heads_of import random_heads
+from toy_models import tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.models import heads as heads_module
+
+
+@functools.cache
+def t5():
+    return tiny_t5(1)
+
+
+@functools.cache
+def drafter(share: bool):
+    """Untrained heads that say the target's last token again, or something like it, which is now and then right."""
+    if share:
+        return random_heads(t5(), 0.1, share_head=True)
+    kernel = np.asarray(heads_module.head_kernel(t5().config, t5().params))
+    own = random_heads(t5(), 0.1)
+    params = {name: {**head, "logits_dense": {"kernel": kernel}} for name, head in own.params.items()}
+    return sd.HeadsDrafter.of(t5(), own.config, params)

@@ -1,0 +1,24 @@
+"""What the tests of native_kernels and of native_attention share."""
+
+import numpy as np
+import pytest
+from kernel_widths import WIDTHS, compiled_for
+
+UNIT = 2.0**-24  # rounding error of a float32
+
+
+@pytest.fixture(scope="module", autouse=True, params=WIDTHS)
+def width(request, tmp_path_factory):
+    with compiled_for(request.param, tmp_path_factory.mktemp("width")):
+        yield request.param
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
+
+
+def same(got, expected):
+    """Bit for bit, whatever a NaN's sign and payload are."""
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    bits = [np.where(np.isnan(y), 0, y).astype(np.float32).view(np.int32) for y in (got, expected)]
+    np.testing.assert_array_equal(*bits)

@@ -1,0 +1,79 @@
+"""What the tests of native and of native_cache share."""
+
+import functools
+import shutil
+import subprocess
+
+import pytest
+
+from specdec_jax.models import native
+
+REAL = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    """A cache of its own, no settings, and a process that has settled on nothing. Nothing is loaded: a name can be
+    registered once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(native.SETTING, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    loaded = []
+    monkeypatch.setattr(native.probe, "register", lambda library, targets: loaded.append(library))
+    monkeypatch.setattr(native, "_settle", functools.cache(native._settle.__wrapped__))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """Folder with what compilers can make of the source: "works.so", "crashes.so" and "wrong.so"."""
+    folder = tmp_path_factory.mktemp("libraries")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.delenv(native.SETTING, raising=False)
+        found = native._find()
+    shutil.copy(found.path, folder / "works.so")
+    compile_ = [REAL, "-shared", "-fPIC", "-w", "-x", "c++", "-", "-o"]
+    crash = b"#include <cstdlib>\n__attribute__((constructor)) static void die() { abort(); }\n"
+    subprocess.run([*compile_, folder / "crashes.so"], input=crash, check=True)
+    # A product that writes nothing: its output is what was in memory.
+    handlers = "".join(f'extern "C" void* {symbol}(void*) {{ return 0; }}\n' for symbol in native.TARGETS.values())
+    subprocess.run([*compile_, folder / "wrong.so"], input=handlers.encode(), check=True)
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch, libraries):
+    """Makes CXX a compiler that does `what` in place of compiling, and notes each time that it does in the file "calls"."""
+
+    def make(what: str, version: str = "fake 1.2.3 (x 4.5)"):
+        script = tmp_path / "fake"
+        script.write_text(f"""#!/bin/sh
+output=
+while [ $# -gt 0 ]; do case "$1" in
+  --version) echo "{version}"; exit 0;;
+  -E) echo "#define __AVX2__ 1"; echo "#define __tune_znver9__ 1"; exit 0;;
+  -o) output="$2"; shift;;
+esac; shift; done
+echo once >> {tmp_path}/calls
+libraries={libraries}
+{what}
+""")
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return script
+
+    return make
+
+
+WORKS = 'cp "$libraries/works.so" "$output"'
+
+
+def calls(tmp_path) -> int:
+    return len((tmp_path / "calls").read_text().split()) if (tmp_path / "calls").exists() else 0
+
+
+def again() -> str:
+    """What a new process would settle on."""
+    native._settle.cache_clear()
+    return native.state()

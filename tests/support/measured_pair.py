@@ -1,0 +1,5 @@
+"""What the tests of measure and of measure_command share."""
+
+from specdec_jax.analysis import acceptance
+
+ACCEPTED = acceptance.Acceptance("scored", 0.8, 0.01, 100, {"block": [(0.8, 0.1), (0.7, 0.1), (0.3, 0.1)]}, [], {})
