@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic on numbers made up, its checks on a tiny random pair: what is shown and refused."""
+"""`specdec benchmark`: what it shows while it runs, what its options refuse, and what survives a failure."""
 
 import copy
 import dataclasses

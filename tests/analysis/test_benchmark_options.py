@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic on numbers made up, its checks on a tiny random pair: against other implementations; what they compute is in test_t5x.py."""
+"""The benchmark beside other implementations, and its plot."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record and its figure: the command."""
+"""`specdec measure` as a command: its record, its figure, what it refuses."""
 
 import json
 import sys

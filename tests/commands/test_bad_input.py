@@ -1,4 +1,4 @@
-"""The command line, through `main(argv)` and once or twice as a process: results, errors, gin, standard streams: bad input: one clear line, exit code 2, nothing compiled., as a process."""
+"""Bad input ends in one clear line and exit code 2; the command as a process."""
 
 import io
 import os

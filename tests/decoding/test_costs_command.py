@@ -1,4 +1,4 @@
-"""What iterations cost: measured, kept in a file that may be anything, looked up; and what `gamma="auto"` makes of it: the command line."""
+"""What `gamma="auto"` does through the command line, with costs that are made up."""
 
 import json
 

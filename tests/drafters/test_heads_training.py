@@ -1,4 +1,4 @@
-"""Heads on the target's last state: what they look at, draft and learn, their law, files, settings and command: training."""
+"""Heads are trained, stored, resumed and used by commands."""
 
 import functools
 import json

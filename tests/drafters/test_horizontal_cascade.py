@@ -1,4 +1,4 @@
-"""Drafters made of drafters: their output, the law of their drafts, and the law that they say they have: horizontal, what both have in common."""
+"""Horizontal cascades: their drafts, their law, and what both kinds of cascade share."""
 
 import flax.struct
 import jax

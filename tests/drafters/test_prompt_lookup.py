@@ -1,4 +1,4 @@
-"""Drafters without a model: tables against counting in pure Python, copies against a slow search, laws, files, commands: copying, the command line."""
+"""Prompt lookup: what it copies, and drafters without a model through the command line."""
 
 import collections
 import json

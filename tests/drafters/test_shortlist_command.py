@@ -1,4 +1,4 @@
-"""Cheaper model drafters: a head for frequent ids only, and kernels in 8 bits: the command line."""
+"""Shortlists and 8-bit drafters through the command line."""
 
 import json
 

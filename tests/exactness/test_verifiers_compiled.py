@@ -1,4 +1,4 @@
-"""Every verifier: its law by enumeration, its mistakes, and that the JAX code takes the enumerated decisions: the JAX code."""
+"""The compiled verifiers take the decisions that were enumerated."""
 
 import itertools
 

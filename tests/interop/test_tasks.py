@@ -1,4 +1,4 @@
-"""seqio tasks through `specdec generate`: what is read, written and evaluated, beside T5X's and seqio's own; what is refused: the tasks of `specdec_jax.interop.tasks`., what is refused., vocabularies."""
+"""The tasks of `specdec_jax.interop.tasks`, what is refused of tasks, and vocabularies of seqio's."""
 
 import dataclasses
 import importlib.util

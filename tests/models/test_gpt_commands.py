@@ -1,4 +1,4 @@
-"""Decoder-only models: against Hugging Face's GPT-2, prompts through the decode loop, files, what is refused: what is refused, before anything compiles., commands."""
+"""GPT-like models: what is refused before anything compiles, and commands."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The CPU's own kernels: products and attention against float64, and of what each bit depends: attention."""
+"""The CPU's own attention against float64, and of what each bit depends."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The CPU's kernels as a library: what names it, what is refused, and that nothing that is wrong with it ends the process: the cache's folder."""
+"""The folder that the CPU's kernels are kept in."""
 
 import os
 import pathlib

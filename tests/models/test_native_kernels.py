@@ -1,4 +1,4 @@
-"""The CPU's own kernels: products and attention against float64, and of what each bit depends.
+"""The CPU's own kernels: products against float64, and of what each bit depends.
 
 They run as compiled for this processor and for a narrower one; others by name in SPECDEC_TEST_MARCH (`kernel_widths.py`).
 """

@@ -1,4 +1,4 @@
-"""Models with weights in 8 bits: used as they are stored, rounded while they are read, saved, refused: what is refused, and memory., the command line."""
+"""Weights in 8 bits: what is refused, what they take of memory, and the command line."""
 
 import dataclasses
 import json

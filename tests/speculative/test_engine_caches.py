@@ -1,4 +1,4 @@
-"""The engine on tiny random T5s: what it commits, whatever the drafter, γ, batch, limits, EOS ids, prefixes and caches: caches, vocabularies of different width."""
+"""The engine's caches, and vocabularies of different width."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Policies of γ: against slow versions, by enumeration and through the engine; the widths of the target's calls: what does not compile, and what is refused, on the command line."""
+"""Policies of γ: what does not compile anew, what is refused, and the command line."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Distillation: divergences and α against slow versions, starting from a model, runs that are killed in either stage: divergences., training: settings, the start, the choice of the best."""
+"""Divergences against slow versions, and training with a teacher: settings, the start, the choice of the best."""
 
 import dataclasses
 import functools
