@@ -14,7 +14,7 @@ from specdec_jax.models import layouts
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5 import T5Config, t5_only
 
 FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
 # The families that another's format has names for.
@@ -146,7 +146,8 @@ def _write(
             number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             own.write_description(checkpoint, folder, "t5x")
-            write(t5x.leaves_by_their_names(checkpoint.leaves, checkpoint.config), dtype, folder, number, track)
+            leaves = t5x.leaves_by_their_names(checkpoint.leaves, t5_only("format", checkpoint.config))
+            write(leaves, dtype, folder, number, track)
         _check_written(open_checkpoint(folder, None), checkpoint, format)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Written(target / inner, dtype, stored, parameter_count(checkpoint.config), size)

@@ -70,7 +70,7 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
         leaves = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
     if not leaves:
         raise ValueError(f"{folder}: got no parameters under 'target', expected those of a T5X checkpoint")
-    leaves = _unstack(leaves, folder, config and config.relative_bias_per_layer)
+    leaves = _unstack(leaves, folder, None if config is None else config.relative_bias_per_layer)
     return Checkpoint(config or infer_config(leaves, folder), leaves)
 
 

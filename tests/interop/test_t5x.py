@@ -27,6 +27,8 @@ import specdec_jax as sd
 from specdec_jax.analysis import arms
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import summaries
+from specdec_jax.checkpoints import t5x
+from specdec_jax.checkpoints.leaves import Leaf
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
@@ -37,6 +39,7 @@ if importlib.util.find_spec("t5x") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TensorFlow's
     from t5x import decoding, models, partitioning, utils
+    from t5x.examples.scalable_t5 import network as scalable_t5
 
     from specdec_jax.interop import t5x as interop
 
@@ -75,15 +78,30 @@ def predict(model, params, inputs, prompts=None, rng=None, **options):
 # Checkpoints.
 
 SHAPE = dataclasses.replace(make.TINY, vocab_size=48, num_encoder_layers=1, num_decoder_layers=1)
-SHAPES = {"1.1": SHAPE, "1.0": dataclasses.replace(SHAPE, mlp_activations=("relu",), logits_via_embedding=True)}
+SHAPES = {
+    "1.1": SHAPE,
+    "1.0": dataclasses.replace(SHAPE, mlp_activations=("relu",), logits_via_embedding=True),
+    "umT5": dataclasses.replace(SHAPE, num_decoder_layers=2, relative_bias_per_layer=True),
+}
+
+
+def network_of(config: sd.T5Config):
+    """T5X's network of this shape: `scalable_t5`'s, where every layer has a position table."""
+    if not config.relative_bias_per_layer:
+        return interop.transformer(config)
+    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+    shape = {name: getattr(config, name) for name in (*names, "mlp_activations", "logits_via_embedding")}
+    return scalable_t5.Transformer(scalable_t5.T5Config(**shape, dtype=jnp.dtype(config.dtype), dropout_rate=0.0))
 
 
 @pytest.mark.parametrize("form, use_orbax", [("t5x", True), ("t5x_legacy", True), ("t5x_legacy", False)])
-@pytest.mark.parametrize("shape, dtype", [("1.1", "float32"), ("1.0", "bfloat16")])
+@pytest.mark.parametrize("shape, dtype", [("1.1", "float32"), ("1.0", "bfloat16"), ("umT5", "float32")])
 def test_t5x_restores_what_is_exported(shape, form, dtype, use_orbax, tmp_path):
     params = {name: x.astype(dtype) for name, x in make.random_params(SHAPES[shape]).items()}
     sd.save(make.model_of(params, SHAPES[shape]), tmp_path / "model", format=form)
-    model = models.EncoderDecoderModel(interop.transformer(SHAPES[shape]), None, None, None)
+    leaves = {name: Leaf.of(x) for name, x in params.items()}
+    params = {name: leaf.load(dtype) for name, leaf in t5x.leaves_by_their_names(leaves, SHAPES[shape]).items()}
+    model = models.EncoderDecoderModel(network_of(SHAPES[shape]), None, None, None)
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
     shapes = dict(encoder_input_tokens=(2, 8), decoder_input_tokens=(2, 8))
     initializer = utils.TrainStateInitializer(

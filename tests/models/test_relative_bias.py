@@ -34,6 +34,18 @@ def read_golden() -> tuple[sd.T5Config, dict[str, np.ndarray], dict[str, np.ndar
 SHAPE, PARAMS, IO = read_golden()
 
 
+def unrolled() -> dict[str, np.ndarray]:
+    """T5X's parameters as they are with `scan_layers = False`: each layer by itself, heads and features apart."""
+    found = {}
+    for name, x in PARAMS.items():
+        stack, *path = name.split("/")
+        if path[0] == stack:
+            found |= {"/".join([stack, f"layers_{i}", *path[1:]]): x[:, i] for i in range(x.shape[1])}
+        else:
+            found[name] = x
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """T5X's checkpoint."""
@@ -82,21 +94,42 @@ def test_each_table_is_in_its_layer(model):
         assert "relpos_bias" not in model.params[stack]
 
 
+@pytest.mark.filterwarnings("ignore")  # TensorFlow's
+@pytest.mark.parametrize("scanned", [True, False])
+def test_t5x_itself_computes_the_same(scanned, tmp_path):
+    """Its network with the golden parameters, scanned or not; where T5X is installed."""
+    network = pytest.importorskip("t5x.examples.scalable_t5.network")
+    from specdec_jax.interop import t5x as interop
+
+    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+    shape = {name: getattr(SHAPE, name) for name in (*names, "mlp_activations")}
+    module = network.Transformer(network.T5Config(**shape, dropout_rate=0.0, scan_layers=scanned))
+    inputs, tokens = IO["inputs"], IO["decoder_tokens"]
+    init = lambda: module.init(jax.random.key(0), inputs, tokens, tokens, enable_dropout=False)
+    shapes = {name: leaf.shape for name, leaf in parameters.flatten(jax.eval_shape(init)["params"]).items()}
+    flat = PARAMS if scanned else unrolled()
+    assert shapes == {name: x.shape for name, x in flat.items()}
+    make.write_t5x_orbax(tmp_path / "checkpoint_1", flat)
+    params = {"params": parameters.unflatten(flat)}
+    expected = module.apply(params, inputs, tokens, np.ones_like(tokens), enable_dropout=False)
+    ours = sd.load(tmp_path, "float32")
+    assert ours.config.relative_bias_per_layer
+    np.testing.assert_allclose(ours.logits(inputs, tokens, IO["input_lengths"]), expected, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="expected t5x.examples.t5.network.Transformer, not scanned"):
+        interop.config_of(module)
+
+
 # Formats.
 
 
-@pytest.mark.parametrize("form", ["legacy", "unrolled", "unrolled, heads apart"])
+@pytest.mark.parametrize("form", ["legacy", "unrolled", "unrolled, heads joined"])
 def test_other_forms_of_it(form, model, tmp_path):
     if form == "legacy":
         make.write_t5x_legacy(tmp_path / "checkpoint_7", PARAMS)
-    else:  # `scan_layers = False`
-        params = {name: np.asarray(x) for name, x in parameters.flatten(model.params).items()}
-        if form == "unrolled, heads apart":
-            heads = (SHAPE.num_heads, SHAPE.head_dim)
-            for name, x in params.items():
-                if "attention/" in name and name.endswith("/kernel"):
-                    split = (*heads, x.shape[1]) if "/out/" in name else (x.shape[0], *heads)
-                    params[name] = x.reshape(split)
+    else:
+        params = unrolled()
+        if form == "unrolled, heads joined":
+            params = {name: np.asarray(x) for name, x in parameters.flatten(model.params).items()}
         make.write_t5x_orbax(tmp_path / "checkpoint_7", params)
     again = sd.load(tmp_path, "float32")
     assert again.config == model.config and again.fingerprint == model.fingerprint
