@@ -124,7 +124,7 @@ def _write(
     """Writes a checkpoint whose special ids are known, and makes sure that the format says of it what it should."""
     config = checkpoint.config
     if format != "specdec" and (config.encoder_dim is not None or config.family not in _HOLDS[format]):
-        kind = "a decoder-only model" if config.decoder_only else "one without an encoder"
+        kind = "a decoder-only model" if config.decoder_only else "a model without an encoder of its own"
         kind = kind if config.decoder_only or config.encoder_dim is not None else f"a {type(config).__name__}"
         raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
     stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))

@@ -67,7 +67,7 @@ class DecodingOptions:
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json of both models, for checkpoints that have none (T5X's)"
     )
-    dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
+    dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")
     quantize: str | None = option(
         None,
         "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); the output law is then that of "
@@ -106,7 +106,7 @@ class DecodingOptions:
     )
     gamma_policy: str = option(
         "fixed",
-        f"how the number of drafted tokens adapts while decoding, with --gamma as its maximum: fixed, {', '.join(POLICIES)}",
+        f"how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 where that is auto): fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
         (), "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
@@ -179,11 +179,9 @@ class DecodingOptions:
         """As `check`, for commands that may do without a checkpoint."""
         sampling = self.sampling()
         at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
-        if self.verifier == FORCED.name:
-            expected = ", ".join(VERIFIERS)
-            raise ValueError(
-                f"verifier: got {FORCED.name!r}, expected one of {expected} (--forced_alpha of `specdec benchmark` times with it)"
-            )
+        if self.verifier not in VERIFIERS:
+            why = " (--forced_alpha of `specdec benchmark` times with it)" if self.verifier == FORCED.name else ""
+            raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}")
         verifier_settings(
             verifier_of(self.verifier), sampling, int(self.drafts), 1, lenience=self.lenience,
             typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from specdec_jax.models.language_model import LanguageModel
@@ -31,7 +32,16 @@ def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
 def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     """Refuses a drafter that cannot draft for `target`: of another vocabulary (PITFALLS row 28), kind, mesh or model."""
     if not isinstance(drafter, Drafter):
-        raise ValueError(f"drafter: got {type(drafter).__name__}, expected a Drafter, such as ModelDrafter(model)")
+        got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
+        raise ValueError(
+            f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or PromptLookupDrafter() (names are for the "
+            "command line)"
+        )
+    if jax.tree_util.all_leaves([drafter]):
+        name = type(drafter).__name__
+        raise ValueError(
+            f"drafter: got {name}, which is no pytree, expected a class decorated with flax.struct.dataclass"
+        )
     drafter.check(target)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -258,6 +259,10 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
     Raises:
       ValueError: no input, one that is too long, or a target that has no encoder of its own.
     """
+    if isinstance(target, str | os.PathLike):
+        raise ValueError(
+            f"target: got {str(target)!r}, expected a LanguageModel, such as specdec_jax.load({str(target)!r})"
+        )
     if target.config.encoder_dim is not None:
         raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
     if not isinstance(inputs, str) and not hasattr(inputs, "shape"):

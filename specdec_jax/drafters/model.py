@@ -1,5 +1,6 @@
 """A smaller model of the same vocabulary as drafter (Leviathan et al. 2023, section 2.3)."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +57,9 @@ class ModelDrafter(Drafter):
         Raises:
           ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id that ends a sequence.
         """
+        if isinstance(model, str | os.PathLike):
+            expected = f"a LanguageModel, such as specdec_jax.load({str(model)!r})"
+            raise ValueError(f"model: got {str(model)!r}, expected {expected}")
         self.model, self.network, self.shortlist = model, model.network, None
         self.int8 = bool(int8) and not model.quantized
         if shortlist is not None:

@@ -48,7 +48,11 @@ def named_drafter(
     if name in WITHOUT_FILES:
         return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
-        return EarlyExitDrafter(target, _exit_layer(name))
+        layers, most = _exit_layer(name), target.config.num_decoder_layers - 1
+        if not 1 <= layers <= most:
+            expected = f"exit:K with K from 1 to {most}" if most else "a target with more than one decoder layer"
+            raise ValueError(f"drafter: got {name!r}, expected {expected} (the target has {most + 1} decoder layers)")
+        return EarlyExitDrafter(target, layers)
     if name.endswith(".npz"):
         return NGramDrafter.load(name, target.vocabulary)
     if own.is_folder(pathlib.Path(name), "heads"):

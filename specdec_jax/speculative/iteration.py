@@ -33,6 +33,7 @@ drafted ones, and gives the laws of γ + 1 positions in one call.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,9 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
     num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
     if program.gamma:
-        draft_state, draft = drafter.draft(state.draft_state, state, num_wanted)
+        draft_state, draft = checked(
+            drafter, drafter.draft(state.draft_state, state, num_wanted), (batch, program.gamma)
+        )
         draft, state = _up_to_failure(draft, state)
     else:
         draft_state, draft = None, _no_draft(batch, program)
@@ -71,6 +74,18 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     states, logits = found
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
     return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+
+
+def checked(drafter: Drafter, found, shape: tuple[int, int]) -> tuple[Any, Draft]:
+    """Returns what a drafter gave, if it is a state and a draft of `shape`, rows and γ; else says so, while it is traced."""
+    name = type(drafter).__name__
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Draft)):
+        raise ValueError(f"drafter {name}: draft returned {type(found).__name__}, expected (draft_state, Draft)")
+    if found[1].tokens.shape != shape:
+        raise ValueError(
+            f"drafter {name}: draft gave tokens of shape {found[1].tokens.shape}, expected {shape}, rows and γ"
+        )
+    return found
 
 
 def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:

@@ -190,7 +190,7 @@ def test_command_line(monkeypatch):
     loaded, drafter = options.load()
     assert loaded is target() and isinstance(drafter, sd.EarlyExitDrafter) and drafter.layers == 2
     for name, message in (
-        ("exit:4", "layers: got 4, expected an integer from 1 to 3"),
+        ("exit:4", "drafter: got 'exit:4', expected exit:K with K from 1 to 3"),
         ("exit:two", "drafter: got 'exit:two', expected exit:K with a number of decoder layers K"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -143,7 +143,9 @@ def test_training_without_a_teacher_is_refused(language, tmp_path):
 
 def test_is_no_teacher_and_no_other_format(language, tmp_path):
     model = decoder_of(0.0)
-    with pytest.raises(ValueError, match="format: got 'huggingface' for one without an encoder, expected 'specdec'"):
+    with pytest.raises(
+        ValueError, match="format: got 'huggingface' for a model without an encoder of its own, expected 'specdec'"
+    ):
         converter.save(model, tmp_path / "hf", format="huggingface")
     with pytest.raises(
         ValueError, match="drafter: got encoder_dim 16, expected a T5 with an encoder, or encoder_dim 8"
