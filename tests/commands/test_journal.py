@@ -4,15 +4,9 @@ import json
 import multiprocessing
 
 import pytest
+from journals import SETTINGS, journal, try_to_open
 
-from specdec_jax.commands.journal import Journal
 from specdec_jax.files.reading import digest
-
-SETTINGS = {"gamma": 4, "stop": ("a", "ü"), "sentences": "0123"}
-
-
-def journal(tmp_path, settings=SETTINGS, total=3):
-    return Journal(tmp_path / "out.txt", settings, total)
 
 
 def fill(tmp_path, **results):
@@ -107,20 +101,12 @@ def test_some_other_file_is_refused_and_left_alone(tmp_path, line, link):
     assert path.read_bytes() == line
 
 
-def _try(tmp_path, queue):
-    try:
-        journal(tmp_path)
-        queue.put("opened")
-    except ValueError as error:
-        queue.put(str(error))
-
-
 def test_one_process_at_a_time(tmp_path):
     pytest.importorskip("fcntl")
     context = multiprocessing.get_context("spawn")
     with journal(tmp_path):
         queue = context.Queue()
-        other = context.Process(target=_try, args=(tmp_path, queue))
+        other = context.Process(target=try_to_open, args=(tmp_path, queue))
         other.start()
         assert "another process is writing it" in queue.get(timeout=60)
         other.join()

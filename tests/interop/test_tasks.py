@@ -234,7 +234,7 @@ def test_without_seqio_the_extra_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "seqio", None)
     for name in ("seqio_jobs", "tasks"):
         monkeypatch.delitem(sys.modules, f"specdec_jax.interop.{name}", raising=False)
-        monkeypatch.delattr(interop, name, raising=False)
+        monkeypatch.delattr(sys.modules["specdec_jax.interop"], name, raising=False)
     assert main.main(["generate", "--target=ende/target", "--task=a"]) == 2
     err = capsys.readouterr().err
     assert "task: got 'a' without seqio (" in err and "expected the extra: pip install '.[seqio]'" in err
