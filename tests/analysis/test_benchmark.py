@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 
-import benchmark_parts
+import benchmark_models
 import jax
 import numpy as np
 import pytest
@@ -27,7 +27,8 @@ from specdec_jax.speculative.state import Draft
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-batches, measured = benchmark_parts.batches, benchmark_parts.measured
+target, options = benchmark_models.target, benchmark_models.options
+batches, measured = benchmark_models.batches, benchmark_models.measured
 TIMES = {
     name: Spread(seconds, seconds, seconds)
     for name, seconds in {

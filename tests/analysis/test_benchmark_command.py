@@ -7,7 +7,7 @@ import json
 import re
 import sys
 
-import benchmark_parts
+import benchmark_models
 import pytest
 from benchmark_models import CONFIG
 from rich.console import Console
@@ -25,7 +25,8 @@ from specdec_jax.models.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-batches, measured = benchmark_parts.batches, benchmark_parts.measured
+target, options = benchmark_models.target, benchmark_models.options
+batches, measured = benchmark_models.batches, benchmark_models.measured
 
 
 # What is shown and refused.

@@ -2,7 +2,10 @@
 
 import pytest
 
+from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 
@@ -19,3 +22,15 @@ def options() -> benchmark_command.BenchmarkOptions:
     return benchmark_command.BenchmarkOptions(
         target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=2, batch_size=2
     )
+
+
+@pytest.fixture(scope="module")
+def batches(options) -> list[analysis_arms.Batch]:
+    ids = [[5, 9, 1], [7, 8, 9, 1], [3, 1]]
+    return analysis_arms.cut(ids, ids, options.batch_size, options.seed)
+
+
+@pytest.fixture(scope="module")
+def measured(target, options, batches):
+    """Drafter = target: everything is accepted."""
+    return analysis_benchmark.benchmark(target, ModelDrafter(target), batches, options)
