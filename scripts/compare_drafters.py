@@ -1,16 +1,22 @@
-"""Many drafters on the same sentences, in one table: α, tokens per target call, c, v and measured improvement over plain decoding.
+"""Many drafters on the same sentences, in one table: α, tokens per target call, c, v and measured
+improvement over plain decoding.
 
     python scripts/compare_drafters.py --input_file=ende/test.tsv.gz --limit=300 --output=drafters.json \
-        --arm=ende/drafter,gamma=4 --arm=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
-        --arm=ende/drafter,gamma=8,gamma_policy=heuristic --arm=lookup,gamma=4 --arm=exit:2,gamma=2 --arm=trigrams.npz,gamma=2
+        --arm=ende/drafter,gamma=4
+        --arm=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
+        --arm=ende/drafter,gamma=8,gamma_policy=heuristic --arm=lookup,gamma=4 --arm=exit:2,gamma=2
+        --arm=trigrams.npz,gamma=2
 
-An arm is what `specdec generate --drafter` takes, then any of its flags that concern drafting. Cascades are `vertical|MODEL|INNER|N`, the
-model drafted for by INNER, N tokens at a time, and `horizontal|FIRST|THEN|N`, N tokens of FIRST before THEN's. All arms are timed in turn,
-sentence by sentence; the improvement is that of total wall time, encoders included, its median and spread over the passes. At
-temperature 0 every output is compared with plain decoding's; what differs is counted (`specdec benchmark` tells near-ties).
+An arm is what `specdec generate --drafter` takes, then any of its flags that concern drafting.
+Cascades are `vertical|MODEL|INNER|N`, the model drafted for by INNER, N tokens at a time, and
+`horizontal|FIRST|THEN|N`, N tokens of FIRST before THEN's. All arms are timed in turn, sentence by
+sentence; the improvement is that of total wall time, encoders included, its median and spread over
+the passes. At temperature 0 every output is compared with plain decoding's; what differs is counted
+(`specdec benchmark` tells near-ties).
 
-c is what a drafted token costs inside the loop, v what the target's call and its verification do, both in plain iterations and
-timed apart from the sentences; where γ adapts there is no one draft to time, and of cascades none is timed.
+c is what a drafted token costs inside the loop, v what the target's call and its verification do,
+both in plain iterations and timed apart from the sentences; where γ adapts there is no one draft to
+time, and of cascades none is timed.
 """
 
 import dataclasses

@@ -1,12 +1,14 @@
-"""Whole files: sentences a second with finished rows refilled, in batches of like length, and in batches as the file has them.
+"""Whole files: sentences a second with finished rows refilled, in batches of like length, and in
+batches as the file has them.
 
     python scripts/compare_throughput.py --target=ende/target --drafter=ende/drafter --input_file=ende/test.tsv.gz \
         --batch_size=8 --limit=2000 --output=throughput.json
 
-All decode the same sentences with the same keys, in turn; tokenisation, encoders and texts are inside the time, compilation is
-not: a pass of each comes before. The ratios are of the times of one pass over refilling's, their median and spread over the
-passes. Every output is compared: at temperature 0 all must give the same ids, but for near-ties, which are counted and told;
-above it each row's draws are its own, and the same holds.
+All decode the same sentences with the same keys, in turn; tokenisation, encoders and texts are
+inside the time, compilation is not: a pass of each comes before. The ratios are of the times of one
+pass over refilling's, their median and spread over the passes. Every output is compared: at
+temperature 0 all must give the same ids, but for near-ties, which are counted and told; above it
+each row's draws are its own, and the same holds.
 """
 
 import json

@@ -1,11 +1,13 @@
 """Quality of a target as stored, α of a pair, and whether greedy speculative output equals greedy plain output.
 
-    python scripts/evaluate.py --target=ende/target --drafter=ende/drafter --files=ende/test.tsv.gz,wiki_pe/test.tsv.gz \
+    python scripts/evaluate.py --target=ende/target --drafter=ende/drafter
+    --files=ende/test.tsv.gz,wiki_pe/test.tsv.gz \
         --gamma=1,3,5,8 --batch_size=1,8 --output=evaluation.json
 
-BLEU and chrF are sacrebleu's (extra `test`). Tokens that differ are listed one by one with the target's margin there and
-the measured difference between one position and γ + 1: a near-tie is said to be one, nothing is hidden. Exit code 1 if
-one differs that is no near-tie, or if a drafter that is the target itself is ever rejected.
+BLEU and chrF are sacrebleu's (extra `test`). Tokens that differ are listed one by one with the
+target's margin there and the measured difference between one position and γ + 1: a near-tie is said
+to be one, nothing is hidden. Exit code 1 if one differs that is no near-tie, or if a drafter that
+is the target itself is ever rejected.
 """
 
 import json

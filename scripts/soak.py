@@ -2,10 +2,11 @@
 
     python scripts/soak.py --target=ende/target --drafter=ende/drafter --requests=10000
 
-Input lengths, batch sizes, seeds, limits and every traced option change from request to request; inputs are random ids.
-Prints one line for each tenth: acceptance rate, resident memory, requests per second. Exit code 1 if a program was
-compiled after the warm-up, if memory grew by more than `--max_growth_mb` after the first tenth, or if the acceptance rate
-of a tenth is off that of all by more than `--max_drift`.
+Input lengths, batch sizes, seeds, limits and every traced option change from request to request;
+inputs are random ids. Prints one line for each tenth: acceptance rate, resident memory, requests
+per second. Exit code 1 if a program was compiled after the warm-up, if memory grew by more than
+`--max_growth_mb` after the first tenth, or if the acceptance rate of a tenth is off that of all by
+more than `--max_drift`.
 """
 
 import itertools

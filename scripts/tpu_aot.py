@@ -5,10 +5,11 @@
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # and what each step is estimated to take, for table 2 of the paper
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
 
-The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in its loop). What
-is printed is the compiler's memory analysis, the arrays of over a megabyte that its loop bodies copy, and with `--times` the
-compiler's own estimate of single calls; nothing here is a measurement. On a mesh all sizes are those of one device, and the collectives
-of the loop are counted; the drafter is whole on every device. Exit code 1 if it does not fit.
+The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
+commit, in its loop). What is printed is the compiler's memory analysis, the arrays of over a
+megabyte that its loop bodies copy, and with `--times` the compiler's own estimate of single calls;
+nothing here is a measurement. On a mesh all sizes are those of one device, and the collectives of
+the loop are counted; the drafter is whole on every device. Exit code 1 if it does not fit.
 """
 
 import collections

@@ -3,11 +3,12 @@
     python scripts/wikitext_sentences.py --input_file=data/wikitext2/train.txt.gz --output_file=data/wikitext.txt.gz \
         --exclude=data/ende/validation.tsv.gz,data/ende/test.tsv.gz,data/wiki_pe/validation.tsv.gz,data/wiki_pe/test.tsv.gz
 
-WikiText has a paragraph a line, its words and punctuation apart, rare words replaced by <unk>. What is written is a sentence a
-line, its parts joined again; headings, sentences with <unk> and those of under 4 or over 45 words are left out, and
-those that are sources of the excluded files, whatever their case and punctuation. The rules are simple: a sentence is also
-cut after an initial or "St.", a quotation mark may go to the sentence after its own, and names like O 'Neill stay apart,
-which concerns some 6 % of WikiText-2's sentences. The bundled drafter learnt from exactly these.
+WikiText has a paragraph a line, its words and punctuation apart, rare words replaced by <unk>. What
+is written is a sentence a line, its parts joined again; headings, sentences with <unk> and those of
+under 4 or over 45 words are left out, and those that are sources of the excluded files, whatever
+their case and punctuation. The rules are simple: a sentence is also cut after an initial or "St.",
+a quotation mark may go to the sentence after its own, and names like O 'Neill stay apart, which
+concerns some 6 % of WikiText-2's sentences. The bundled drafter learnt from exactly these.
 """
 
 import gzip
@@ -25,7 +26,8 @@ _EXCLUDE = flags.DEFINE_list("exclude", [], "TSV files whose sources (what stand
 
 _SHORTEST, _LONGEST = 4, 45  # words, punctuation among them
 _BOUNDARY = re.compile(r'(?<=[.!?]) (?=[A-Z"])')
-# In this order: joints inside words and numbers, closing and opening marks, what an apostrophe begins, quotations, ranges.
+# In this order: joints inside words and numbers, closing and opening marks, what an apostrophe
+# begins, quotations, ranges.
 _JOINED = tuple(
     (re.compile(pattern), joined)
     for pattern, joined in (

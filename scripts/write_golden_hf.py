@@ -1,9 +1,10 @@
 """Writes tests/golden/hf_*: tiny T5-family models, a GPT-2 and tokenizers, as transformers computes and saves them.
 
-Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself needs neither torch nor
-transformers. Run from the repository root: `python scripts/write_golden_hf.py [tests/golden [hf_gpt2 …]]`, with names for
-some of them only. Every model is randomly initialised from a seed, so that nothing here derives from anybody's weights or
-texts.
+Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself
+needs neither torch nor transformers. Run from the repository root:
+`python scripts/write_golden_hf.py [tests/golden [hf_gpt2 …]]`, with names for some of them only.
+Every model is randomly initialised from a seed, so that nothing here derives from anybody's weights
+or texts.
 
 Each model's `io.npz` holds, for B = 4 rows of which two are padded:
   inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
@@ -13,9 +14,9 @@ Each model's `io.npz` holds, for B = 4 rows of which two are padded:
   greedy_alone [B, T]: the same, each row decoded by itself without padding.
   early_eos_id [], greedy_early [B, T]: the same batch with another EOS id, one that the decodes above contain.
 
-Of the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole sequences, whose first ids those
-are; `greedy` is a left-padded batch, as transformers wants it; `unconditional [T]` continues <|endoftext|> alone. What
-follows an EOS is −1.
+Of the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole
+sequences, whose first ids those are; `greedy` is a left-padded batch, as transformers wants it;
+`unconditional [T]` continues <|endoftext|> alone. What follows an EOS is −1.
 """
 
 import functools
@@ -114,7 +115,8 @@ def build(name: str, seed: int):
 
 
 def _untied(model):
-    """The model as its kind is published: transformers 5 calls every T5 tied, and scales what umT5's head is given, for which
+    """The model as its kind is published: transformers 5 calls every T5 tied, and scales what umT5's
+    head is given, for which
     transformers 4 and T5X need a tied head."""
     if model.config.model_type == "umt5":
         model.config.tie_word_embeddings = False
@@ -315,8 +317,8 @@ def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
 
 
 def write_gpt(folder: pathlib.Path) -> None:
-    """A GPT-2 of the first seed whose decodes have clear margins and are not all one token, its tokenizer in both forms, and
-    the ids that this gives."""
+    """A GPT-2 of the first seed whose decodes have clear margins and are not all one token, its
+    tokenizer in both forms, and the ids that this gives."""
     import transformers
 
     tokenizer = gpt_tokenizer()

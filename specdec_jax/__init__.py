@@ -1,4 +1,5 @@
-"""Exact, fast decoding for T5-family and GPT-like models in JAX: speculative decoding (Leviathan, Kalman and Matias 2023)."""
+"""Exact, fast decoding for T5-family and GPT-like models in JAX: speculative decoding
+(Leviathan, Kalman and Matias 2023)."""
 
 from specdec_jax.checkpoints.converter import convert, save
 from specdec_jax.checkpoints.loader import bundled, load

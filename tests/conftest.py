@@ -37,7 +37,8 @@ def kernel():
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_measured():
-    """`gamma="auto"` is 4, as on a mesh: to measure every toy model would take most of the time. `test_auto.py` does."""
+    """`gamma="auto"` is 4, as on a mesh: to measure every toy model would take most of the time.
+    `test_auto.py` does."""
     from specdec_jax.decoding import costs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +52,8 @@ QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_c
 
 @pytest.fixture(scope="session")
 def quick_options():
-    """Those of `QUICK` that this version of XLA has; they hold for every program that is compiled without optimisation."""
+    """Those of `QUICK` that this version of XLA has; they hold for every program that is
+    compiled without optimisation."""
     import jax
 
     try:

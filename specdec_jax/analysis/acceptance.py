@@ -1,7 +1,8 @@
 """How much of its drafts a target accepts, and the calls that this lets expect for every γ.
 
-Where a model drafts and the output law is the target's, its own outputs are scored with both models (`scored`): far less
-noisy than counting accepts, and one pass gives every γ. Otherwise the engine decodes with the greatest γ (`counted`).
+Where a model drafts and the output law is the target's, its own outputs are scored with both models
+(`scored`): far less noisy than counting accepts, and one pass gives every γ. Otherwise the engine
+decodes with the greatest γ (`counted`).
 """
 
 import dataclasses
@@ -40,8 +41,8 @@ class Acceptance:
 
     Attributes:
       how: "scored" or "counted".
-      alpha: Σ min(p, q) per position, or accepted / examined tokens; None where nothing was drafted or no verifier that was
-        asked for has such a rate.
+      alpha: Σ min(p, q) per position, or accepted / examined tokens; None where nothing was drafted
+        or no verifier that was asked for has such a rate.
       error: its standard error, clustered by sentence; None of fewer than two.
       positions: number of tokens that it is a mean of.
       survival: by verifier, for i = 1 … G: (P(at least i drafted tokens stand), its standard error).
@@ -198,8 +199,8 @@ class Comparison(NamedTuple):
 
 
 def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options) -> Comparison | None:
-    """Decodes by token verification, one iteration at a time, and scores the positions that were examined; None where nothing
-    was drafted.
+    """Decodes by token verification, one iteration at a time, and scores the positions that were
+    examined; None where nothing was drafted.
 
     Args:
       drafter: one that is `scorable`.
@@ -238,8 +239,8 @@ class Agreement(NamedTuple):
     """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk past an output's end.
 
     Attributes:
-      overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At temperature 0 whether the
-        argmax is the same.
+      overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At
+        temperature 0 whether the argmax is the same.
       log_ratio: log q(y) − log p(y) of the token y that is there.
     """
 

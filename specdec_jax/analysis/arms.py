@@ -85,8 +85,8 @@ class Arm:
 
 
 def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> list[Batch]:
-    """Sorts by length and cuts into batches, of no more rows than are needed but a multiple of `parts`; the last is filled up
-    with empty inputs, so that one number of rows compiles."""
+    """Sorts by length and cuts into batches, of no more rows than are needed but a multiple of
+    `parts`; the last is filled up with empty inputs, so that one number of rows compiles."""
     size = min(batch_size, -(-len(inputs) // parts) * parts)
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
     keys, batches = fold_keys(seeded(seed), np.arange(len(inputs))), []
@@ -106,7 +106,8 @@ def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list
 
 
 def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], options) -> None:
-    """Refuses prompts that are too long for one of the models, before a step compiles; `options` of a decoding command."""
+    """Refuses prompts that are too long for one of the models, before a step compiles; `options`
+    of a decoding command."""
     lengths = [len(ids) for batch in batches for ids in batch.ids]
     checks.check_prompts(target, drafter, lengths, options.max_new_tokens)
 

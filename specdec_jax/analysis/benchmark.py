@@ -1,7 +1,8 @@
 """Plain against speculative decoding on one machine: wall time, α, c, v, predicted and measured improvement.
 
-The arms are interleaved batch by batch, since the speed of a shared machine drifts; compile time is kept apart; encoders
-and tokenisation are inside the wall time; one counter counts the tokens of all arms.
+The arms are interleaved batch by batch, since the speed of a shared machine drifts; compile time is
+kept apart; encoders and tokenisation are inside the wall time; one counter counts the tokens of all
+arms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +30,9 @@ def benchmark(
     """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
 
     A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0. For one that
-    is made of several nothing is timed and nothing predicted.
-    With a preset the weights are random, so that α would mean nothing: only plain decoding and steps are timed, with the
-    cost of sampling where the temperature is not 0, unless α is forced.
+    is made of several nothing is timed and nothing predicted. With a preset the weights are random,
+    so that α would mean nothing: only plain decoding and steps are timed, with the cost of sampling
+    where the temperature is not 0, unless α is forced.
 
     Args:
       others: another implementation by its name, timed in turn with ours; None or empty: none.

@@ -1,9 +1,10 @@
 """The paper's formulas (Leviathan, Kalman and Matias 2023, section 3): what α, c, v and γ promise.
 
-α is the acceptance rate, γ the number of drafted tokens, c the time of a draft step over that of a target step
-(`cost_ratio`), v the time of a target call over γ + 1 positions over that of one position (`verify_cost`; the paper takes 1).
-Formulas of α assume that acceptances are independent with the same probability; those of `survival` assume nothing of the
-kind: it holds the probabilities that at least 1, 2 … of the drafted tokens stand.
+α is the acceptance rate, γ the number of drafted tokens, c the time of a draft step over that of a
+target step (`cost_ratio`), v the time of a target call over γ + 1 positions over that of one
+position (`verify_cost`; the paper takes 1). Formulas of α assume that acceptances are independent
+with the same probability; those of `survival` assume nothing of the kind: it holds the
+probabilities that at least 1, 2 … of the drafted tokens stand.
 """
 
 import math
@@ -133,8 +134,9 @@ def oracle_improvement(alpha: float, cost_ratio: float) -> float:
 def expected_calls(alpha: float, gamma: int, length: int) -> float:
     """Target calls for an output of `length` tokens, which theorem 3.8 takes to be long.
 
-    One call yields k ≤ γ tokens with probability `α^(k−1)·(1 − α)` and γ + 1 with `α^γ` (section 3.1); what would lie past the
-    end of the output is lost. With f(n) = 0 for n ≤ 0: `f(n) = 1 + Σ_k P(k)·f(n − k)`.
+    One call yields k ≤ γ tokens with probability `α^(k−1)·(1 − α)` and γ + 1 with `α^γ` (section
+    3.1); what would lie past the end of the output is lost. With f(n) = 0 for n ≤ 0:
+    `f(n) = 1 + Σ_k P(k)·f(n − k)`.
 
     >>> expected_calls(1.0, 3, 9), expected_calls(0.0, 3, 9)
     (3.0, 9.0)
@@ -151,7 +153,8 @@ def clustered_mean(sums, counts) -> tuple[float, float | None]:
     """Mean of all items and its standard error, where the items of one sentence are not independent of each other.
 
     With K sentences of `counts` n_k items that sum to `sums` s_k: m = Σ s_k / Σ n_k, and its error
-    `√(K/(K−1) · Σ (s_k − m·n_k)²) / Σ n_k` (the ratio estimator of a sample of clusters); None of fewer than two sentences.
+    `√(K/(K−1) · Σ (s_k − m·n_k)²) / Σ n_k` (the ratio estimator of a sample of clusters); None of
+    fewer than two sentences.
 
     >>> clustered_mean([1.0, 3.0], [2, 2])
     (1.0, 0.5)
@@ -217,15 +220,15 @@ def block_survival(log_ratios: np.ndarray) -> np.ndarray:
 def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[float, float]:
     """Expected target calls and draft steps for one output of n tokens, its end included.
 
-    From token t on, the number τ of drafted tokens that stand has the law that `survival[t]` gives and the next iteration
-    starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0. Where a drafter whose last token stood feeds it
-    with the next, that is one step here.
+    From token t on, the number τ of drafted tokens that stand has the law that `survival[t]` gives
+    and the next iteration starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0.
+    Where a drafter whose last token stood feeds it with the next, that is one step here.
 
     Args:
       survival: `[n, G]`; G at least γ. What reaches past the end is not looked at.
       gamma: γ.
-      ended: whether the output ends with an EOS, which a draft may contain and then ends with; else at a limit, and then the
-        last token is never drafted.
+      ended: whether the output ends with an EOS, which a draft may contain and then ends with; else
+        at a limit, and then the last token is never drafted.
 
     >>> calls_along(np.ones((9, 3)), 3)[0], calls_along(np.zeros((9, 3)), 3)
     (3.0, (9.0, 27.0))

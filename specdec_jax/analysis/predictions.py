@@ -16,7 +16,8 @@ class Work:
     Attributes:
       padded: length that its inputs are padded to.
       calls: target calls.
-      draft_calls: draft steps, a call over two positions being one; None without a drafter, whose encoder then does not run.
+      draft_calls: draft steps, a call over two positions being one; None without a drafter, whose
+        encoder then does not run.
     """
 
     padded: int
@@ -42,7 +43,8 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
 
 
 def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
-    """Seconds of a draft step between target calls: what γ of them add to a call over γ + 1 positions, no less than alone."""
+    """Seconds of a draft step between target calls: what γ of them add to a call over γ + 1
+    positions, no less than alone."""
     added = times[f"draft {gamma} and verify"].median - times[f"verify {gamma}"].median
     return max(added / gamma, times["draft step"].median)
 

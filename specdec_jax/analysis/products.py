@@ -20,7 +20,8 @@ class Products(NamedTuple):
     Attributes:
       kernels: all kernels of the decoder and the head, as `apply_kernel` takes them, apart from the keys and values of
         cross-attention, which are multiplied with once per request.
-      axes: of each, the one of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is the embedding `[V, D]`.
+      axes: of each, the one of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is
+        the embedding `[V, D]`.
     """
 
     kernels: list[models_layouts.Kernel]
@@ -72,8 +73,8 @@ def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object
 
 
 def bare_arms(target: LanguageModel, drafter, rows: int, gammas: Sequence[int]) -> dict[str, Callable[[], object]]:
-    """As `products_arms`, in the loop's own layout: those of target calls over γ + 1 positions, and of a draft step where the
-    drafter is a model that is not reduced."""
+    """As `products_arms`, in the loop's own layout: those of target calls over γ + 1 positions, and of
+    a draft step where the drafter is a model that is not reduced."""
     arms = {}
     for gamma in gammas:
         wide = rows * (gamma + 1)

@@ -46,7 +46,8 @@ class Spread(NamedTuple):
 def timed(function: Callable[[], object]) -> float:
     """Seconds of one call, the devices' work included: the median of a few where they are short.
 
-    An untimed call goes before: after a pause the first one also pays for sleeping threads and cold caches, which of more than
+    An untimed call goes before: after a pause the first one also pays for sleeping threads and cold
+    caches, which of more than
     two seconds is nothing.
     """
 
@@ -107,7 +108,8 @@ def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, g
 
 @functools.partial(jax.jit, static_argnames="steps")
 def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
-    """As `decode_steps` for two tokens `[B, 2]`, but with the head on the second alone, as a drafter that catches up has it."""
+    """As `decode_steps` for two tokens `[B, 2]`, but with the head on the second alone, as a
+    drafter that catches up has it."""
 
     def body(_, carry):
         tokens, cache = carry
@@ -137,8 +139,8 @@ def step_arm(
 def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int):
     """γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in turn.
 
-    What a draft step costs next to target calls is not what it costs alone: they push its weights out of the processor's
-    caches.
+    What a draft step costs next to target calls is not what it costs alone: they push its weights
+    out of the processor's caches.
 
     Args:
       tokens: `[B, G + 1]`. positions: `[B]`. caches: the target's and the drafter's.
@@ -187,7 +189,8 @@ def verified_steps(network: Network, state: DecodeState, *, steps: int):
     Args:
       state: from `verified_state`.
 
-    Returns: the last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and target's laws `[B, G + 1, V]` (None for argmax).
+    Returns: the last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and target's laws
+      `[B, G + 1, V]` (None for argmax).
     """
     program, positions = state.program, state.lengths - 1
     batch, width = len(positions), program.gamma + 1
@@ -224,7 +227,8 @@ def verified_state(
 def sampling_arms(
     network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig
 ) -> dict[str, Callable[[], object]]:
-    """Calls of `STEPS` target calls over γ + 1 positions: alone, with argmax, and with each of `SAMPLED` under `config`."""
+    """Calls of `STEPS` target calls over γ + 1 positions: alone, with argmax, and with each of
+    `SAMPLED` under `config`."""
     argmax = verified_state(network, batch, input_length, slots, gamma, SamplingConfig(), "token")
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)
     arms = {

@@ -62,7 +62,8 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
 def example(
     target: LanguageModel, drafter, gammas: Sequence[int], batches, times: Mapping[str, Spread], options
 ) -> dict[str, Any] | None:
-    """The first input that has any text, decoded plainly and with every γ of `gammas`; None where there is none such."""
+    """The first input that has any text, decoded plainly and with every γ of `gammas`; None
+    where there is none such."""
     batch = next((batch for batch in batches if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()), None)
     if batch is None:
         return None

@@ -1,7 +1,8 @@
 """Chooses γ and the verifier by measurement.
 
-What is expected of every γ follows from acceptance on a sample, the output lengths, and the time of whole iterations; the
-best few by that and plain decoding are then timed in turn on the same sentences, and the fastest is taken.
+What is expected of every γ follows from acceptance on a sample, the output lengths, and the time of
+whole iterations; the best few by that and plain decoding are then timed in turn on the same
+sentences, and the fastest is taken.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,8 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
 
 
 def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
-    """What is worth timing: plain decoding and the best few of the others, which differ by less than single steps scatter."""
+    """What is worth timing: plain decoding and the best few of the others, which differ by less
+    than single steps scatter."""
     drafting = sorted((choice for choice in expected if choice.gamma), key=lambda choice: expected[choice])
     return [*(choice for choice in expected if not choice.gamma), *drafting[:_COMPARED]]
 

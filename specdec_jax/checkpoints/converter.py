@@ -24,10 +24,12 @@ _HOLDS: dict[str, Collection[str]] = {
 
 
 def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
-    """Writes a model that `load` reads, in `dtype`, as for `convert`: kernels in 8 bits are widened, unless that is "int8".
+    """Writes a model that `load` reads, in `dtype`, as for `convert`: kernels in 8 bits are widened,
+    unless that is "int8".
 
-    The vocabulary's file goes into the folder, unless, for "specdec", the folder above holds the same file. The folder appears
-    whole or not at all; an earlier model folder of this package there is replaced.
+    The vocabulary's file goes into the folder, unless, for "specdec", the folder above holds the
+    same file. The folder appears whole or not at all; an earlier model folder of this package there
+    is replaced.
 
     Args:
       format: as for `convert`.
@@ -73,19 +75,21 @@ def convert(
 ) -> Written:  # fmt: skip
     """Writes a checkpoint in another format; parameters pass through memory one at a time.
 
-    Vocabulary, start token and EOS ids are kept. A T5X checkpoint gets them, and the configuration, in a config.json of this
-    package beside the parameters, since the format has no place for them; optimizer states are neither read nor written.
+    Vocabulary, start token and EOS ids are kept. A T5X checkpoint gets them, and the configuration,
+    in a config.json of this package beside the parameters, since the format has no place for them;
+    optimizer states are neither read nor written.
 
     Args:
       source: whatever `load` reads.
-      output: a folder that does not exist or is empty. It appears whole or not at all. For T5X one named
-        `checkpoint_<step>` is the checkpoint itself, any other gets `checkpoint_<step>` inside, with the source's step if that
-        is T5X's, else 1.
-      format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes today), "t5x_legacy", or
-        "specdec", this package's own.
-      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8 bits, those that are
-        stored so with the very integers, the rest in float32. Drafters and heads that were trained on a target's states do not fit the rounded
-        one. None: bfloat16 if all parameters are stored so, else float32.
+      output: a folder that does not exist or is empty. It appears whole or not at all. For T5X one
+        named `checkpoint_<step>` is the checkpoint itself, any other gets `checkpoint_<step>`
+        inside, with the source's step if that is T5X's, else 1.
+      format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes
+        today), "t5x_legacy", or "specdec", this package's own.
+      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8
+        bits, those that are stored so with the very integers, the rest in float32. Drafters and
+        heads that were trained on a target's states do not fit the rounded one. None: bfloat16 if
+        all parameters are stored so, else float32.
       config, vocabulary: as for `load`.
       track: given the parameters' names, yields them: for a progress bar.
 
@@ -154,7 +158,8 @@ def _write(
 
 
 def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
-    """Raises ValueError where a format has no way to say something of a model, as Hugging Face's ByT5 of no sentinels."""
+    """Raises ValueError where a format has no way to say something of a model, as Hugging Face's
+    ByT5 of no sentinels."""
 
     def said(checkpoint: Checkpoint) -> dict:
         config, vocabulary = checkpoint.config.explicit(), checkpoint.vocabulary

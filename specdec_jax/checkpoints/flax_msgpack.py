@@ -1,8 +1,8 @@
 """Flax's msgpack files, one array at a time: the headers are walked first, then each array is read from its own place.
 
-The usual reader holds the whole file, and every array once more. Layout: nested maps from strings to arrays; an array
-is an extension of code 1 whose data is the msgpack of (shape, name of the dtype, bytes); above 1 GiB it is a map of such
-arrays, flat (`flax.serialization`).
+The usual reader holds the whole file, and every array once more. Layout: nested maps from strings
+to arrays; an array is an extension of code 1 whose data is the msgpack of (shape, name of the
+dtype, bytes); above 1 GiB it is a map of such arrays, flat (`flax.serialization`).
 """
 
 import math

@@ -45,8 +45,8 @@ def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Confi
     is_mt5 = kind == "mt5"
     activations = choose(path, options, "feed_forward_proj", "relu" if kind == "t5" else "gated-gelu", _ACTIVATIONS)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
-    # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always writes true). umT5's does
-    # where it says true, as T5's; the published checkpoints say false.
+    # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always
+    # writes true). umT5's does where it says true, as T5's; the published checkpoints say false.
     defaults = {
         "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
         "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
@@ -121,7 +121,8 @@ def options_of(config: T5Config, dtype: str) -> dict[str, Any]:
         known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
         raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
     kind = "umt5" if config.relative_bias_per_layer else "t5"
-    # transformers builds the network by `num_decoder_layers`, its caches by `decoder_layers` and without it `num_layers`.
+    # transformers builds the network by `num_decoder_layers`, its caches by `decoder_layers` and
+    # without it `num_layers`.
     return {
         "model_type": kind, "architectures": [ARCHITECTURES[kind][0]], "is_encoder_decoder": True,
         "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,

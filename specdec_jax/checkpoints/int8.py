@@ -1,7 +1,7 @@
 """Matrices stored in 8 bits, half of bfloat16's size: rounded values, and a scale for each output or row of an embedding.
 
-They can be read as floating-point numbers, so that a model stored so is one like any other, only a little another one; where
-the CPU's own kernel is there, kernels are used as they are stored.
+They can be read as floating-point numbers, so that a model stored so is one like any other, only a
+little another one; where the CPU's own kernel is there, kernels are used as they are stored.
 """
 
 import functools
@@ -17,8 +17,8 @@ _VALUES, _SCALES = "values", "scales"
 def divided(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """What is stored of a parameter, by name: kernels and embeddings in 8 bits, anything else as it is.
 
-    Column f of a kernel is about `values[:, f] · scales[f]`, row v of an embedding `values[v] · scales[v]`: symmetric, the
-    greatest magnitude being 127.
+    Column f of a kernel is about `values[:, f] · scales[f]`, row v of an embedding
+    `values[v] · scales[v]`: symmetric, the greatest magnitude being 127.
 
     Raises:
       ValueError: a number in them is not finite.

@@ -25,8 +25,8 @@ class Leaf:
       dtype: name of the stored dtype.
       turned: the parameter is the transpose of what is stored.
       read_part: `(dtype, box)` -> that part of what is stored, a slice of every axis; None where only all can be read.
-      parts: int8 values and float32 scales whose product it is, where that is what is stored; the scales have length 1 along
-        the axis of which all numbers share one.
+      parts: int8 values and float32 scales whose product it is, where that is what is stored; the
+        scales have length 1 along the axis of which all numbers share one.
     """
 
     shape: tuple[int, ...]

@@ -14,7 +14,8 @@ MEMORY = pathlib.Path("/proc/meminfo")
 
 
 def available_bytes(device: jax.Device | None = None) -> int | None:
-    """Free memory of the device that parameters go to, within the limit of a container; None where it cannot be told."""
+    """Free memory of the device that parameters go to, within the limit of a container; None
+    where it cannot be told."""
     device = device or jax.devices()[0]
     if device.platform != "cpu":
         statistics = device.memory_stats() or {}

@@ -1,6 +1,7 @@
 """This package's own folders: config.json, a vocabulary file here or in the folder above, Orbax arrays in params/.
 
-Models, and heads, which have no vocabulary. A config.json without params/ says of a T5X checkpoint what that does not hold.
+Models, and heads, which have no vocabulary. A config.json without params/ says of a T5X checkpoint
+what that does not hold.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ FORMAT, VERSION = "specdec_jax", 1
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
-    """Whether `folder` holds a model, the heads of one (`kind` "heads"), or what is to be known of a T5X checkpoint ("t5x")."""
+    """Whether `folder` holds a model, the heads of one (`kind` "heads"), or what is to be known
+    of a T5X checkpoint ("t5x")."""
     try:
         content = reading.read_json(folder / "config.json")
     except ValueError:
@@ -67,7 +69,8 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
-    """The shape of the heads that `write_heads` wrote, the fingerprint of their target, and their parameters, not yet read."""
+    """The shape of the heads that `write_heads` wrote, the fingerprint of their target, and
+    their parameters, not yet read."""
     if not is_folder(folder, "heads"):
         raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
     path, content = folder / "config.json", _read_record(folder)
@@ -132,7 +135,8 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
 
 
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
-    """Writes config.json with everything but the parameters, and the vocabulary's file unless the folder above holds the same."""
+    """Writes config.json with everything but the parameters, and the vocabulary's file unless
+    the folder above holds the same."""
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
     described = describe(checkpoint.config)
     record = {

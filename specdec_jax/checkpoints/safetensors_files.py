@@ -79,7 +79,8 @@ def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
 
 
 def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
-    """Writes `model.safetensors`, or shards of at most `SHARD_BYTES` and their index; tensors larger than that stand alone."""
+    """Writes `model.safetensors`, or shards of at most `SHARD_BYTES` and their index; tensors
+    larger than that stand alone."""
     size = lambda name: math.prod(tensors[name].shape) * jnp.dtype(dtype).itemsize
     shards: list[list[str]] = [[]]
     for name in tensors:

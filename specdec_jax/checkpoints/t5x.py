@@ -1,4 +1,5 @@
-"""T5X checkpoints, read and written without t5x: legacy (msgpack beside zarr arrays) and Orbax (OCDBT), scanned layers too."""
+"""T5X checkpoints, read and written without t5x: legacy (msgpack beside zarr arrays) and Orbax
+(OCDBT), scanned layers too."""
 
 import collections
 import dataclasses
@@ -120,9 +121,9 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
 def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path, per_layer: bool | None) -> dict[str, Leaf]:
     """Parameters of `scalable_t5` as those of unrolled layers; others as they are.
 
-    There the layers lie on axis 1 under `decoder/decoder` and `encoder/encoder` (or each by itself, where they were not
-    scanned), kernels may keep heads and features apart (`[D, layers, H, K]`, `out [H, layers, K, D]`), and every layer has a
-    position table of its own.
+    There the layers lie on axis 1 under `decoder/decoder` and `encoder/encoder` (or each by itself,
+    where they were not scanned), kernels may keep heads and features apart (`[D, layers, H, K]`,
+    `out [H, layers, K, D]`), and every layer has a position table of its own.
 
     Args:
       per_layer: whether the tables stay the layers' own; None: unless those of each stack are equal.
@@ -235,8 +236,8 @@ def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
 def leaves_by_their_names(leaves: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
     """Returns our leaves as those of the T5X network that can compute with them.
 
-    That is `t5`, or, where every layer has a position table, `scalable_t5` as it is by default: with layers on axis 1, and
-    kernels of attention that keep heads and features apart.
+    That is `t5`, or, where every layer has a position table, `scalable_t5` as it is by default:
+    with layers on axis 1, and kernels of attention that keep heads and features apart.
     """
     if not config.relative_bias_per_layer:
         return leaves

@@ -124,7 +124,8 @@ _WRITE_ALL = {"store_data_equal_to_fill_value": True, "create": True}
 
 
 def write_zarr(array: np.ndarray, folder: pathlib.Path, name: str) -> dict:
-    """Writes an array as the zarr directory `name` in `folder`; returns its spec with a path relative to that, as T5X keeps it."""
+    """Writes an array as the zarr directory `name` in `folder`; returns its spec with a path
+    relative to that, as T5X keeps it."""
     import tensorstore
 
     spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": _layout(array, {"id": "gzip", "level": 1})}
@@ -134,7 +135,8 @@ def write_zarr(array: np.ndarray, folder: pathlib.Path, name: str) -> dict:
 
 
 def write_ocdbt(arrays: Iterable[tuple[tuple[str, ...], np.ndarray]], folder: pathlib.Path) -> None:
-    """Writes arrays by their paths in a tree to a folder that Orbax reads; a quarter of a gigabyte of them is held at a time."""
+    """Writes arrays by their paths in a tree to a folder that Orbax reads; a quarter of a
+    gigabyte of them is held at a time."""
     import tensorstore
 
     # Every commit writes the database's index anew, so the small ones are written together.

@@ -23,7 +23,8 @@ _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 def kernels_of(
     checkpoint: Checkpoint, quantize: str | None, dtype: str, rules: ShardingRules | None = None
 ) -> str | None:
-    """Returns how kernels are to be kept: "stored", in the 8 bits that they are stored in, "rounded" to 8 bits, or None, in
+    """Returns how kernels are to be kept: "stored", in the 8 bits that they are stored in, "rounded"
+    to 8 bits, or None, in
     `dtype`.
 
     Args:
@@ -55,8 +56,8 @@ def read_params(
     """Returns the parameters as a nested dict of arrays on the default device, or in parts on a mesh, read one at a time.
 
     Args:
-      kernels: as from `kernels_of`; in 8 bits they are `Int8Kernel`s, and an embedding that is the head too is there as a
-        kernel beside it.
+      kernels: as from `kernels_of`; in 8 bits they are `Int8Kernel`s, and an embedding that is the
+        head too is there as a kernel beside it.
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result then adds to the little that is already there.
@@ -93,7 +94,8 @@ def _in_8_bits(name: str, leaf: Leaf) -> Int8Kernel:
 def required_bytes(
     config: ModelConfig, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
 ) -> int:
-    """Returns the memory of a device that loading takes: the parameters, or its part of them, and the largest twice more while
+    """Returns the memory of a device that loading takes: the parameters, or its part of them, and the
+    largest twice more while
     the loop's layout is made of it. The CPU's devices are one memory. `kernels`: as from `kernels_of`."""
     shapes = parameter_shapes(config)
     if rules is not None:

@@ -16,9 +16,10 @@ _SYNC = 1.0
 class Journal:
     """Results in `<output>.partial`, in the order in which they were finished, until `finish` writes the output file.
 
-    The first line holds the settings; each other one the number of an input and its lines of output, as JSON. A process that is
-    killed loses nothing that was added, but for a line that was being written. The output file appears whole or not
-    at all; where it is a symbolic link, the journal lies beside the file that it leads to.
+    The first line holds the settings; each other one the number of an input and its lines of
+    output, as JSON. A process that is killed loses nothing that was added, but for a line that was
+    being written. The output file appears whole or not at all; where it is a symbolic link, the
+    journal lies beside the file that it leads to.
 
     Attributes:
       path: of the journal.
@@ -33,7 +34,8 @@ class Journal:
           output: the file to be written.
           settings: what decides the results, JSON values.
           total: number of inputs.
-          found: what this process has found out and results depend on, JSON values; where a journal is there, its own hold.
+          found: what this process has found out and results depend on, JSON values; where a journal
+            is there, its own hold.
 
         Raises:
           ValueError: a journal of other settings, a damaged one, or one that another process is writing.

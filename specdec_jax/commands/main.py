@@ -1,7 +1,8 @@
 """The command line `specdec`: flags (absl), gin, the compilation cache and errors.
 
-A command is a frozen dataclass of options and a function. Flags are made from the dataclass's fields; gin binds the same
-fields by dynamic registration; a flag wins over gin, gin over the default.
+A command is a frozen dataclass of options and a function. Flags are made from the dataclass's
+fields; gin binds the same fields by dynamic registration; a flag wins over gin, gin over the
+default.
 """
 
 import contextlib
@@ -321,7 +322,8 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
     """The settings as a gin file that gives them again.
 
     Args:
-      given: what flags have overruled in gin's operative configuration; None if there is none, since all came from flags.
+      given: what flags have overruled in gin's operative configuration; None if there is none,
+        since all came from flags.
     """
     cls = type(options)
     *package, module = cls.__module__.split(".")
@@ -360,7 +362,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _register(cls: type) -> None:
-    """Makes `--gin.NAME=value` know the options without a gin file that imports them; once, gin's registry is global."""
+    """Makes `--gin.NAME=value` know the options without a gin file that imports them; once,
+    gin's registry is global."""
     try:
         gin.get_configurable(cls)
     except (KeyError, ValueError):

@@ -227,7 +227,8 @@ class DecodingOptions:
         return ShardingRules(self.devices(), drafts and not self.shard_drafter) if self.mesh else None
 
     def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, Drafter | None]:
-        """The target, unless it is given, and, where one is named, the drafter; refuses a drafter of another vocabulary."""
+        """The target, unless it is given, and, where one is named, the drafter; refuses a
+        drafter of another vocabulary."""
         load = functools.partial(loader.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices())
         if self.drafter:
             check_drafter_name(self.drafter)

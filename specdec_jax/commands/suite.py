@@ -38,10 +38,11 @@ def run(options: BenchmarkOptions) -> None:
 def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     """One benchmark for every row of the suite, which times its arms and plain decoding in turn.
 
-    With checkpoints, for every drafter, all of `options.gamma` in each: temperature 0 (with T5X beside it where that is
-    installed) and 1, both by the paper's algorithm 1, and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1
-    and 5). With a preset, whose weights are random, for every drafter and γ: the temperature that is given, acceptance forced
-    to each of `options.forced_alpha`.
+    With checkpoints, for every drafter, all of `options.gamma` in each: temperature 0 (with T5X
+    beside it where that is installed) and 1, both by the paper's algorithm 1, and lenience 0.5, 0.3
+    and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5). With a preset, whose weights are
+    random, for every drafter and γ: the temperature that is given, acceptance forced to each of
+    `options.forced_alpha`.
 
     Raises:
       ValueError: what no row can be made of, or a row that `BenchmarkOptions.check` refuses.
@@ -53,7 +54,8 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     drafters += [{"drafter": name, "drafter_preset": None} for name in _names(options.drafter)]
     if options.preset:
         how: list[dict[str, Any]] = [{"temperature": options.temperature}]
-        # Each γ by itself: the programs of a large model for all of them take more memory mappings than a process may have.
+        # Each γ by itself: the programs of a large model for all of them take more memory mappings
+        # than a process may have.
         drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gamma]
     else:
         lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
@@ -127,7 +129,8 @@ def _run(options: BenchmarkOptions) -> None:
                 journal.add(number, [json.dumps(record)])
             print(summaries.benchmark_summary(record) + "\n", flush=True)
             progress.advance()
-            # A program of a large model takes thousands of memory mappings on a CPU, of which Linux gives a process 65,530.
+            # A program of a large model takes thousands of memory mappings on a CPU, of which Linux
+            # gives a process 65,530.
             jax.clear_caches()
         if failed:
             raise CheckFailed("; ".join(failed))

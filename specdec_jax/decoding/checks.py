@@ -19,8 +19,8 @@ class UnsupportedCombination(ValueError):
 
 
 def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
-    """Refuses prompts of `lengths [B]` ids that with up to `limits` new ones need more positions than the target or a model
-    that drafts has; models with an encoder take any.
+    """Refuses prompts of `lengths [B]` ids that with up to `limits` new ones need more positions than
+    the target or a model that drafts has; models with an encoder take any.
 
     For callers that decode in parts, which would find the longest prompt late: `plan` looks at its own inputs.
     """
@@ -30,7 +30,8 @@ def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
 
 
 def check_pair(target: LanguageModel, drafter: Drafter) -> None:
-    """Refuses a drafter that cannot draft for `target`: of another vocabulary (PITFALLS row 28), kind, mesh or model."""
+    """Refuses a drafter that cannot draft for `target`: of another vocabulary (PITFALLS row 28),
+    kind, mesh or model."""
     if not isinstance(drafter, Drafter):
         got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
         raise ValueError(

@@ -1,8 +1,9 @@
 """What iterations cost on this machine, measured once and kept: the numbers behind `gamma="auto"`.
 
-They are measured for a target, a drafter, a number of rows and a kind of sampling, in seconds, most of which compile programs,
-and kept in the user's cache folder, one small file each, and in the process. A file that is not what was written
-there is measured anew; where nothing can be kept, the numbers hold for the process.
+They are measured for a target, a drafter, a number of rows and a kind of sampling, in seconds, most
+of which compile programs, and kept in the user's cache folder, one small file each, and in the
+process. A file that is not what was written there is measured anew; where nothing can be kept, the
+numbers hold for the process.
 """
 
 import functools
@@ -39,14 +40,15 @@ FIXED = 4
 TIMED = (0, 2, 4, 5, 8)
 # Acceptance that a row alone may have; what is added to the expected one for rows together; tokens of an output.
 _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
-# What drafting must gain at least, and which part of it an iteration without a draft may cost; the second for rows alone whose
-# earlier requests tell where drafting does not pay.
+# What drafting must gain at least, and which part of it an iteration without a draft may cost; the
+# second for rows alone whose earlier requests tell where drafting does not pay.
 _GAIN, _LOSS, _LOSS_KNOWN = 0.03, 0.1, 0.5
 _NEVER = 1e6  # a cost at which a draft is never chosen
-# Tokens that are remembered of earlier requests, for how many they count at most, and of how many requests that would begin
-# without drafts one looks whether these would pay by now.
+# Tokens that are remembered of earlier requests, for how many they count at most, and of how many
+# requests that would begin without drafts one looks whether these would pay by now.
 _REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
-# Seconds, passes at least and at most, and seconds and iterations of an arm in one pass, which a call's start must not count in.
+# Seconds, passes at least and at most, and seconds and iterations of an arm in one pass, which a
+# call's start must not count in.
 _BUDGET, _PASSES, _PASS, _STEPS = 2.0, (3, 9), 0.04, 128
 _LARGEST = 65_536  # bytes of a file that is read
 _LOG = logging.getLogger(__name__)
@@ -70,8 +72,9 @@ class Costs(NamedTuple):
     def _expected(self, rows: int) -> np.ndarray:
         """Iterations of plain decoding that a token is expected to take with drafts of 0, 1, … tokens.
 
-        A row alone chooses its γ, and so it is the one of a drafter that is nearly always right. Several rows share the target's
-        call, which the longest draft makes as wide for all; there it is the mean over rows that differ in acceptance.
+        A row alone chooses its γ, and so it is the one of a drafter that is nearly always right.
+        Several rows share the target's call, which the longest draft makes as wide for all; there
+        it is the mean over rows that differ in acceptance.
         """
         hoped = [_HOPED] if rows == 1 else [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
         tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
@@ -80,9 +83,10 @@ class Costs(NamedTuple):
     def pays(self, rows: int, learns: bool = False) -> bool:
         """Whether drafting could be faster than plain decoding at all.
 
-        What an iteration without a draft costs more than one of plain decoding is lost wherever nothing is accepted: it may be
-        a part of what can be gained. It may be a larger part for a row alone with `learns`, where a request follows what
-        earlier ones came to (`policy`): these lose it now and then only.
+        What an iteration without a draft costs more than one of plain decoding is lost wherever
+        nothing is accepted: it may be a part of what can be gained. It may be a larger part for a
+        row alone with `learns`, where a request follows what earlier ones came to (`policy`): these
+        lose it now and then only.
         """
         least = self._expected(rows).min()
         gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
@@ -91,7 +95,8 @@ class Costs(NamedTuple):
     def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
         """Returns the policy of `rows` rows that are decoded together, which begin where others have ended.
 
-        None where plain decoding is faster, by what earlier requests came to; one request of `_LOOK` drafts all the same.
+        None where plain decoding is faster, by what earlier requests came to; one request of
+        `_LOOK` drafts all the same.
         """
         costs = np.array(self.iterations)
         if rows > 1:
@@ -122,7 +127,8 @@ class Costs(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What drafts came to in this process: how many tokens were examined and stood, of the latest, in how many requests."""
+    """What drafts came to in this process: how many tokens were examined and stood, of the
+    latest, in how many requests."""
 
     examined: float = 0.0
     stood: float = 0.0
@@ -164,7 +170,8 @@ def keep(key: str, costs: Costs) -> None:
 
 
 def learn(key: str, examined: int, stood: int) -> None:
-    """Adds what the drafts of a request came to; for argmax alone, whose output does not depend on how much is drafted."""
+    """Adds what the drafts of a request came to; for argmax alone, whose output does not depend
+    on how much is drafted."""
     before = _learned.get(key, Learned())
     total = before.examined + examined
     kept = min(1.0, _REMEMBERED / max(total, 1))
@@ -185,7 +192,8 @@ def _path(text: str) -> pathlib.Path | None:
 
 
 def key_of(network: Network, drafter: Drafter, program: StaticConfig, rows: int, length: int, slots: int) -> str:
-    """What the numbers depend on, as JSON; of lengths of inputs and of room for outputs no more than the next power of two."""
+    """What the numbers depend on, as JSON; of lengths of inputs and of room for outputs no more
+    than the next power of two."""
     coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
     own, mode = program.mode.processor is not None, program.mode._replace(processor=None)
     return _key(
@@ -319,7 +327,8 @@ def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Cal
 
 
 def _arms(network: Network, drafter: Drafter, state: DecodeState):
-    """Calls of (γ, steps) and of (steps): iterations with drafts of γ tokens, and plain ones, of rows that never end."""
+    """Calls of (γ, steps) and of (steps): iterations with drafts of γ tokens, and plain ones, of
+    rows that never end."""
     batch, program = len(state.done), state.program
     forever = state.replace(
         done=jnp.zeros(batch, bool), limits=state.lengths + MAXIMUM + 2, eos_ids=jnp.full_like(state.eos_ids, -1)
@@ -348,8 +357,8 @@ def _seconds(call: Callable[[], object]) -> float:
 def between(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
     """Times of iterations that draft 0, 1, … `MAXIMUM` tokens, from those of `TIMED`.
 
-    Where several widths of the target's call are compiled (`in_steps`), drafts whose calls are equally wide differ by draft
-    steps alone, of which the widest call tells what one takes.
+    Where several widths of the target's call are compiled (`in_steps`), drafts whose calls are
+    equally wide differ by draft steps alone, of which the widest call tells what one takes.
     """
     if not in_steps:
         return tuple(np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist())

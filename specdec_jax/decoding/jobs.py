@@ -3,10 +3,10 @@
 The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken off, and rows that were
 prefilled ahead overwrite them in place; always equally many inputs are prefilled together, so that one shape compiles.
 
-Rows of one state share the padded length of the encoder's input, or of a decoder-only target's prompt, so the inputs are cut
-into a few queues by length.
-Queue, padding and the number of inputs that are prefilled together depend on the job alone, not on what has been skipped
-or on how long outputs are: a job that goes on after a kill gives every input what it would have got.
+Rows of one state share the padded length of the encoder's input, or of a decoder-only target's
+prompt, so the inputs are cut into a few queues by length. Queue, padding and the number of inputs
+that are prefilled together depend on the job alone, not on what has been skipped or on how long
+outputs are: a job that goes on after a kill gives every input what it would have got.
 """
 
 import collections
@@ -36,7 +36,8 @@ _AHEAD = 4
 _PARTS = 4
 # A queue has at least so many times the inputs of a state, since its last rows decode alone.
 _LEAST = 4
-# What is to come out in order is decoded in parts of so many states, so that outputs appear while later parts still run.
+# What is to come out in order is decoded in parts of so many states, so that outputs appear while
+# later parts still run.
 _WINDOW = 64
 
 
@@ -57,8 +58,9 @@ def decode_stream(
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are finished, in any order.
 
-    Each input's outputs are what `generate` gives for it with the same options and its key: `fold_in(key, i)` for input i.
-    With `gamma="auto"` that holds for argmax, and above temperature 0 for the same numbers of rows: costs are those of so many.
+    Each input's outputs are what `generate` gives for it with the same options and its key:
+    `fold_in(key, i)` for input i. With `gamma="auto"` that holds for argmax, and above temperature
+    0 for the same numbers of rows: costs are those of so many.
 
     Args:
       target, inputs, options: as for `generate`; options may have one value per input.

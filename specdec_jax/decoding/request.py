@@ -277,7 +277,8 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
 
 
 def _check_mesh(target: LanguageModel, name: str, rows: int, deadline) -> None:
-    """Refuses rows that a mesh cannot divide, and what its processes cannot agree on; `name` is the argument that says `rows`."""
+    """Refuses rows that a mesh cannot divide, and what its processes cannot agree on; `name` is
+    the argument that says `rows`."""
     rules = target.network.rules
     if rules is None:
         return
@@ -334,7 +335,8 @@ def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
 
 
 def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
-    """`found` with what iterations cost on this machine, or plainly where drafting would not pay; `first` as for `plan`."""
+    """`found` with what iterations cost on this machine, or plainly where drafting would not
+    pay; `first` as for `plan`."""
     length, slots_ = bucket(int(max(found.input_lengths))), found.slots
     key = costs.key_of(found.network, found.drafter, found.program, rows, length, slots_)
     numbers = costs.known(key)

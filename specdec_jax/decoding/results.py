@@ -19,9 +19,9 @@ class Stats(NamedTuple):
     Attributes:
       target_calls, draft_calls, drafted, accepted: counts.
       accepted_by_position, examined_by_position: `[G]` arrays.
-      acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was examined, and for block
-        verification at T > 0, which judges a draft as a whole and has no such rate: the next two numbers are always
-        known.
+      acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was
+        examined, and for block verification at T > 0, which judges a draft as a whole and has no
+        such rate: the next two numbers are always known.
       tokens_per_target_call: new tokens over target calls (equation 1 is its expectation); None without a call.
       per_row: the same for every row, or None.
       accepted_per_target_call: drafted tokens that stood over target calls; None without a call. Divide
@@ -69,8 +69,9 @@ class GenerationResult(NamedTuple):
       log_probs: `[B, max_new_tokens]` float32, log-probability of each token under the target's own law
         (temperature 1, no filter), then 0.
       stats: see `Stats`; of all that was committed, also of what a stop string has cut off.
-      adjusted_log_probs: `[B, max_new_tokens]` float32, the same under the law that was sampled (processors, temperature
-        and filters applied), then 0; −inf where a lossy verifier let pass what that law excludes.
+      adjusted_log_probs: `[B, max_new_tokens]` float32, the same under the law that was sampled
+        (processors, temperature and filters applied), then 0; −inf where a lossy verifier let pass
+        what that law excludes.
       finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string), "deadline", or "empty"
         (nothing to decode).
     """

@@ -20,7 +20,8 @@ def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int
 
 
 def shown(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
-    """How many of `ids` can be shown now whatever follows: no part of a character, nothing that may begin a stop string."""
+    """How many of `ids` can be shown now whatever follows: no part of a character, nothing that
+    may begin a stop string."""
     text = vocabulary.decode(ids)
     whole = text.rstrip(_UNFINISHED)
     begun = max((_overlap(whole, stop) for stop in stops), default=0)

@@ -34,8 +34,8 @@ class Piece(NamedTuple):
 def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Iterator[Piece]:
     """Decodes a batch and yields the text of its rows as it is committed.
 
-    What may yet turn out to be a part of a character, or of a stop string, is held back. The pieces of a row make up what
-    `generate` returns for it.
+    What may yet turn out to be a part of a character, or of a stop string, is held back. The pieces
+    of a row make up what `generate` returns for it.
 
     Args:
       every: iterations between two looks; more make fewer, longer pieces and less work for the host.

@@ -26,7 +26,8 @@ class TraceStep(NamedTuple):
 
 
 def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
-    """The iterations of one input, as in the paper's Figure 1; options as for `generate`, but for what ends it early."""
+    """The iterations of one input, as in the paper's Figure 1; options as for `generate`, but
+    for what ends it early."""
     for name, unset in (("num_samples", 1), ("stop", ()), ("deadline", None)):
         if options.get(name, unset) != unset:
             raise UnsupportedCombination(f"{name}: got {options[name]!r} for a trace, expected {unset!r}")

@@ -87,7 +87,8 @@ class Decoder:
       config: of the target.
       drafter: None is plain decoding.
       gamma, sampling, verifier, lenience, typical_epsilon, typical_delta: as for `generate`.
-      rescale_log_probs: scores are of the law that was sampled (0 with argmax), as T5X's are; else of the target's own law.
+      rescale_log_probs: scores are of the law that was sampled (0 with argmax), as T5X's are; else
+      of the target's own law.
     """
 
     config: T5Config
@@ -136,12 +137,13 @@ class Decoder:
         Args:
           params: of the target.
           inputs: `[B, L']` int32; 0 at the end of a row is padding.
-          prompts: `[B, L]` int32, the start token 0, a prompt to repeat and continue (up to its first 0), then 0: L tokens at
-            most come out.
+          prompts: `[B, L]` int32, the start token 0, a prompt to repeat and continue (up to its
+            first 0), then 0: L tokens at most come out.
           eos_id: ends a row, but not in its prompt.
           rng: key of the batch, of any kind; that of seed 0 if None.
-          decoder_params: what T5X's `temperature_sample` takes, for this call: `temperature`, `topk`, `topp` (one number, or
-            one per row), `max_decode_steps`, `max_decode_steps_hard_limit`, `rescale_log_probs`, `eos_id`, `decode_rng`.
+          decoder_params: what T5X's `temperature_sample` takes, for this call: `temperature`,
+            `topk`, `topp` (one number, or one per row), `max_decode_steps`,
+            `max_decode_steps_hard_limit`, `rescale_log_probs`, `eos_id`, `decode_rng`.
           prompted: False says that there is no prompt in any row.
 
         Raises:

@@ -36,13 +36,16 @@ class NGramMemory(NamedTuple):
 class AssistedNGramDrafter(Drafter):
     """Drafts what most often followed the last n − 1 ids in all that the decode itself has shown.
 
-    Counted are: every id of the encoder's input and of the output (for a decoder-only target of prompt and output, the first
-    id as a context only), 1; and at every position that the target scored, those
-    after refused ids too, its `top_k` most probable ids, with their probabilities. The longest context that occurs anywhere
-    counts, from n − 1 ids down to none (then the heaviest single id); of equally heavy ids the smallest. (Context
-    n-grams and the model's own top-k: The N-Grammys, Stewart et al. 2024, arXiv 2411.03786.)
+    Counted are: every id of the encoder's input and of the output (for a decoder-only target of
+    prompt and output, the first
+    id as a context only), 1; and at every position that the target scored, those after refused ids
+    too, its `top_k` most probable ids, with their probabilities. The longest context that occurs
+    anywhere counts, from n − 1 ids down to none (then the heaviest single id); of equally heavy ids
+    the smallest. (Context n-grams and the model's own top-k: The N-Grammys, Stewart et al. 2024,
+    arXiv 2411.03786.)
 
-    Drafts are point masses, so that a mismatch costs nothing: token verification lets x stand with probability p(x) and else
+    Drafts are point masses, so that a mismatch costs nothing: token verification lets x stand with
+    probability p(x) and else
     draws from p without x, which is one draw from p, compared with x. `verifier="gumbel"` takes just that draw, the one
     plain decoding would make. Nothing is ever drawn a second time (PITFALLS row 5).
 
@@ -129,7 +132,8 @@ class AssistedNGramDrafter(Drafter):
 
 
 def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
-    """The last `size` ids `[B, size]` of the first `lengths [B]` of `tokens [B, S]`, the last first; `missing` before."""
+    """The last `size` ids `[B, size]` of the first `lengths [B]` of `tokens [B, S]`, the last
+    first; `missing` before."""
     places = lengths[:, None] - jnp.arange(1, size + 1)
     return jnp.where(places >= 0, jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1), missing)
 

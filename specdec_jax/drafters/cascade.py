@@ -69,7 +69,8 @@ class _Cascade(Drafter):
     def rewind(self, draft_state: CascadeState, lengths: jax.Array) -> CascadeState:
         """What lies past `lengths` stands no longer.
 
-        A part that begins past the committed tokens cannot tell it: it is told what was drafted as if it were committed,
+        A part that begins past the committed tokens cannot tell it: it is told what was drafted as
+        if it were committed,
         and would take for cached what its last draft had there.
         """
         rewound = lambda part, own: part.rewind(own, lengths)
@@ -163,10 +164,11 @@ class _Loop(NamedTuple):
 class VerticalCascade(_Cascade):
     """A model drafter that is itself drafted for: speculative decoding inside the draft.
 
-    A cheaper drafter proposes some tokens after what is drafted so far, the model judges them in one call (argmax, or
-    algorithm 1 of Leviathan et al. 2023) and adds one of its own, until all that is wanted is drafted. So the law of the
-    draft is the model's at every position, and the model is called less often. With argmax or Gumbel coupling the draft
-    is token for token what the model alone would draft.
+    A cheaper drafter proposes some tokens after what is drafted so far, the model judges them in
+    one call (argmax, or algorithm 1 of Leviathan et al. 2023) and adds one of its own, until all
+    that is wanted is drafted. So the law of the draft is the model's at every position, and the
+    model is called less often. With argmax or Gumbel coupling the draft is token for token what the
+    model alone would draft.
     """
 
     def __init__(self, model_drafter: ModelDrafter, inner: Drafter, inner_gamma: int):

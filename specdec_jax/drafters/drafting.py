@@ -35,8 +35,8 @@ def draft_tokens(
 ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
     """Drafts one token after another; a model that lags behind first catches up, two positions in a call.
 
-    A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends the draft; that token
-    stays in the draft (dropping it would bias the law).
+    A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends
+    the draft; that token stays in the draft (dropping it would bias the law).
 
     Args:
       state: the committed tokens and what goes with them.
@@ -124,7 +124,8 @@ def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Arra
 def record_signals(
     state: DecodeState, logits, tokens, step, token: jax.Array, seen: DraftSignals | None
 ) -> DraftSignals | None:
-    """`seen` with what the policy of γ reads of the law that `token [B]` came from; other args as for `draw_adjusted`."""
+    """`seen` with what the policy of γ reads of the law that `token [B]` came from; other args
+    as for `draw_adjusted`."""
     if seen is None:
         return None
     prefixes = context(state, tokens, jnp.maximum(step, 0))
@@ -137,7 +138,8 @@ def record_signals(
 
 
 def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """`logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability 0, ids that the target lacks go.
+    """`logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability 0, ids that
+      the target lacks go.
 
     The cut comes before any adjustment, so that the resulting law is the one that is drawn from.
     """

@@ -36,11 +36,13 @@ class HeadsState:
 
 @flax.struct.dataclass
 class HeadsDrafter(Drafter):
-    """Drafts with N heads on the state from which the target said the last committed token: head i the i-th token after it.
+    """Drafts with N heads on the state from which the target said the last committed token: head i the
+    i-th token after it.
 
-    A head does not see the tokens in between, so its law is the same whatever the heads before it drew; it is brought to the
-    processors, temperature and filters of the target and then drawn from. One call of the heads serves a whole draft of
-    at most N tokens. The first iteration of a request drafts nothing, since there is no state before the first call.
+    A head does not see the tokens in between, so its law is the same whatever the heads before it
+    drew; it is brought to the processors, temperature and filters of the target and then drawn
+    from. One call of the heads serves a whole draft of at most N tokens. The first iteration of a
+    request drafts nothing, since there is no state before the first call.
 
     Attributes:
       network: the heads, and the target's own head where they share it.

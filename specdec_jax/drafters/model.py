@@ -24,7 +24,8 @@ class ModelDraftState:
 
     Attributes:
       cache: the drafter's own decoder cache.
-      cached: `[B]` int32, leading slots that hold keys and values of committed or, as far as they stand, drafted tokens.
+      cached: `[B]` int32, leading slots that hold keys and values of committed or, as far as they
+        stand, drafted tokens.
     """
 
     cache: Any
@@ -51,11 +52,13 @@ class ModelDrafter(Drafter):
           shortlist: ids that alone are proposed, so that the head has no more columns than these: ascending, each once,
             those that end a sequence among them (as from `shortlist_from_counts`). A number takes so many of the
             vocabulary's first ids, which SentencePiece orders by frequency, and the ending ones.
-          int8: multiply with kernels of 8 bits, made now and kept beside the model's own, unless those are in 8 bits already.
-            Inputs of products are rounded too: on a CPU in float32 to 16 bits, elsewhere to 8.
+          int8: multiply with kernels of 8 bits, made now and kept beside the model's own, unless
+            those are in 8 bits already. Inputs of products are rounded too: on a CPU in float32 to
+            16 bits, elsewhere to 8.
 
         Raises:
-          ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id that ends a sequence.
+          ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id
+            that ends a sequence.
         """
         if isinstance(model, str | os.PathLike):
             expected = f"a LanguageModel, such as specdec_jax.load({str(model)!r})"
@@ -145,9 +148,9 @@ class ModelDrafter(Drafter):
     def draft(self, draft_state: ModelDraftState, state: DecodeState, num_wanted) -> tuple[ModelDraftState, Draft]:
         """Drafts with a loop of single steps; where a row lags, a call over two positions takes the place of the first.
 
-        After a full acceptance the last drafted token was drawn but never fed: it is fed with the one committed after it.
-        The other rows feed the same tokens to the same slots again. A row that did not draft for a while lags by more,
-        and catches up by two tokens a call.
+        After a full acceptance the last drafted token was drawn but never fed: it is fed with the
+        one committed after it. The other rows feed the same tokens to the same slots again. A row
+        that did not draft for a while lags by more, and catches up by two tokens a call.
         """
         last, vocab_size = state.lengths - 1, state.program.vocab_size
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)

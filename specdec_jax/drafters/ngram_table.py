@@ -32,7 +32,8 @@ _MAX_ORDER = 16
 _UNREADABLE = (
     ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-# How far a file of zeros may be compressed: the counts of 250,000 ids of which none occurs, and ten times what tables are.
+# How far a file of zeros may be compressed: the counts of 250,000 ids of which none occurs, and ten
+# times what tables are.
 _LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
 
@@ -41,7 +42,8 @@ class NGramTable:
     """Counts of what follows each context of up to n − 1 ids. N contexts, E continuations that are kept.
 
     Attributes:
-      parents, extras: `[N − 1]` int32, in lexicographic order: row i + 1 is row `parents[i]` with `extras[i]` before it.
+      parents, extras: `[N − 1]` int32, in lexicographic order: row i + 1 is row `parents[i]` with
+        `extras[i]` before it.
       starts: `[N + 1]` int32; the continuations of row r lie at `starts[r]` … `starts[r + 1] − 1`.
       next_tokens, counts: `[E]` int32, the most frequent first; among equals the smallest id first.
       unigram: `[V]` int32, how often each id occurs.
@@ -139,7 +141,8 @@ class NGramTable:
         return rows
 
     def _find(self, parents: jax.Array, extras: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Row `[B]` of the context of `parents [B]` with `extras [B]` before it, and whether there is one; bisection."""
+        """Row `[B]` of the context of `parents [B]` with `extras [B]` before it, and whether
+        there is one; bisection."""
         size = len(self.parents)
 
         def halve(_, bounds):
@@ -158,7 +161,8 @@ class NGramTable:
         return self.next_tokens[self.starts[rows]]
 
     def logits(self, rows: jax.Array) -> jax.Array:
-        """Log counts `[B, V]` of what follows the contexts `rows [B]`: of what is kept, for the empty one of all ids."""
+        """Log counts `[B, V]` of what follows the contexts `rows [B]`: of what is kept, for the
+        empty one of all ids."""
         places = self.starts[rows][:, None] + jnp.arange(self.continuations)
         inside = places < self.starts[rows + 1][:, None]
         places = jnp.minimum(places, len(self.counts) - 1)

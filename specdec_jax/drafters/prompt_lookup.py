@@ -14,7 +14,8 @@ from specdec_jax.speculative.state import DecodeState, Draft
 
 
 class Inputs(NamedTuple):
-    """What `PromptLookupDrafter` copies from beside the output: `tokens [B, L]` int32 and `lengths [B]`, of each row."""
+    """What `PromptLookupDrafter` copies from beside the output: `tokens [B, L]` int32 and
+    `lengths [B]`, of each row."""
 
     tokens: jax.Array
     lengths: jax.Array
@@ -25,10 +26,11 @@ class PromptLookupDrafter(Drafter):
     """Copies what followed the last tokens of a row where they stood before: in its output (of a decoder-only target its
     prompt too) or in the encoder's input.
 
-    The longest ending of at most `max_match` ids that is found counts; of several places the latest in the output (start
-    token and decoder prefix included), else the latest in the input: what is nearest is most like what is being written.
-    The draft, a point mass, reaches to the end of what is known there; nothing found, nothing drafted. (Prompt lookup
-    decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487.)
+    The longest ending of at most `max_match` ids that is found counts; of several places the latest
+    in the output (start token and decoder prefix included), else the latest in the input: what is
+    nearest is most like what is being written. The draft, a point mass, reaches to the end of what
+    is known there; nothing found, nothing drafted. (Prompt lookup decoding, Saxena 2023; LLMA, Yang
+    et al. 2023, arXiv 2304.04487.)
 
     Attributes:
       max_match: the longest ending that is looked for, in ids.

@@ -17,7 +17,8 @@ class Shortlist:
     """Ids, and where each id of the vocabulary stands among them.
 
     Attributes:
-      ids: `[F]` int32, ascending; at the end copies of the last, so that lists of about the same length share a program.
+      ids: `[F]` int32, ascending; at the end copies of the last, so that lists of about the same
+        length share a program.
       places: `[V]` int32 place in `ids`, F for ids that are not there.
     """
 

@@ -122,7 +122,8 @@ def check_names(names: Iterable, path) -> None:
 
 
 def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
-    """Returns the file `name` in `folder`; raises ValueError where the file at `path`, which names it, leads out of there."""
+    """Returns the file `name` in `folder`; raises ValueError where the file at `path`, which
+    names it, leads out of there."""
     flavours = (pathlib.PurePosixPath, pathlib.PureWindowsPath)
     if not isinstance(name, str) or len(name) > 255 or not name.strip("/.") or "\0" in name or any(
         flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours

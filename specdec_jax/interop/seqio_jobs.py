@@ -134,10 +134,12 @@ class Job:
         self._scores = _TargetScores(target, self.examples, batch_size) if scored else None
 
     def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
-        """The line of one example, as T5X's `infer` writes it in its mode predict_with_aux, with the ids of the prediction.
+        """The line of one example, as T5X's `infer` writes it in its mode predict_with_aux, with the
+        ids of the prediction.
 
-        `aux` has the prediction's log-probability under the target's own law. With scores of the targets `score` is T5X's
-        of its mode score; with several tasks `task` says whose example it is.
+        `aux` has the prediction's log-probability under the target's own law. With scores of the
+        targets `score` is T5X's of its mode score; with several tasks `task` says whose example it
+        is.
         """
         (output,), example = outputs, self.examples[number]
         vocabulary = example.task.output_features["targets"].vocabulary
@@ -192,8 +194,8 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
     """Refuses tasks whose ids do not mean to the target what they mean to them.
 
     Raises:
-      ValueError: with the first piece that differs. Of a target without a vocabulary only sizes can be compared, and of ids
-        that stand for themselves.
+      ValueError: with the first piece that differs. Of a target without a vocabulary only sizes can
+        be compared, and of ids that stand for themselves.
     """
     if decoder_only(target):
         raise ValueError("task: got a decoder-only target, expected one with an encoder for inputs and targets")

@@ -1,4 +1,5 @@
-"""Speculative decoding inside T5X: `SpeculativeEncoderDecoderModel` takes the place of `models.EncoderDecoderModel` in a gin file.
+"""Speculative decoding inside T5X: `SpeculativeEncoderDecoderModel` takes the place of
+`models.EncoderDecoderModel` in a gin file.
 
 The extra `t5x`. `configs/t5x/speculative.gin` says how.
 """
@@ -33,10 +34,11 @@ _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
 class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     """T5X's encoder–decoder model with a drafter beside it.
 
-    The module is T5X's own, and its parameters are restored, partitioned and scored with by T5X as ever; `predict_batch` and
-    `predict_batch_with_aux` decode with this package's loop. What comes out has the law, the shapes and the scores of T5X's
-    `decoding.temperature_sample` with the same settings; with argmax, the same tokens. (T5X's default is another function:
-    `beam_search`, which with one beam may prefer an output that ends earlier.) Beams and several decodes are refused.
+    The module is T5X's own, and its parameters are restored, partitioned and scored with by T5X as
+    ever; `predict_batch` and `predict_batch_with_aux` decode with this package's loop. What comes
+    out has the law, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
+    settings; with argmax, the same tokens. (T5X's default is another function: `beam_search`, which
+    with one beam may prefer an output that ends earlier.) Beams and several decodes are refused.
     """
 
     def __init__(
@@ -52,14 +54,15 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
 
         Args:
           module: `t5x.examples.t5.network.Transformer`; layers one by one, not scanned.
-          drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a drafter that needs nothing of
-            the target, such as `PromptLookupDrafter()`; None decodes plainly.
+          drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a
+            drafter that needs nothing of the target, such as `PromptLookupDrafter()`; None decodes
+            plainly.
           gamma, verifier, sampling, lenience, typical_epsilon, typical_delta: as for `generate`.
-          drafter_dtype: "float32" or "bfloat16"; None: the module's.
-          drafter_vocabulary: of a drafter whose checkpoint has none, so that it can be compared.
-          rescale_log_probs: scores are of the law that was sampled (0 with argmax), T5X's default; else of the model's own.
-          counts: `predict_batch_with_aux` gives `target_calls`, `drafted` and `accepted` `[B]` beside the scores.
-          decode_fn: none can be given.
+          drafter_dtype: "float32" or "bfloat16"; None: the module's. drafter_vocabulary: of a
+          drafter whose checkpoint has none, so that it can be compared. rescale_log_probs: scores
+          are of the law that was sampled (0 with argmax), T5X's default; else of the model's own.
+          counts: `predict_batch_with_aux` gives `target_calls`, `drafted` and `accepted` `[B]`
+          beside the scores. decode_fn: none can be given.
 
         Raises:
           ValueError: what cannot be decoded speculatively, a drafter of another vocabulary, or as for `load`.
@@ -100,8 +103,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """As T5X's: `[B, L]` tokens (`[B, 1, L]` with `return_all_decodes`) and `{"scores": [B]}` (`[B, 1]`).
 
-        L is the length of `decoder_input_tokens`. `decoder_params` are those of `decoding.temperature_sample`, without its
-        callbacks.
+        L is the length of `decoder_input_tokens`. `decoder_params` are those of
+        `decoding.temperature_sample`, without its callbacks.
 
         Raises:
           ValueError: more than one decode, or `decoder_params` that are not those.
@@ -130,11 +133,13 @@ def config_of(module: Any) -> T5Config:
     """The shape of T5X's module.
 
     Raises:
-      ValueError: another module than `t5x.examples.t5.network.Transformer` and what has its configuration and parameters.
+      ValueError: another module than `t5x.examples.t5.network.Transformer` and what has its
+        configuration and parameters.
     """
     theirs = getattr(module, "config", None)
     names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
-    # What has the field at all is `scalable_t5`, whose layers have a position table each even where they are not scanned.
+    # What has the field at all is `scalable_t5`, whose layers have a position table each even where
+    # they are not scanned.
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
     if scalable or not all(hasattr(theirs, name) for name in names):
         raise ValueError(
@@ -207,7 +212,8 @@ def greedy(target: LanguageModel) -> Callable[[np.ndarray, int], np.ndarray]:
 
 
 def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
-    """T5X's own `EncoderDecoderModel.predict_batch`, argmax, on the same weights and padded inputs, from text to text."""
+    """T5X's own `EncoderDecoderModel.predict_batch`, argmax, on the same weights and padded
+    inputs, from text to text."""
 
     predict = greedy(target)
 

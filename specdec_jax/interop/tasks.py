@@ -1,8 +1,9 @@
 """seqio tasks: the data of the paper through TensorFlow Datasets, and local TSV files. The extra `seqio`.
 
-An import registers `wmt_t2t_ende` and `cnn_dailymail`, what T5 calls `wmt_t2t_ende_v003` and `cnn_dailymail_v002`, with T5's
-vocabulary. The functions register a task anew with other settings and return its name, so that a gin file can say
-`task = @tasks.tsv()`, ours or, as MIXTURE_OR_TASK_NAME, T5X's.
+An import registers `wmt_t2t_ende` and `cnn_dailymail`, what T5 calls `wmt_t2t_ende_v003` and
+`cnn_dailymail_v002`, with T5's vocabulary. The functions register a task anew with other settings
+and return its name, so that a gin file can say `task = @tasks.tsv()`, ours or, as
+MIXTURE_OR_TASK_NAME, T5X's.
 """
 
 import functools

@@ -11,8 +11,9 @@ _SENTINEL = re.compile(r" <extra_id_\d+>")  # seqio's begin with a space
 def difference(ours: Vocabulary, theirs: Any) -> str | None:
     """What tells two vocabularies apart, or None.
 
-    One may have more pieces than the other where those are T5's sentinels. SentencePiece and `tokenizer.json` are compared
-    piece by piece; bytes are bytes; of vocabularies of other kinds only the sizes can be compared.
+    One may have more pieces than the other where those are T5's sentinels. SentencePiece and
+    `tokenizer.json` are compared piece by piece; bytes are bytes; of vocabularies of other kinds
+    only the sizes can be compared.
 
     Args:
       theirs: a `seqio.Vocabulary`.

@@ -71,7 +71,8 @@ class KVCache:
     def _write(self) -> Callable:
         if self.rules is None:
             return _write_rows
-        # Every device writes its own rows and heads; the compiler would first bring all rows of a sharded axis together.
+        # Every device writes its own rows and heads; the compiler would first bring all rows of a
+        # sharded axis together.
         whole, rows = _AXES[-self.key.ndim :], ("batch",) if self.key.ndim == 4 else (None,)
         return self.rules.locally(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
 

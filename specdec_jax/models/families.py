@@ -1,6 +1,7 @@
 """The table of model families: where a checkpoint's name of a family becomes the class of its configuration.
 
-A new family is a row here, and a file for each format of others that it is read from (`checkpoints/huggingface_NAME.py`).
+A new family is a row here, and a file for each format of others that it is read from
+(`checkpoints/huggingface_NAME.py`).
 """
 
 import dataclasses

@@ -13,7 +13,8 @@ import flax.linen as nn
 class ModelConfig:
     """Shape of a network: the base class of every family's frozen dataclass.
 
-    Fields that every family has, beside its own: `vocab_size`, `emb_dim`, `num_heads`, `head_dim`, `num_decoder_layers`,
+    Fields that every family has, beside its own: `vocab_size`, `emb_dim`, `num_heads`, `head_dim`,
+    `num_decoder_layers`,
     `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and `matmul_dtype`, as in `T5Config`.
 
     Attributes:
@@ -47,7 +48,8 @@ class ModelConfig:
         raise NotImplementedError
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Lists the shape of every parameter by its name; see `parameters.parameter_shapes`, which keeps what this gives."""
+        """Lists the shape of every parameter by its name; see `parameters.parameter_shapes`,
+        which keeps what this gives."""
         raise NotImplementedError
 
     def with_own_head(self) -> Self:
@@ -67,8 +69,9 @@ class ModelConfig:
 class FamilyModule(nn.Module):
     """A network as `Network` runs it; `setup` of a subclass makes `token_embedder` and `decoder`.
 
-    A subclass has the fields `config` and `native` (whether its kernels are in panels). A family with an encoder has
-    `encode` and the teacher-forced `states` of `T5` besides; of one without, `__call__` takes `(tokens, places)`, as `GPT`'s.
+    A subclass has the fields `config` and `native` (whether its kernels are in panels). A family
+    with an encoder has `encode` and the teacher-forced `states` of `T5` besides; of one without,
+    `__call__` takes `(tokens, places)`, as `GPT`'s.
     """
 
     def dummy_inputs(self) -> tuple:
@@ -76,20 +79,21 @@ class FamilyModule(nn.Module):
         raise NotImplementedError
 
     def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None):
-        """Makes the decoder's cache, `copies` rows side by side for each of the inputs `[B, L]`; none of the decoder's tokens
-        have been fed.
+        """Makes the decoder's cache, `copies` rows side by side for each of the inputs `[B, L]`; none
+        of the decoder's tokens have been fed.
 
         Args:
-          inputs: `[B, L]`, with `mask [B, L]` True at tokens. Of a decoder-only network `[B, 0]`: its prompt is fed to the
-            decoder.
+          inputs: `[B, L]`, with `mask [B, L]` True at tokens. Of a decoder-only network `[B, 0]`:
+            its prompt is fed to the decoder.
           slots: S, positions that the self-attention caches hold.
           encoded: `[B, L, D]` of the encoder, where there is one.
         """
         raise NotImplementedError
 
     def decode_states(self, tokens, positions, cache, layers: int | None = None, live=None):
-        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last of the first `layers`
-        layers and the last norm, and the new cache. `live [B, T]` as in `Network.decode`."""
+        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last
+        of the first `layers` layers and the last norm, and the new cache. `live [B, T]` as in
+        `Network.decode`."""
         return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live)
 
     def head(self, states, live=None):

@@ -169,8 +169,9 @@ class GPTDecoder(nn.Module):
             )
 
     def step(self, x, positions, cache: GPTCache, layers: int | None = None, live=None):
-        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
-        `positions [B]` of every row; the caches of the layers above stay as they are. `live [B, T]` as in `Network.decode`."""
+        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after
+        writing T tokens at `positions [B]` of every row; the caches of the layers above stay as
+        they are. `live [B, T]` as in `Network.decode`."""
         query_positions = positions[:, None] + jnp.arange(x.shape[1])
         mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
         x, written = x + self.position_embedder(query_positions, live), list(cache.layers)
@@ -219,6 +220,7 @@ class GPT(FamilyModule):
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
 
     def __call__(self, tokens, places=None, deterministic: bool = True):
-        """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at `places [B, N]` of them only."""
+        """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at
+        `places [B, N]` of them only."""
         states = self.decoder(self.token_embedder(tokens), deterministic)
         return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))

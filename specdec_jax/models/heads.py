@@ -23,8 +23,8 @@ class HeadsConfig:
       emb_dim: D, width of the target's states.
       vocab_size: V, width of the target's logits.
       num_blocks: residual blocks x + silu(W x) of each head.
-      share_head: the logits come from the target's own head: D² parameters for a block are all that is new. False gives every
-        head a kernel `[D, V]` of its own.
+      share_head: the logits come from the target's own head: D² parameters for a block are all that
+        is new. False gives every head a kernel `[D, V]` of its own.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
       matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype` (training).
     """

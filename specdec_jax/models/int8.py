@@ -32,7 +32,8 @@ class Int8Kernel:
         """`x [..., D]` times the kernel, `[..., F]`; every row of x is rounded alike, the sums are exact in int32."""
         rows = x.reshape(-1, x.shape[-1])
         values, scales = _rounded(rows, 1)
-        # XLA's product of a single row on a CPU reads a copy of the whole kernel in int32, that of two the kernel itself.
+        # XLA's product of a single row on a CPU reads a copy of the whole kernel in int32, that of
+        # two the kernel itself.
         values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
         sums = jax.lax.dot_general(values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
         y = sums[: len(rows)].astype(jnp.float32) * scales[:, None] * self.scales

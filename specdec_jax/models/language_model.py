@@ -1,4 +1,5 @@
-"""A network with its parameters, vocabulary and special ids: `LanguageModel`, what `load` gives and `generate` takes."""
+"""A network with its parameters, vocabulary and special ids: `LanguageModel`, what `load` gives
+and `generate` takes."""
 
 import functools
 
@@ -33,20 +34,23 @@ class LanguageModel:
       start_token: id that every decoder sequence starts with; of a decoder-only model, those without a prompt.
       eos_ids: ids that end a sequence.
       name: for messages and records.
-      encoder_fingerprint: of the model whose encoder output this one was trained on, where it has no encoder; None: unknown.
+      encoder_fingerprint: of the model whose encoder output this one was trained on, where it has
+        no encoder; None: unknown.
       network: the same as the jitted functions take it.
-      quantized: its kernels, the head's too, are in 8 bits, a scale for each output; inputs of products are rounded to 16 bits, all else is float32.
-        `params` has what their values times their scales are.
+      quantized: its kernels, the head's too, are in 8 bits, a scale for each output; inputs of
+        products are rounded to 16 bits, all else is float32. `params` has what their values times
+        their scales are.
     """
 
     def __init__(
         self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False,
         encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
     ):  # fmt: skip
-        """Args as the attributes; `rules`: how the parameters are laid out on a mesh, None: on one device. With `donate_params` the nested dicts
-        of `params` are emptied while the weights are brought into the loop's layout, so that at most one kernel exists twice. Kernels of
-        `params` may be `Int8Kernel`s, all or none, where `panels.usable` (else ValueError), and then the head of a model whose head is
-        its embedding may be there too, "decoder/logits_dense/kernel"."""
+        """Args as the attributes; `rules`: how the parameters are laid out on a mesh, None: on one
+        device. With `donate_params` the nested dicts of `params` are emptied while the weights are
+        brought into the loop's layout, so that at most one kernel exists twice. Kernels of `params`
+        may be `Int8Kernel`s, all or none, where `panels.usable` (else ValueError), and then the
+        head of a model whose head is its embedding may be there too, "decoder/logits_dense/kernel"."""
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.encoder_fingerprint = encoder_fingerprint
@@ -96,13 +100,15 @@ class LanguageModel:
 
     @functools.cached_property
     def contents(self) -> str:
-        """Tells models apart that may compute different numbers: by their weights to the last bit, dtype, shape, and whether
+        """Tells models apart that may compute different numbers: by their weights to the last bit,
+        dtype, shape, and whether
         they are in 8 bits, whose products are rounded elsewhere than those of the same numbers in float32."""
         exact = identity.exact(self.network.params, self.network.rules)
         return f"{exact} {self.config}{' in 8 bits' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
-        """Whether a `fingerprint` that was stored is this model's; earlier versions stored one of a part of the weights."""
+        """Whether a `fingerprint` that was stored is this model's; earlier versions stored one
+        of a part of the weights."""
         whole = str(fingerprint).startswith(identity.ROUNDED)
         return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
 
@@ -117,14 +123,15 @@ class LanguageModel:
         Args:
           inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. Of a decoder-only model what comes before
             `decoder_tokens`, where 0 is an id like others, or None for nothing.
-          decoder_tokens: `[B, T]` decoder inputs, the start token first; of a decoder-only model any part of a sequence.
+          decoder_tokens: `[B, T]` decoder inputs, the start token first; of a decoder-only model
+            any part of a sequence.
           input_lengths: `[B]`, optional.
           encoder: the model whose encoder reads the inputs, for one with an `encoder_dim`; else None.
 
         Raises:
-          ValueError: an id that the model lacks (those of `inputs` at or past a row's length do not matter), more ids than
-            it has positions, no inputs for a model with an encoder, no `encoder` where one is needed, or one that does not
-            fit.
+          ValueError: an id that the model lacks (those of `inputs` at or past a row's length do not
+            matter), more ids than it has positions, no inputs for a model with an encoder, no
+            `encoder` where one is needed, or one that does not fit.
         """
         if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
             got = f"one of width {encoder.config.emb_dim}" if encoder else "none"

@@ -1,6 +1,7 @@
 """Building blocks of T5-family and GPT-like networks, with T5X's parameter names and numerics.
 
-Axis letters: B batch, T queries, S cache slots or keys, L encoder length, H heads, K features of one head, D width, V vocabulary.
+Axis letters: B batch, T queries, S cache slots or keys, L encoder length, H heads, K features of
+one head, D width, V vocabulary.
 """
 
 import functools
@@ -83,8 +84,8 @@ class Embedder(nn.Module):
         """Rows `[..., features]`; `live [...]` as for `apply_kernel`."""
         if self.native:
             return panels.rows(self.embedding, indices, live)
-        # A drafter may meet ids that it lacks, a draft may reach past the last position; the default mode would give NaN,
-        # which its cache would keep.
+        # A drafter may meet ids that it lacks, a draft may reach past the last position; the
+        # default mode would give NaN, which its cache would keep.
         return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
 
 
@@ -112,7 +113,8 @@ class Dense(nn.Module):
     def in_panels(
         self, x: jax.Array, live=None, before: Before = Before("nothing"), residual=None, clear: bool = True
     ) -> jax.Array:
-        """`before(x)` through the map, plus `residual [..., features]`, for a kernel in panels; see `Panels.product`."""
+        """`before(x)` through the map, plus `residual [..., features]`, for a kernel in panels;
+        see `Panels.product`."""
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
         return kernel.product(x, dtype, live, before, bias, residual, clear)
@@ -150,7 +152,8 @@ def apply_kernel(x: jax.Array, kernel, output_dtype, live: jax.Array | None = No
 
 
 def product(a: jax.Array, b: jax.Array, contracted, batch=((), ()), dtype=jnp.float32) -> jax.Array:
-    """Returns `lax.dot_general` of `a` and `b` at the precision of their dtype, which is the same; the result is in `dtype`."""
+    """Returns `lax.dot_general` of `a` and `b` at the precision of their dtype, which is the
+    same; the result is in `dtype`."""
     return jax.lax.dot_general(a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype)
 
 
@@ -287,9 +290,10 @@ class Attention(nn.Module):
         """`x + dropped(self-attention of norm(x))`, `x [B, T, D]`, and the cache after keys and values were written to it.
 
         Args:
-          cache: of which `positions [B]` are the first slots that are written; None: the keys and values of `x` are all.
-          mask, bias: as for `attend`; where this is native and there is a cache, the mask does not matter, and the bias is
-            that of every query position, `[S, H, S]`.
+          cache: of which `positions [B]` are the first slots that are written; None: the keys and
+            values of `x` are all.
+          mask, bias: as for `attend`; where this is native and there is a cache, the mask does not
+            matter, and the bias is that of every query position, `[S, H, S]`.
           divisor: of the queries.
           live: `[B, T]`, as for `apply_kernel`; the live positions of a row come first.
         """
@@ -306,8 +310,8 @@ class Attention(nn.Module):
     def to_encoded(
         self, x: jax.Array, norm, cross: KVCache, mask: jax.Array, live=None, dropped=lambda y: y
     ) -> jax.Array:
-        """`x + dropped(cross-attention of norm(x))`, `[B, T, D]`; `mask [B, L]` is True where there is a token, a prefix of
-        each row."""
+        """`x + dropped(cross-attention of norm(x))`, `[B, T, D]`; `mask [B, L]` is True where there is
+        a token, a prefix of each row."""
         if self.native:
             query = self.query.in_panels(x, live, norm.before(), clear=False)
             attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
@@ -315,8 +319,8 @@ class Attention(nn.Module):
         return x + dropped(self.attend(self.project_query(norm(x)), cross, mask[:, None, None, :]))
 
     def to_inputs(self, x: jax.Array, norm, mask: jax.Array, bias: jax.Array, dropped=lambda y: y) -> jax.Array:
-        """`x + dropped(an encoder's attention of norm(x))`, `[B, L, D]`; mask as for `to_encoded`, bias `[L, H, L]` by query
-        position."""
+        """`x + dropped(an encoder's attention of norm(x))`, `[B, L, D]`; mask as for `to_encoded`,
+        bias `[L, H, L]` by query position."""
         if self.native:
             attended = panels.attend_to_inputs(
                 self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask)

@@ -30,8 +30,8 @@ def pack(params: dict, panels: bool, fused: bool = True) -> dict:
     Args:
       params: kernels are arrays `[D, F]`, or `Int8Kernel`s.
       panels: kernels are stored in panels.
-      fused: False joins no kernels: one that is divided by its outputs among devices must not be a joint one of queries,
-        keys and values.
+      fused: False joins no kernels: one that is divided by its outputs among devices must not be a
+        joint one of queries, keys and values.
     """
     return {name: _pack(name, params.pop(name), panels, fused) for name in list(params)}
 
@@ -105,7 +105,8 @@ def unpack(packed: dict) -> dict:
 
 
 def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
-    """Yields the arrays of T5X's tree with their paths, one after the other: no two that were packed need be there at a time."""
+    """Yields the arrays of T5X's tree with their paths, one after the other: no two that were
+    packed need be there at a time."""
     for path, value in stored_parameters(packed):
         yield path, matrix(value)
 

@@ -1,8 +1,9 @@
 """The CPU's own kernels: `native.cc`, compiled at first use by the system's C++ compiler, tried, loaded and registered.
 
-The library lies in the user's cache under a name made of all that it depends on, processor included, so that one made for
-another machine, jaxlib or compiler is never loaded. A process of its own tries it first (probe.py), since what is wrong
-with a library may end the process that loads it. What came out, a failure too, is remembered in a file beside it.
+The library lies in the user's cache under a name made of all that it depends on, processor
+included, so that one made for another machine, jaxlib or compiler is never loaded. A process of its
+own tries it first (probe.py), since what is wrong with a library may end the process that loads it.
+What came out, a failure too, is remembered in a file beside it.
 """
 
 import contextlib
@@ -74,7 +75,8 @@ def state() -> str:
 
 
 def origin() -> str | None:
-    """How the library in use was made, without naming a path: "built with g++ 12.2 for znver4 (avx512)"; None without one."""
+    """How the library in use was made, without naming a path: "built with g++ 12.2 for znver4
+    (avx512)"; None without one."""
     return _settled().origin
 
 
@@ -85,7 +87,8 @@ def identity() -> str | None:
 
 
 class _State(NamedTuple):
-    """What a process has settled on: the library's path and how it was made, None without one, and a line that says so."""
+    """What a process has settled on: the library's path and how it was made, None without one,
+    and a line that says so."""
 
     library: str | None
     origin: str | None

@@ -63,11 +63,13 @@ class Network:
         """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
 
         Args:
-          inputs: `[B, L]` int32; ids at or past a row's length do not matter. `[B, 0]` for a decoder-only network, whose
-            prompt is what its decoder begins with (`prefill.fill_cache`).
+          inputs: `[B, L]` int32; ids at or past a row's length do not matter. `[B, 0]` for a
+            decoder-only network, whose prompt is what its decoder begins with
+            (`prefill.fill_cache`).
           input_lengths: `[B]`.
           slots: S, positions that the self-attention caches hold.
-          encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other model's; None runs the encoder.
+          encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other
+            model's; None runs the encoder.
         """
         if not decoder_only(self):
             encoded = self._by_rows(self.encode(inputs, input_lengths) if encoded is None else encoded)
@@ -86,9 +88,10 @@ class Network:
         """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
 
         Args:
-          live: `[B, T]`, False for positions whose result does not matter, such as those of a row that is done; the live
-            ones of a row come first. Where the CPU's own product is used the others cost nothing, write nothing, and give
-            0; elsewhere they are computed like all. None: all are live.
+          live: `[B, T]`, False for positions whose result does not matter, such as those of a row
+            that is done; the live ones of a row come first. Where the CPU's own product is used the
+            others cost nothing, write nothing, and give 0; elsewhere they are computed like all.
+            None: all are live.
 
         Returns: logits `[B, T, V]` float32 of the next token at each position, and the new cache.
         """
@@ -123,7 +126,8 @@ class Network:
         return self.replace(params=params, module=config.with_own_head().module(fuses(self.rules), native))
 
     def in_int8(self) -> "Network":
-        """The same network with the kernels of decoder steps, the head's too, in 8 bits. All other arrays are shared."""
+        """The same network with the kernels of decoder steps, the head's too, in 8 bits. All
+        other arrays are shared."""
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
         return network.replace(params=layouts.in_int8(network.params))
@@ -164,12 +168,14 @@ def decoder_only(model) -> bool:
 
 
 def given_lengths(model, inputs: np.ndarray) -> np.ndarray:
-    """`[B]`: lengths of `inputs [B, L]` that came without: 0 is padding, but for a decoder-only model, which may emit it."""
+    """`[B]`: lengths of `inputs [B, L]` that came without: 0 is padding, but for a decoder-only
+    model, which may emit it."""
     return np.full(len(inputs), inputs.shape[1], np.int32) if decoder_only(model) else padded_lengths(inputs)
 
 
 def join(inputs: np.ndarray, input_lengths: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences `[B, L + T]` of `inputs [B, L]` up to their lengths `[B]` and then `tokens [B, T]`, whose places are `[B, T]`."""
+    """Sequences `[B, L + T]` of `inputs [B, L]` up to their lengths `[B]` and then
+    `tokens [B, T]`, whose places are `[B, T]`."""
     places = input_lengths[:, None] + np.arange(tokens.shape[1])
     sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
     np.put_along_axis(sequences, places, tokens, axis=1)

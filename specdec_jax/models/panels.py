@@ -40,7 +40,8 @@ def check_quantize_name(quantize: str | None) -> None:
 
 
 def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
-    """Raises ValueError where `quantize` is no way to load a model, or one that its dtype, mesh or device do not have."""
+    """Raises ValueError where `quantize` is no way to load a model, or one that its dtype, mesh
+    or device do not have."""
     check_quantize_name(quantize)
     if quantize == "int8" and (mesh or not usable(dtype)):
         raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
@@ -114,8 +115,8 @@ class Panels:
     ) -> jax.Array:  # fmt: skip
         """Returns `before` of `x [..., D]` times the kernel, plus `bias [F]` and `residual [..., F]` where they are given.
 
-        That is `[..., F]`; 0 for rows that are False in `live [...]`, which are not computed. With `clear` false those are
-        not written either: they may hold anything, NaN too.
+        That is `[..., F]`; 0 for rows that are False in `live [...]`, which are not computed. With
+        `clear` false those are not written either: they may hold anything, NaN too.
         """
         result = jax.ShapeDtypeStruct((*x.shape[:-1], self.columns), jnp.float32)
         call = jax.ffi.ffi_call(f"specdec_product_{self._kind}", result, vmap_method="sequential")
@@ -164,8 +165,8 @@ def _flags(live: jax.Array | None) -> jax.Array:
 
 
 def rows(table: jax.Array, numbers: jax.Array, live: jax.Array | None = None) -> jax.Array:
-    """Returns the rows `[..., D]` of `table [N, D]` with the given numbers; those past an end take the row there, and what is
-    False in `live [...]` is 0."""
+    """Returns the rows `[..., D]` of `table [N, D]` with the given numbers; those past an end take the
+    row there, and what is False in `live [...]` is 0."""
     result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
     return call(table, numbers.astype(jnp.int32), _flags(live))
@@ -210,7 +211,8 @@ def attend_to_encoded(query, keys, values, lengths, live=None, clear: bool = Tru
 
 
 def attend_to_inputs(qkv, bias, lengths) -> jax.Array:
-    """Returns an encoder's attention `[B, L, H·K]` of the first `lengths [B]` positions of each row over each other; 0 past them.
+    """Returns an encoder's attention `[B, L, H·K]` of the first `lengths [B]` positions of each row
+    over each other; 0 past them.
 
     Args:
       qkv: `[B, L, 3·H·K]` queries, keys and values. bias: `[L, H, L]` by query position.

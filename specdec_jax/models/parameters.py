@@ -10,7 +10,8 @@ from specdec_jax.models.family import ModelConfig
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter of the network, by its name (a T5's is T5X's).
 
-    Every family writes them out, since tracing the initialisation of 24 + 24 layers takes seconds; a test compares the two.
+    Every family writes them out, since tracing the initialisation of 24 + 24 layers takes seconds;
+    a test compares the two.
     """
     return config.parameter_shapes()
 

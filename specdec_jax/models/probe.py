@@ -1,6 +1,7 @@
 """Whether a library of kernels works here, found out in a process of its own: `python -I probe.py JSON`.
 
-What is wrong with a library may end the process that loads it. This one imports nothing of the package, so as to start quickly.
+What is wrong with a library may end the process that loads it. This one imports nothing of the
+package, so as to start quickly.
 """
 
 import ctypes
@@ -46,7 +47,8 @@ def check() -> None:
 
 
 def _products(rng) -> list[tuple]:
-    """(target, arguments, attributes, shapes and dtypes of results, the first results in float64) of both kinds of weights."""
+    """(target, arguments, attributes, shapes and dtypes of results, the first results in
+    float64) of both kinds of weights."""
     import numpy as np
 
     M, K, F, P = 5, 600, 512, 16

@@ -29,7 +29,8 @@ class RelativePositionBias(nn.Module):
 def relative_position_bucket(
     distance: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> np.ndarray:
-    """T5's bucket of each distance (key position − query position): exact near zero, logarithmic up to `max_distance`."""
+    """T5's bucket of each distance (key position − query position): exact near zero, logarithmic
+    up to `max_distance`."""
     offset = np.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2
@@ -46,7 +47,8 @@ def relative_position_bucket(
 
 
 def seen_from(positions, queries: int, slots: int) -> jax.Array:
-    """Returns the mask `[B, 1, T, S]` of T = `queries` positions from `positions [B]` on, for a cache of S = `slots`."""
+    """Returns the mask `[B, 1, T, S]` of T = `queries` positions from `positions [B]` on, for a
+    cache of S = `slots`."""
     query_positions = positions[:, None] + jnp.arange(queries)
     return jnp.arange(slots) <= query_positions[:, None, :, None]
 

@@ -1,8 +1,9 @@
 """Where parameters, caches and rows lie on a mesh of devices, by T5X's rules for logical axes.
 
-A mesh has two axes. "model" divides every layer: its devices hold some of the heads, of the feed-forward's columns and of
-the vocabulary, and add up what they found. "data" divides the rows. What is small (tokens, lengths, counts) every
-device has whole, so that the host can read it wherever it runs.
+A mesh has two axes. "model" divides every layer: its devices hold some of the heads, of the
+feed-forward's columns and of the vocabulary, and add up what they found. "data" divides the rows.
+What is small (tokens, lengths, counts) every device has whole, so that the host can read it
+wherever it runs.
 """
 
 import dataclasses
@@ -114,7 +115,8 @@ class ShardingRules:
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
 
     def locally(self, function: Callable, axes: tuple, result: tuple) -> Callable:
-        """`function` of what each device has of its arguments; `axes`: the logical axes of each, `result`: of its result."""
+        """`function` of what each device has of its arguments; `axes`: the logical axes of each,
+        `result`: of its result."""
         spec = lambda axes: self.sharding(*axes).spec
         return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(result))
 

@@ -25,13 +25,14 @@ class T5Config(ModelConfig):
       emb_dim: width D.
       num_heads, head_dim: H heads of K features; H·K need not equal D.
       mlp_dim: hidden width of the feed-forward block.
-      mlp_activations: one, ("relu",) for 1.0, or two of a gated block, ("gelu", "linear") for 1.1, ("silu", "linear") for
-        UL2.
+      mlp_activations: one, ("relu",) for 1.0, or two of a gated block, ("gelu", "linear") for 1.1,
+        ("silu", "linear") for UL2.
       logits_via_embedding: the head is the transposed embedding (1.0).
-      scale_decoder_outputs: multiply the decoder's output by 1/√D before the head; None means as `logits_via_embedding`.
+      scale_decoder_outputs: multiply the decoder's output by 1/√D before the head; None means as
+        `logits_via_embedding`.
       num_buckets, max_distance: of the relative position bias.
-      relative_bias_per_layer: every layer has a table of that bias, as in umT5 and T5X's `scalable_t5`; else one in a stack
-        serves all its layers.
+      relative_bias_per_layer: every layer has a table of that bias, as in umT5 and T5X's
+        `scalable_t5`; else one in a stack serves all its layers.
       encoder_dim: width of another model's encoder output, which the decoder attends to: the network has no encoder of
         its own then, `num_encoder_layers` is 0, and every call that starts from inputs is given that output instead.
       dropout_rate: in training only.
@@ -94,7 +95,8 @@ class T5Config(ModelConfig):
 
 
 def t5_only(name: str, config: ModelConfig) -> T5Config:
-    """Returns `config`, for what only models with an encoder can do, training above all; raises ValueError for another."""
+    """Returns `config`, for what only models with an encoder can do, training above all; raises
+    ValueError for another."""
     if isinstance(config, T5Config):
         return config
     kind = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
@@ -165,8 +167,8 @@ class DecoderCache:
       layers: one self-attention `KVCache [B, H, S, K]` per layer.
       cross: one cross-attention `KVCache [B, H, L, K]` per layer, computed once from the encoder's output.
       cross_mask: `[B, L]` bool, True at the tokens of the encoder's input.
-      position_bias: `[S, H, S]` float32 of every layer, or one that all layers share: bias of (query position, head, key
-        position), of which a row slices its T queries.
+      position_bias: `[S, H, S]` float32 of every layer, or one that all layers share: bias of
+        (query position, head, key position), of which a row slices its T queries.
     """
 
     layers: tuple[KVCache, ...]
@@ -315,8 +317,9 @@ class Decoder(nn.Module):
         return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.position_biases(slots))
 
     def step(self, x, positions, cache: DecoderCache, layers: int | None = None, live=None):
-        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after writing T tokens at
-        `positions [B]` of every row; the caches of the layers above stay as they are. `live [B, T]` as in `Network.decode`."""
+        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after
+        writing T tokens at `positions [B]` of every row; the caches of the layers above stay as
+        they are. `live [B, T]` as in `Network.decode`."""
         mask, biases, written = None, list(cache.position_bias), list(cache.layers)
         if not self.native:
             mask = seen_from(positions, x.shape[1], cache.layers[0].slots)
@@ -353,7 +356,8 @@ class Decoder(nn.Module):
 
 
 class T5(FamilyModule):
-    """The whole network; `fused` and `native` say how the parameters of the decode loop are stored (`LanguageModel`)."""
+    """The whole network; `fused` and `native` say how the parameters of the decode loop are
+    stored (`LanguageModel`)."""
 
     config: T5Config
     fused: bool = False
@@ -371,7 +375,8 @@ class T5(FamilyModule):
         return self.encoder(self.token_embedder(inputs, mask), mask, deterministic)
 
     def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None) -> DecoderCache:
-        """Runs the encoder once, or takes its output, and prepares the decoder's cache, with `copies` rows for each input."""
+        """Runs the encoder once, or takes its output, and prepares the decoder's cache, with
+        `copies` rows for each input."""
         encoded = self.encode(inputs, mask) if encoded is None else encoded
         return self.decoder.init_cache(encoded, mask, slots, copies)
 

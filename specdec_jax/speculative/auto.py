@@ -1,7 +1,8 @@
-"""γ by itself: a policy that weighs measured costs against each row's own acceptance, and drafts nothing where that is faster.
+"""γ by itself: a policy that weighs measured costs against each row's own acceptance, and drafts
+nothing where that is faster.
 
-A row looks at its own past and at numbers that were fixed before it began, never at its mates: its draws do not depend on
-which rows it is decoded with.
+A row looks at its own past and at numbers that were fixed before it began, never at its mates: its
+draws do not depend on which rows it is decoded with.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from specdec_jax.speculative.gamma import Outcome, PerInput, Policy, call_widths
 MAXIMUM = 8
 # Tokens of a draft by which a row that drafts no more looks whether that would pay by now.
 PROBE = 2
-# What looking may cost, as a part of the time between two looks, before the first that fails; each that fails halves it.
+# What looking may cost, as a part of the time between two looks, before the first that fails; each
+# that fails halves it.
 _SHARE = 0.01
 
 
@@ -41,12 +43,14 @@ class AutoState(NamedTuple):
 class Auto(Policy):
     """Drafts the γ with the most expected tokens per time, (1 + α̂ + … + α̂^γ) / cost(γ); 0 where that is the best.
 
-    α̂ is the row's own acceptance so far, with `weight` tokens of `acceptance` before any were seen. A row that drafts
-    nothing learns nothing; it tries `PROBE` tokens at its beginning, and then so seldom that all tries together cost less
-    than 1 % of its time: every one that fails doubles the iterations until the next.
+    α̂ is the row's own acceptance so far, with `weight` tokens of `acceptance` before any were
+    seen. A row that drafts nothing learns nothing; it tries `PROBE` tokens at its beginning, and
+    then so seldom that all tries together cost less than 1 % of its time: every one that fails
+    doubles the iterations until the next.
 
-    The defaults were found by simulating rows of 64 tokens with α from 0 to 0.9: with target calls that cost up to 1.4 at 5
-    positions and 1.7 at 9, and c up to 0.2, at most 1.03 of plain decoding's time and 1.05 of that of the best fixed γ.
+    The defaults were found by simulating rows of 64 tokens with α from 0 to 0.9: with target calls
+    that cost up to 1.4 at 5 positions and 1.7 at 9, and c up to 0.2, at most 1.03 of plain
+    decoding's time and 1.05 of that of the best fixed γ.
 
     Attributes:
       maximum: G.
@@ -75,7 +79,8 @@ class Auto(Policy):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Positions of the target calls to compile: one call less than other policies have, since each takes its time."""
+        """Positions of the target calls to compile: one call less than other policies have,
+        since each takes its time."""
         return tuple(width for width in call_widths(self.maximum, none=True) if width != 2 or self.maximum == 1)
 
     def rows(self, batch: int) -> "Auto":

@@ -15,8 +15,8 @@ from specdec_jax.speculative.state import DecodeState, Draft, Scored
 class Drafter:
     """Proposes tokens. A drafter is a pytree: parameters are leaves, everything else is static.
 
-    A subclass defines `init` and `draft`, both traced, and overrides what else is not as here. Rewinding is implicit: each
-    call is told the committed lengths.
+    A subclass defines `init` and `draft`, both traced, and overrides what else is not as here.
+    Rewinding is implicit: each call is told the committed lengths.
 
     Attributes:
       reads_encoder: `init` gets the target's encoder output `[I, L, D]` as `encoded`.
@@ -38,7 +38,8 @@ class Drafter:
     # Traced.
 
     def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
-        """Returns the state for `inputs [I, L]` and what the decoder begins with, `tokens [B, P]`, B/I rows for each input.
+        """Returns the state for `inputs [I, L]` and what the decoder begins with, `tokens [B, P]`, B/I
+        rows for each input.
 
         That is the start token and the decoder prefix. For a decoder-only target it is the prompt, and L = 0.
         """
@@ -77,7 +78,8 @@ class Drafter:
         return None
 
     def steps(self) -> Mapping[str, Network]:
-        """Networks whose single steps tell what drafting costs, by name: "draft step", and variants of it to compare with."""
+        """Networks whose single steps tell what drafting costs, by name: "draft step", and
+        variants of it to compare with."""
         return {}
 
     def identity(self) -> tuple[list[Any], Any]:

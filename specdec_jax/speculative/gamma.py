@@ -1,12 +1,14 @@
 """How many tokens to draft: policies that adapt γ to each row while it decodes. Pure functions of per-row arrays.
 
-No policy changes the output law. An iteration preserves the target's law whatever γ is, if γ was known before its draws;
-these are independent of all earlier ones, and so of whatever `wanted` has learned from them. A stop within a draft (`limit`)
-depends on the tokens drawn so far and on the laws they came from: it is a stopping time of the draft, and a draft that ends
-after a token that was drawn is one that might have had that length anyway, for every verifier. What would be biased is to
-drop a token after a look at it: the one that ends a draft stays in it.
+No policy changes the output law. An iteration preserves the target's law whatever γ is, if γ was
+known before its draws; these are independent of all earlier ones, and so of whatever `wanted` has
+learned from them. A stop within a draft (`limit`) depends on the tokens drawn so far and on the
+laws they came from: it is a stopping time of the draft, and a draft that ends after a token that
+was drawn is one that might have had that length anyway, for every verifier. What would be biased is
+to drop a token after a look at it: the one that ends a draft stays in it.
 
-A policy is a pytree: its numbers are traced, one or one per input, so that changing them never recompiles; `maximum` (G) and
+A policy is a pytree: its numbers are traced, one or one per input, so that changing them never
+recompiles; `maximum` (G) and
 the kind of policy are static.
 """
 
@@ -26,8 +28,8 @@ PerInput = Any
 class DraftSignals(NamedTuple):
     """The laws that a draft came from, as policies read them; junk at positions that were not drafted.
 
-    They are the laws drawn from, after processors, temperature and filters; where the temperature is 0, which makes them
-    one-hot, the same at temperature 1.
+    They are the laws drawn from, after processors, temperature and filters; where the temperature
+    is 0, which makes them one-hot, the same at temperature 1.
 
     Attributes:
       prob: `[B, G]` float32, q(x) of the drafted tokens.
@@ -41,7 +43,8 @@ class DraftSignals(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One iteration: `drafted`, `accepted` `[B]` int32, how many tokens were drafted and how many stood; what was seen."""
+    """One iteration: `drafted`, `accepted` `[B]` int32, how many tokens were drafted and how
+    many stood; what was seen."""
 
     drafted: jax.Array
     accepted: jax.Array
@@ -124,7 +127,8 @@ class Policy:
         return self.maximum
 
     def limit(self, state: Any, step: jax.Array, seen: DraftSignals) -> jax.Array | int:
-        """How long the draft may become `[B]`, now that the token at `step` was drawn; only if the policy reads laws."""
+        """How long the draft may become `[B]`, now that the token at `step` was drawn; only if
+        the policy reads laws."""
         return self.maximum
 
     def update(self, state: Any, outcome: Outcome) -> Any:
@@ -267,9 +271,10 @@ class Renewal(Policy):
     """Drafts the i-th token while Π_{j≤i} ĉ_j ≥ R · (c + δ): the tokens it is expected to yield against what its time is
     worth (renewal reward: iterations are cycles, and R, tokens per time, is greatest where the two are equal).
 
-    ĉ_j is a moving average of acceptance at position j, that of all positions weighing in as `weight` observations, R one
-    of the tokens per target step's time, and δ = (v − 1) / G what one more position adds to a target call. ĉ begins at
-    `acceptance`, R at the greatest improvement that it promises for a fixed γ.
+    ĉ_j is a moving average of acceptance at position j, that of all positions weighing in as
+    `weight` observations, R one of the tokens per target step's time, and δ = (v − 1) / G what one
+    more position adds to a target call. ĉ begins at `acceptance`, R at the greatest improvement
+    that it promises for a fixed γ.
 
     Attributes:
       maximum: G. minimum: the least γ, from which acceptance is learned.

@@ -77,7 +77,8 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
 
 
 def checked(drafter: Drafter, found, shape: tuple[int, int]) -> tuple[Any, Draft]:
-    """Returns what a drafter gave, if it is a state and a draft of `shape`, rows and γ; else says so, while it is traced."""
+    """Returns what a drafter gave, if it is a state and a draft of `shape`, rows and γ; else
+    says so, while it is traced."""
     name = type(drafter).__name__
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Draft)):
         raise ValueError(f"drafter {name}: draft returned {type(found).__name__}, expected (draft_state, Draft)")
@@ -109,9 +110,10 @@ def _no_draft(batch: int, program: StaticConfig) -> Draft:
 def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array, watched: bool):
     """Returns the state after the target's call over `scored [B, G + 1]`, verification and commit, and what was seen.
 
-    Where several widths are compiled, the narrowest that covers every row's draft is used for all of it: the call costs
-    time by the position, and so do verification and log-probabilities. What was seen is `()`, or with `watched` the states
-    `[B, G + 1, D]` and logits `[B, G + 1, V]`, 0 past that width.
+    Where several widths are compiled, the narrowest that covers every row's draft is used for all
+    of it: the call costs time by the position, and so do verification and log-probabilities. What
+    was seen is `()`, or with `watched` the states `[B, G + 1, D]` and logits `[B, G + 1, V]`, 0
+    past that width.
     """
 
     # What a row has not drafted, and all of one that is done, need not be computed.
@@ -155,8 +157,8 @@ def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array
 
 
 def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.Array, jax.Array]:
-    """The argmax token after each of `states [B, T, D]` and its log-probability, both `[B, T]`; −1 and NaN where the logits are
-    not numbers. `live [B, T]` as in `Network.decode`."""
+    """The argmax token after each of `states [B, T, D]` and its log-probability, both `[B, T]`; −1 and
+    NaN where the logits are not numbers. `live [B, T]` as in `Network.decode`."""
     if network.skips:
         return network.peak(states, live)
     logits = network.head(states, live)

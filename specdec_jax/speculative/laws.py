@@ -1,4 +1,5 @@
-"""Turns logits into the distribution that a row's next token is drawn from: processors, temperature, filters (`draws.py` draws)."""
+"""Turns logits into the distribution that a row's next token is drawn from: processors,
+temperature, filters (`draws.py` draws)."""
 
 from typing import NamedTuple
 
@@ -160,7 +161,8 @@ def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
     def by_either(logits):
         return jax.lax.cond(jnp.all(top_k <= few), by_selection, by_bisection, logits)
 
-    # On a CPU selecting a few takes a third of bisection's time; a TPU's compiler makes a whole sort of it. k is traced.
+    # On a CPU selecting a few takes a third of bisection's time; a TPU's compiler makes a whole
+    # sort of it. k is traced.
     return jax.lax.platform_dependent(logits, cpu=by_either, default=by_bisection)
 
 

@@ -20,8 +20,8 @@ def prefill(
 
     Args:
       slots: S.
-      inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which lie side by side; L = 0
-        for a decoder-only target.
+      inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which
+        lie side by side; L = 0 for a decoder-only target.
       input_lengths: `[I]`.
       tokens: `[B, P]` start token and decoder prefix, or the prompt, padded. prefix_lengths: `[B]`, at least 1.
       keys, rows, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.

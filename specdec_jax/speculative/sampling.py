@@ -1,4 +1,5 @@
-"""Settings of sampling: what a user gives (`SamplingConfig`), what is compiled (`SamplingMode`), what each row has (`SamplingRows`)."""
+"""Settings of sampling: what a user gives (`SamplingConfig`), what is compiled (`SamplingMode`),
+what each row has (`SamplingRows`)."""
 
 import dataclasses
 import functools
@@ -22,8 +23,8 @@ class SamplingConfig:
     Attributes:
       temperature: * 0 is argmax; otherwise logits are divided by it.
       top_k: * keep the k most probable ids (and those tied with the k-th); 0 keeps all.
-      top_p: * keep the fewest most probable ids whose mass reaches p, after top-k (and those tied with the last); 1 keeps
-        all.
+      top_p: * keep the fewest most probable ids whose mass reaches p, after top-k (and those tied
+        with the last); 1 keeps all.
       min_p: * keep the ids with at least this share of the greatest probability, after top-p; 0 keeps all.
       repetition_penalty: * divides the positive and multiplies the negative logits of ids in the prefix; 1 is none.
       no_repeat_ngram: forbid ids that would repeat an n-gram of this size in the decoder's tokens; 0 is none.

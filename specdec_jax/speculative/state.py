@@ -79,8 +79,8 @@ class DecodeState:
     """What lives through the loop. B rows; S slots of tokens, G + 1 more than any row's limit.
 
     Attributes:
-      tokens: `[B, S]` int32: start token and decoder prefix, or the prompt, then committed tokens; anything after a row's
-        length.
+      tokens: `[B, S]` int32: start token and decoder prefix, or the prompt, then committed tokens;
+        anything after a row's length.
       lengths: `[B]` int32 committed tokens, start token and prefix included.
       done: `[B]` bool.
       starts: `[B]` int32 start token and prefix, or prompt: how many of the tokens are not new.

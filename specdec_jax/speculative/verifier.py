@@ -64,8 +64,9 @@ class Verifier:
       has_rate: accepted over examined tokens is an acceptance rate; not where a draft is judged as a whole.
       softens: at temperature 0 too it may let tokens stand that are not the most probable.
       sampled_only: it means nothing at temperature 0.
-      judge_greedy: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept, settings) -> Verification`, for
-        processed logits `[B, G + 1, V]` and uniforms `accept [B, G]`; None: a token stands iff it is the target's argmax.
+      judge_greedy: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
+        settings) -> Verification`, for processed logits `[B, G + 1, V]` and uniforms `accept [B,
+        G]`; None: a token stands iff it is the target's argmax.
       parameters: names of what can be asked of it, with their defaults; None must be given.
     """
 

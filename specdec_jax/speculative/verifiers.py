@@ -96,7 +96,8 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, s
 def verify_by_rejection(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
     """Rejection sampling with a constant (section A.2), for comparison: the target's law, fewer tokens accepted.
 
-    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), M_i = max_x p_i(x) / q_i(x); after a rejection p itself is drawn.
+    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), M_i = max_x p_i(x) / q_i(x); after a
+    rejection p itself is drawn.
     """
     gamma = draft_tokens.shape[1]
     if not gamma:

@@ -45,8 +45,9 @@ class BucketedBatches:
           buckets: ascending lengths; longer pairs are left out (`dropped` counts them).
           batch_tokens: padded pieces of the longer side of a batch.
           seed: of the order of the pairs and of the batches, anew in every epoch.
-          target_buckets: ascending lengths for the targets, where those are much shorter or longer than the inputs (each
-            with each of `buckets` is a shape that compiles); none: both sides are padded alike.
+          target_buckets: ascending lengths for the targets, where those are much shorter or longer
+            than the inputs (each with each of `buckets` is a shape that compiles); none: both sides
+            are padded alike.
         """
         self._pairs, self._seed = pairs, seed
         check_buckets(buckets, batch_tokens, target_buckets)

@@ -16,34 +16,37 @@ class TrainConfig:
 
     Attributes:
       model: shape of the network; `matmul_dtype` and `dropout_rate` count in training only, `dtype` is set below.
-      train_files, validation_files: TSV files (source, tab, target; or, with a tab and the target's ids after that, as
-        `specdec distill` writes them) or, for a decoder-only model, UTF-8 text, a document a line; gzip or not; any number of
-        each.
+      train_files, validation_files: TSV files (source, tab, target; or, with a tab and the target's
+        ids after that, as `specdec distill` writes them) or, for a decoder-only model, UTF-8 text,
+        a document a line; gzip or not; any number of each.
       output_dir: checkpoints, the log and the final model go here; an existing run in it is resumed.
       data_dir: folder to which the names of those files are relative.
-      initialise_from: path of a model of the same shape and vocabulary, or a bundled name, whose parameters a new run starts
-        from; None: random ones. The optimiser's state is new either way. Layers that the model has fewer of than `model` are
-        made up by copies of its own that add little at first (`deepening.py`).
-      vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, that of `initialise_from`, or
-        one trained on the train files. "": `vocabulary.model` in `output_dir`.
+      initialise_from: path of a model of the same shape and vocabulary, or a bundled name, whose
+        parameters a new run starts from; None: random ones. The optimiser's state is new either
+        way. Layers that the model has fewer of than `model` are made up by copies of its own that
+        add little at first (`deepening.py`).
+      vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, that of
+        `initialise_from`, or one trained on the train files. "": `vocabulary.model` in
+        `output_dir`.
       vocabulary_size: ids of the vocabulary: its pieces and, with a model that has them, that model's sentinels.
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
       batch_tokens: padded pieces of the longer side of a batch.
-      sequence_length: of a decoder-only model, and of no other: pieces of the blocks into which its text is cut, at most the
-        model's positions; the settings of the next two do not count then.
+      sequence_length: of a decoder-only model, and of no other: pieces of the blocks into which its
+        text is cut, at most the model's positions; the settings of the next two do not count then.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
-      target_buckets: padded lengths of the targets, where those are not as long as the inputs; none: `buckets` for both.
+      target_buckets: padded lengths of the targets, where those are not as long as the inputs;
+        none: `buckets` for both.
       label_smoothing: mass spread over the vocabulary.
       teacher: path of a model of the same kind to distil from, or None.
       distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece; above 0 iff there is a
         teacher.
       divergence: D: "forward_kl", "reverse_kl", "jensen_shannon" or "total_variation", which is 1 − α (`losses.py`).
       distill_temperature: of the teacher's law in D; below 1 its argmax counts more.
-      select: what the best parameters have: the lowest validation "loss", or on the validation files the highest
-        "acceptance" (mean of Σ_v min(p, q), α at temperature 1) or "agreement" (of the argmax, α at temperature 0) with the
-        teacher.
+      select: what the best parameters have: the lowest validation "loss", or on the validation
+        files the highest "acceptance" (mean of Σ_v min(p, q), α at temperature 1) or "agreement"
+        (of the argmax, α at temperature 0) with the teacher.
       seed: of the initial parameters, the order of the batches and dropout.
       log_every, save_every, evaluate_every: steps between records, checkpoints and validation losses.
       dtype: of the computation; None: float32 on a CPU, bfloat16 on an accelerator. Parameters stay float32.

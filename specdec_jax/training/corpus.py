@@ -90,8 +90,9 @@ class Text:
     """Documents, one a line, for decoder-only models: one stream of ids, each document followed by EOS, cut into blocks.
 
     Attributes:
-      sequence_length: pieces that a block predicts. What stands before a block's first is fed too; before the first of all
-        that is EOS, which therefore is the start token: it says that a document begins.
+      sequence_length: pieces that a block predicts. What stands before a block's first is fed too;
+        before the first of all that is EOS, which therefore is the start token: it says that a
+        document begins.
     """
 
     sequence_length: int

@@ -1,4 +1,5 @@
-"""Deeper networks out of trained ones, to go on training from: copies of layers that begin by adding next to nothing."""
+"""Deeper networks out of trained ones, to go on training from: copies of layers that begin by
+adding next to nothing."""
 
 from typing import Any
 
@@ -13,9 +14,9 @@ _SHARE = 0.1
 def deepen(params: dict, stack: str, layers: int) -> dict:
     """Nested `params` with `layers` layers in "encoder" or "decoder" where it has fewer, e.g. 5 as 0 0' 0'' 1 1'.
 
-    Every layer is followed by copies of itself that add a tenth of what it adds, so that the network begins close to what
-    it was. (Copies that add nothing, as in Wu et al. 2024, "LLaMA Pro", arXiv 2401.02415, would hardly be moved by steps
-    relative to an array's size.)
+    Every layer is followed by copies of itself that add a tenth of what it adds, so that the
+    network begins close to what it was. (Copies that add nothing, as in Wu et al. 2024, "LLaMA
+    Pro", arXiv 2401.02415, would hardly be moved by steps relative to an array's size.)
 
     Raises:
       ValueError: it has more layers, or none.

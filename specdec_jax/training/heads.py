@@ -1,7 +1,7 @@
 """Training of heads on a target's last state: the target frozen, or trained beside them.
 
-On the target's own outputs (TSV files that `specdec generate` makes), on other text, or with the target's own laws as soft
-targets.
+On the target's own outputs (TSV files that `specdec generate` makes), on other text, or with the
+target's own laws as soft targets.
 """
 
 import dataclasses
@@ -40,11 +40,13 @@ class HeadsTrainConfig:
       num_heads, num_blocks, share_head: as in `HeadsConfig`.
       output_dir: the heads are written to `heads` in it, the target, where it is trained too, to `target`.
       label_smoothing: mass spread over the vocabulary.
-      soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head), where the target's law is its own after the pieces in
-        between, which a head does not see.
+      soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head), where the target's law is
+        its own after the pieces in between, which a head does not see.
       learning_rate: of Adam, for the heads.
-      backbone_learning_rate: 0 leaves the target as it is; above 0 it is trained too, as `TrainConfig.learning_rate` says.
-      backbone_weight: weight of the target's own cross-entropy beside the heads' loss; above 0 iff the target is trained.
+      backbone_learning_rate: 0 leaves the target as it is; above 0 it is trained too, as
+        `TrainConfig.learning_rate` says.
+      backbone_weight: weight of the target's own cross-entropy beside the heads' loss; above 0 iff
+        the target is trained.
       matmul_dtype: as in `T5Config`.
     """
 
@@ -166,7 +168,8 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
 
 
 def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
-    """Sums over the pieces of `targets [B, T]` with `logits [B, T, V]`; `soft`: the target's logits at the same pieces."""
+    """Sums over the pieces of `targets [B, T]` with `logits [B, T, V]`; `soft`: the target's
+    logits at the same pieces."""
     log_q, weights = jax.nn.log_softmax(logits), (targets > 0).astype(jnp.float32)
     nll = -jnp.take_along_axis(log_q, targets[..., None], axis=-1)[..., 0]
     loss = (1 - objective.label_smoothing) * nll - objective.label_smoothing * jnp.mean(log_q, axis=-1)

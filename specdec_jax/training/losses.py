@@ -1,4 +1,5 @@
-"""What training minimises (cross-entropy with label smoothing, divergence from a teacher's laws), and one step of it."""
+"""What training minimises (cross-entropy with label smoothing, divergence from a teacher's
+laws), and one step of it."""
 
 import dataclasses
 import functools
@@ -15,8 +16,9 @@ from specdec_jax.models.family import FamilyModule
 from specdec_jax.speculative import laws
 from specdec_jax.training import batches as training_batches
 
-# Divergences `[...]` of the student's law q from the teacher's p, out of their logarithms `[..., V]`, in nats where they are
-# logarithms. The first makes q cover p, the second keeps it where p is large.
+# Divergences `[...]` of the student's law q from the teacher's p, out of their logarithms
+# `[..., V]`, in nats where they are logarithms. The first makes q cover p, the second keeps it
+# where p is large.
 
 
 def forward_kl(log_p, log_q) -> jax.Array:
@@ -59,8 +61,8 @@ class Objective:
       teacher: the network that is distilled, of the same kind, or None.
       distill_weight: w, share of the divergence from the teacher.
       divergence: which, a name in `DIVERGENCES`.
-      distill_temperature: of the teacher's law in it; the student's stays at 1. Below 1 what counts is more and more the
-        teacher's argmax.
+      distill_temperature: of the teacher's law in it; the student's stays at 1. Below 1 what counts
+        is more and more the teacher's argmax.
     """
 
     model: FamilyModule
@@ -141,11 +143,12 @@ def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_ke
     """Mean loss of a target piece, and the sums.
 
     Per piece: (1 − w) · cross-entropy with label smoothing + w · D(p, q), with p the law of the teacher at
-    `distill_temperature`, q that of the student on the same prefix of the reference, and D the divergence (token level).
+    `distill_temperature`, q that of the student on the same prefix of the reference, and D the
+    divergence (token level).
 
     Args:
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding; of a decoder-only model L = T, and the inputs are the
-        pieces that stand before the targets.
+      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding; of a decoder-only model L =
+        T, and the inputs are the pieces that stand before the targets.
       teacher_params: of `objective.teacher`; no gradient flows to them.
       dropout_key: None switches dropout off.
     """

@@ -1,4 +1,5 @@
-"""What a training run keeps and shows: settings, checkpoints, a log, a bar or lines; and signals that wait for a good moment."""
+"""What a training run keeps and shows: settings, checkpoints, a log, a bar or lines; and signals
+that wait for a good moment."""
 
 import contextlib
 import dataclasses

@@ -60,8 +60,8 @@ def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
 def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
     """(source, target, ids) of TSV files with two columns, where the ids are None, or three.
 
-    A third column has the ids of the target, with spaces between them: what a model wrote need not be what its vocabulary
-    makes of the text, and need not have come to an end.
+    A third column has the ids of the target, with spaces between them: what a model wrote need not
+    be what its vocabulary makes of the text, and need not have come to an end.
 
     Raises:
       ValueError: a line has another number of columns or no ids in the third, or a file cannot be read.

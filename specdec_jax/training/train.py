@@ -48,8 +48,9 @@ _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
 def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
     """Trains, or goes on where an earlier run into `output_dir` stopped, and writes the model `output_dir/model`.
 
-    `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters that did best on the validation files
-    (`best`, judged by `select`), which become the model, and `log.jsonl`. SIGINT and SIGTERM end the step in progress and save it.
+    `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters that did best on
+    the validation files (`best`, judged by `select`), which become the model, and `log.jsonl`.
+    SIGINT and SIGTERM end the step in progress and save it.
 
     Args:
       begun: called once nothing is left that could refuse the run, before its first step.
@@ -135,7 +136,8 @@ def parameter_count(params) -> int:
 
 
 class Run:
-    """What a run needs beside its state: networks, vocabulary, batches; `loss` is what it minimises, `assess` what it reports."""
+    """What a run needs beside its state: networks, vocabulary, batches; `loss` is what it
+    minimises, `assess` what it reports."""
 
     loss: Any = staticmethod(loss_fn)
     assess: Any = staticmethod(losses.assess)

@@ -157,7 +157,8 @@ def test_both_layouts_of_the_products_are_timed(monkeypatch):
 
 
 def test_bare_products_of_calls_and_drafts(target):
-    """Those of γ + 1 rows for every row; and the drafter's own weights, where its model's are what it multiplies with."""
+    """Those of γ + 1 rows for every row; and the drafter's own weights, where its model's are
+    what it multiplies with."""
     arms = products.bare_arms(target, ModelDrafter(target), 2, (1, 3))
     assert {name: arm.args[1].shape[0] for name, arm in arms.items()} == {
         "bare verify 1": 4, "bare verify 3": 8, "bare draft step": 2

@@ -146,7 +146,8 @@ def test_calls_along_an_output_are_those_of_independent_acceptances(alpha, gamma
 
 def test_draft_steps_count_the_end():
     certain, never = np.ones((7, 3)), np.zeros((7, 3))
-    # All stand: 3 and one more token, then 3 that end with the EOS; the last of the first draft is fed with that one more.
+    # All stand: 3 and one more token, then 3 that end with the EOS; the last of the first draft is
+    # fed with that one more.
     assert formulas.calls_along(certain, 3) == (2, 3 + 3)
     # At a limit the last token is never drafted.
     assert formulas.calls_along(certain, 3, ended=False) == (2, 3 + 2)

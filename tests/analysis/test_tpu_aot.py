@@ -1,4 +1,5 @@
-"""`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and what it reads from the text."""
+"""`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and
+what it reads from the text."""
 
 import json
 import pathlib
@@ -78,7 +79,8 @@ def test_what_is_read_from_a_program(script, monkeypatch):
 
 
 def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):
-    """c, v and improvement by the estimated seconds of single calls; a plain step that is estimated too dear, both ways."""
+    """c, v and improvement by the estimated seconds of single calls; a plain step that is
+    estimated too dear, both ways."""
     seconds = {1: 3.0, 2: 1.0, 4: 1.25, 6: 1.25, 8: 1.5}
     monkeypatch.setattr(script, "call_seconds", lambda preset, width, drafts=False: 0.1 if drafts else seconds[width])
     found = script.times()

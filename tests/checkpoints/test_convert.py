@@ -1,4 +1,5 @@
-"""`specdec convert`: every pair of formats, bit for bit; what a format cannot hold; interruptions; T5X's own restore."""
+"""`specdec convert`: every pair of formats, bit for bit; what a format cannot hold;
+interruptions; T5X's own restore."""
 
 import dataclasses
 import itertools

@@ -81,7 +81,8 @@ def test_the_fastest_by_its_median():
 
 
 def test_the_fastest_on_a_machine_that_slows_down():
-    """In each pass γ = 1 takes half of plain decoding's time; γ = 2 has the least median of seconds, but for one pass more."""
+    """In each pass γ = 1 takes half of plain decoding's time; γ = 2 has the least median of
+    seconds, but for one pass more."""
     slower = np.array([1.0, 2.0, 4.0])
     seconds = {PLAIN: 2 * slower, CHOICES[1]: 1.0 * slower, CHOICES[2]: np.array([1.1, 1.8, 4.4])}
     assert np.median(seconds[CHOICES[2]]) < np.median(seconds[CHOICES[1]])

@@ -1,4 +1,5 @@
-"""What iterations cost: measured, kept in a file that may be anything, looked up; and what `gamma="auto"` makes of it."""
+"""What iterations cost: measured, kept in a file that may be anything, looked up; and what
+`gamma="auto"` makes of it."""
 
 import json
 import os
@@ -234,7 +235,8 @@ def test_many_inputs(models, measured):
 
 
 def test_rows_begin_where_others_have_ended(measured):
-    """With argmax, whose output is the same whatever is drafted: a text on which nothing is accepted is soon left alone."""
+    """With argmax, whose output is the same whatever is drafted: a text on which nothing is
+    accepted is soon left alone."""
     target, inputs = tiny_t5(0), [[number, 7, 1] for number in range(3, 23)]
     options = dict(max_new_tokens=12, eos_ids=())
     drafted, plain = [], []

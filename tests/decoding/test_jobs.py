@@ -1,4 +1,5 @@
-"""Long jobs: refilled rows give what `generate` gives, none of them waits, and a kill changes nothing in the output file."""
+"""Long jobs: refilled rows give what `generate` gives, none of them waits, and a kill changes
+nothing in the output file."""
 
 import functools
 import json
@@ -225,8 +226,8 @@ def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "out.gin"]
 
 
-# Ends in the midst of writing its N-th result, by SIGKILL, or before that by another signal; or when all are there and the
-# output file is written, but the journal is not yet removed.
+# Ends in the midst of writing its N-th result, by SIGKILL, or before that by another signal; or
+# when all are there and the output file is written, but the journal is not yet removed.
 DYING = """
 import os, pathlib, signal, sys
 from specdec_jax.commands import journal
@@ -310,7 +311,8 @@ class Kills:
         return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 
     def run(self, name, after=None, decoding=False) -> int:
-        """Runs the job; kills it after so many seconds from its start, or from that of its decoding. Returns the exit code."""
+        """Runs the job; kills it after so many seconds from its start, or from that of its
+        decoding. Returns the exit code."""
         begin, (total, decoded) = self.finished(name), (time.monotonic(), None)
         partial = self.folder / f"{name}.partial"
         size = partial.stat().st_size if partial.exists() else 0

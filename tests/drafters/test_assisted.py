@@ -61,7 +61,8 @@ def test_an_input_that_is_repeated_is_copied():
 
 
 def test_law_through_the_engine():
-    """Row 5 of PITFALLS: the joint law of three tokens; by token verification, which tells apart what a mistake changes."""
+    """Row 5 of PITFALLS: the joint law of three tokens; by token verification, which tells apart
+    what a mistake changes."""
     target = HashModel(V, 0, spread=3.0)
     drafter = sd.AssistedNGramDrafter(order=3, top_k=2, memory=4)
     counts, (examined, accepted) = sample(target, drafter, SPREAD, 2 * ROWS, verifier="token")
@@ -153,7 +154,8 @@ def test_drafts_equal_a_slow_count(order):
 
 
 def test_what_is_remembered():
-    """A ring of the latest positions: contexts, the target's best ids and their probabilities; against a Python list."""
+    """A ring of the latest positions: contexts, the target's best ids and their probabilities;
+    against a Python list."""
     rows, memory, calls, order = 40, 6, 5, 3
     drafter = sd.AssistedNGramDrafter(order, top_k=2, memory=memory)
     state, request = prepare(TARGET, [[3, 4, 5]] * rows, drafter=drafter, gamma=GAMMA, max_new_tokens=40, eos_ids=[EOS])

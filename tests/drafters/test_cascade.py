@@ -54,7 +54,8 @@ INNERS = {
 
 @pytest.mark.parametrize("name, width", [("other model", 2), ("lookup", 9), ("vertical", 2)])
 def test_greedy_drafts_are_those_of_the_model(name, width):
-    """Rows of their own γ, prefix and limit; EOS in drafts; whatever proposes to the model, and for how many positions."""
+    """Rows of their own γ, prefix and limit; EOS in drafts; whatever proposes to the model, and
+    for how many positions."""
     drafter = sd.VerticalCascade(model, INNERS[name](), width)
     result, alone = run(drafter), run(model)
     np.testing.assert_array_equal(result.tokens, plain().tokens)
@@ -115,7 +116,8 @@ def test_calls_are_the_models(width=2):
 
 
 def test_catching_up_needs_no_call_of_its_own(width=2):
-    """The target's own model drafts, so that its cache lacks two tokens after each iteration; rows also rest in between."""
+    """The target's own model drafts, so that its cache lacks two tokens after each iteration;
+    rows also rest in between."""
     drafter = sd.VerticalCascade(sd.ModelDrafter(TARGET), Uncounted(TARGET), width)
     state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=4, max_new_tokens=25, eos_ids=())
     calls = []

@@ -68,7 +68,8 @@ def test_greedy_output_is_that_of_plain_decoding(name):
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "model, model"])
 def test_every_position_has_the_law_of_its_drafter(name):
-    """One-hot for what is not drawn; the kinds mixed or all point masses; the second fills in for a first that is silent."""
+    """One-hot for what is not drawn; the kinds mixed or all point masses; the second fills in
+    for a first that is silent."""
     wanted, drafter = np.full(B, 5, np.int32), PAIRS[name]()
     first, then = drafter.parts
     draft = first_draft(drafter, wanted)

@@ -1,4 +1,5 @@
-"""Drafters without a model: tables against counting in pure Python, copies against a slow search, laws, files, commands."""
+"""Drafters without a model: tables against counting in pure Python, copies against a slow
+search, laws, files, commands."""
 
 import collections
 import functools

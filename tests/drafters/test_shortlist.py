@@ -26,7 +26,8 @@ OFF_LIST = sorted(set(range(V)) - set(LISTED))
 
 
 def test_greedy_output_is_that_of_plain_decoding():
-    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, rows that do not see their neighbours; a list in traced arrays."""
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, rows that do not see their
+    neighbours; a list in traced arrays."""
     result, whole = decode(sd.ModelDrafter(DRAFT, LISTED)), decode(sd.ModelDrafter(DRAFT))
     np.testing.assert_array_equal(result.tokens, plain().tokens)
     assert 0 < result.stats.accepted < whole.stats.accepted
@@ -82,7 +83,8 @@ def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
 
 
 def test_law_through_the_engine():
-    """The joint law of three tokens, drawn with the engine's own keys; ids off the list come from the residual alone."""
+    """The joint law of three tokens, drawn with the engine's own keys; ids off the list come
+    from the residual alone."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.5)
     counts, _ = sample(target, sd.ModelDrafter(draft, [1, 3, 5, 7, 11, 13]), SPREAD, 2 * ROWS, verifier="block")
     assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
@@ -135,7 +137,8 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name):
     ids=["the whole list forbidden", "forced off the list", "penalties"],
 )
 def test_processors(options):
-    """With argmax the output is that of plain decoding under the same processors; a forced id is drafted, listed or not."""
+    """With argmax the output is that of plain decoding under the same processors; a forced id is
+    drafted, listed or not."""
     config = SamplingConfig(**options)
     result = decode(sd.ModelDrafter(DRAFT, LISTED), sampling=config, max_new_tokens=LIMIT)
     np.testing.assert_array_equal(result.tokens, decode(None, sampling=config, max_new_tokens=LIMIT).tokens)

@@ -57,7 +57,8 @@ def under(options: dict, law):
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("verifier", ENUMERATED)
 def test_law_under_every_processor(verifier, processor):
-    """Exact ones: total variation < 1e-12. Lenient: no token above p/l. Typical: none at or below its threshold above p."""
+    """Exact ones: total variation < 1e-12. Lenient: no token above p/l. Typical: none at or
+    below its threshold above p."""
     changed = False
     for vocab, gamma, limit in SIZES:
         raw = [shared_toy.table_law(vocab, seed) for seed in (21, 22)]

@@ -118,7 +118,8 @@ def test_law_under_top_k_and_top_p(speculative_):
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
 def test_law_with_keys_of_another_kind(impl, speculative_):
-    """JAX batches rbg keys by drawing for all rows from the first row's, which are the same again once that row is done."""
+    """JAX batches rbg keys by drawing for all rows from the first row's, which are the same
+    again once that row is done."""
     target, draft = hash_pair()
     drafter = ModelDrafter(draft) if speculative_ else None
     counts, _ = sample(target, drafter, SPREAD, 2 * ROWS, impl=impl, empty=1, gamma=1)

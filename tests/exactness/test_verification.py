@@ -188,7 +188,8 @@ def test_decisions_integrate_to_the_kernel():
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 4))
 def test_verify_tokens_properties(seed, gamma):
-    """Whatever the laws (ties, zeros, p = q) and uniforms: in range, of positive probability, nothing past num_drafted."""
+    """Whatever the laws (ties, zeros, p = q) and uniforms: in range, of positive probability,
+    nothing past num_drafted."""
     rng, vocab, batch = np.random.default_rng(seed), 7, 16
     # Weights from few values give ties; half the rows of q equal p, so that residuals vanish.
     weights = rng.choice([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, batch, gamma + 1, vocab))

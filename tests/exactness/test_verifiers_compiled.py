@@ -60,7 +60,8 @@ def middles(breaks):
 @pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_decisions_integrate_to_the_kernel(name, point):
-    """Every draft and outcome, with uniforms just below each place where the decision to accept changes: exactly the law."""
+    """Every draft and outcome, with uniforms just below each place where the decision to accept
+    changes: exactly the law."""
     verifier, gamma = ENUMERATED[name], 3
     for zeros in (0.0, 0.5):
         target, draft = laws(3, zeros)
@@ -103,7 +104,8 @@ def grid(name, point, gamma=3, size=400):
 @pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_takes_the_enumerated_decisions(name, point, dtype):
-    """On a grid of uniforms, 0 included; and a comparison with ≤ would not: a token with p(x) = 0 would stand at u = 0."""
+    """On a grid of uniforms, 0 included; and a comparison with ≤ would not: a token with p(x) =
+    0 would stand at u = 0."""
     p, q, drafted, wanted, accept, final = grid(name, point)
     found = run(name, p, None if point else q, drafted, wanted, accept, final, dtype)
     decide = lambda accept: [

@@ -1,4 +1,5 @@
-"""The module that writes: whole or not at all, through links and devices, over nothing that is not ours, one process at a time."""
+"""The module that writes: whole or not at all, through links and devices, over nothing that is
+not ours, one process at a time."""
 
 import ast
 import os

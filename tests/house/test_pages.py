@@ -1,4 +1,5 @@
-"""The pages of documentation: their Python runs as it stands, their links and names lead somewhere, their tables are whole."""
+"""The pages of documentation: their Python runs as it stands, their links and names lead
+somewhere, their tables are whole."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""seqio tasks through `specdec generate`: what is read, written and evaluated, beside T5X's and seqio's own; what is refused."""
+"""seqio tasks through `specdec generate`: what is read, written and evaluated, beside T5X's and
+seqio's own; what is refused."""
 
 import json
 import pathlib

@@ -1,7 +1,7 @@
 """Inside T5X: its checkpointers restore what is exported, and it decodes what it would decode, by its own commands too.
 
-Needs the extra t5x, with which TensorFlow comes; skipped where T5X is not installed, and fails where it is but cannot be
-imported.
+Needs the extra t5x, with which TensorFlow comes; skipped where T5X is not installed, and fails
+where it is but cannot be imported.
 """
 
 import dataclasses

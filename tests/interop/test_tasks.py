@@ -282,7 +282,8 @@ def test_split_and_module_do_not_decide_alone(pair):
 
 @needs_seqio
 def test_the_oldest_protobuf_that_tensorflow_takes_is_enough():
-    """seqio imports SentencePiece's generated code, which may refuse a protobuf older than the one that it was made with."""
+    """seqio imports SentencePiece's generated code, which may refuse a protobuf older than the
+    one that it was made with."""
     (bound,) = (line for line in importlib.metadata.requires("tensorflow") if line.startswith("protobuf"))
     oldest = re.search(r">=(\d+)\.(\d+)\.(\d+)", bound).groups()
     program = (

@@ -1,4 +1,5 @@
-"""Model families: declared in one table, never asked for by class elsewhere; one from outside decodes like the package's own."""
+"""Model families: declared in one table, never asked for by class elsewhere; one from outside
+decodes like the package's own."""
 
 import ast
 import dataclasses

@@ -1,4 +1,5 @@
-"""What tells models, drafters and vocabularies apart, and that a job which goes on refuses others than it began with."""
+"""What tells models, drafters and vocabularies apart, and that a job which goes on refuses
+others than it began with."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""Models on a mesh of devices: the same tokens, parameters and caches in parts, restored so; two processes; what is refused."""
+"""Models on a mesh of devices: the same tokens, parameters and caches in parts, restored so; two
+processes; what is refused."""
 
 import json
 import os
@@ -58,7 +59,8 @@ def runs(folder):
 
 
 def test_tokens_are_those_of_one_device(runs):
-    """Rows of argmax and drawn ones; the argmax ones are those of programs that build no law, with a drafter and without."""
+    """Rows of argmax and drawn ones; the argmax ones are those of programs that build no law,
+    with a drafter and without."""
     alone = runs["none"]
     assert runs["2x2"] == alone
     assert 0 < alone["accepted"] < alone["drafted"], "some drafts must stand, and some not"
@@ -69,7 +71,8 @@ def test_tokens_are_those_of_one_device(runs):
 
 @pytest.mark.slow
 def test_the_rest_of_the_table(folder):
-    """Drawn rows on every mesh, plain decoding, refilled rows, a decoder-only model, the command line with the bundled pair."""
+    """Drawn rows on every mesh, plain decoding, refilled rows, a decoder-only model, the command
+    line with the bundled pair."""
     found = result(start(folder, "more"))
     for mesh in ("1x1", "1x4"):
         assert found[mesh] == found["none"]

@@ -1,6 +1,7 @@
 """The CPU's own kernels: products against float64, and of what each bit depends.
 
-They run as compiled for this processor and for a narrower one; others by name in SPECDEC_TEST_MARCH (`kernel_widths.py`).
+They run as compiled for this processor and for a narrower one; others by name in SPECDEC_TEST_MARCH
+(`kernel_widths.py`).
 """
 
 import jax

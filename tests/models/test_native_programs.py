@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not native.available(), reason=native.state()),
 ]
 
-# Prints a digest of many outputs, then calls the program from six threads at once and says whether the numbers are the same.
+# Prints a digest of many outputs, then calls the program from six threads at once and says whether
+# the numbers are the same.
 CHILD = """
 import hashlib, threading
 import jax, jax.numpy as jnp, numpy as np
@@ -167,8 +168,8 @@ KINDS = [
         [(1, ((3, 20, 16), jnp.int8)), (1, ((2, 10, 16, 2), jnp.int8)), (1, (3, 10, 16, 2))],
     ),
 ]
-# Name of a target, arguments that fit (shapes of float32, or shape and type), results that fit, and for each misfit which
-# arguments or results take which shapes.
+# Name of a target, arguments that fit (shapes of float32, or shape and type), results that fit, and
+# for each misfit which arguments or results take which shapes.
 CALLS = {
     **{
         f"specdec_product_{kind}": (

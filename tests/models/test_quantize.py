@@ -100,7 +100,8 @@ def write_stored(folder, arrays):
 
 
 def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_path):
-    """A scale for each row of a kernel, or some kernels in floating point: not what this package writes, but readable."""
+    """A scale for each row of a kernel, or some kernels in floating point: not what this package
+    writes, but readable."""
     params = make.random_params(TINY)
     make.write_own(tmp_path / "written")
     wo = "decoder/layers_0/mlp/wo/kernel"

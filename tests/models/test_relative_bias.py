@@ -1,4 +1,5 @@
-"""A relative position table for every layer: T5X's `scalable_t5` and umT5, through every format, drafter and dtype of weights."""
+"""A relative position table for every layer: T5X's `scalable_t5` and umT5, through every format,
+drafter and dtype of weights."""
 
 import dataclasses
 import json
@@ -24,7 +25,8 @@ NAMES_OF_TABLES = [f"{stack}/{stack}/relpos_bias/rel_embedding" for stack in ("e
 
 
 def read_golden() -> tuple[sd.T5Config, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The shape, T5X's parameters by its names, and what it computed; scripts/write_golden_scalable_t5.py says what that is."""
+    """The shape, T5X's parameters by its names, and what it computed;
+    scripts/write_golden_scalable_t5.py says what that is."""
     arrays = dict(np.load(GOLDEN / "t5x_scalable_t5.npz"))
     shape = json.loads(str(arrays.pop("config")))
     params = {name: arrays.pop(name) for name in list(arrays) if "/" in name}

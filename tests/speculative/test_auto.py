@@ -1,4 +1,5 @@
-"""γ by itself: the policy against a slow version, by enumeration, in simulations and through the engine; what it never costs."""
+"""γ by itself: the policy against a slow version, by enumeration, in simulations and through the
+engine; what it never costs."""
 
 import functools
 
@@ -160,7 +161,8 @@ def test_a_row_does_not_depend_on_its_mates():
 
 # --- What it costs ---
 
-# v at 3, 5 and 9 positions and c: from a call that costs the same at any width to that of a loop that is not made for it.
+# v at 3, 5 and 9 positions and c: from a call that costs the same at any width to that of a loop
+# that is not made for it.
 SETS = {
     "flat": ((1.01, 1.02, 1.04), (0.02, 0.05, 0.1, 0.2)),
     "a kernel": ((1.06, 1.15, 1.3), (0.02, 0.05, 0.1, 0.2)),

@@ -20,7 +20,8 @@ SPREAD = SamplingConfig(temperature=1.0)
 
 
 def law(weights: np.ndarray, choose=choose) -> np.ndarray:
-    """The probabilities `[N]` of `choose` over all 2³² words, exactly: where each place begins is found by bisection."""
+    """The probabilities `[N]` of `choose` over all 2³² words, exactly: where each place begins
+    is found by bisection."""
     size = len(weights)
     rows, places = np.broadcast_to(weights, (size, size)), np.arange(size)
     low, high = np.zeros(size, np.int64), np.full(size, 2**32, np.int64)  # the first word whose place is above j

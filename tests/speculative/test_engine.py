@@ -1,4 +1,5 @@
-"""The engine on tiny random T5s: what it commits, whatever the drafter, γ, batch, limits, EOS ids, prefixes and caches."""
+"""The engine on tiny random T5s: what it commits, whatever the drafter, γ, batch, limits, EOS
+ids, prefixes and caches."""
 
 import jax
 import numpy as np
@@ -183,7 +184,8 @@ def test_eos_in_a_sampled_draft():
 
 @pytest.mark.parametrize("name", ["none", "noisy copy"])
 def test_decoder_prefix_continues(name):
-    """Forcing the first k ids of a greedy output gives the rest of it; k differs from row to row; 0 is an id like others."""
+    """Forcing the first k ids of a greedy output gives the rest of it; k differs from row to
+    row; 0 is an id like others."""
     tokens, log_probs = plain()
     prefixes = [tokens[row, :row].tolist() for row in range(8)]
     result = run(drafter=name, decoder_prefix=prefixes, max_new_tokens=5)

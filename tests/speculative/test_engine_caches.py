@@ -121,7 +121,8 @@ def test_drafter_catches_up_by_several_tokens():
 
 
 def test_catching_up_takes_two_tokens_a_call(monkeypatch):
-    """Whatever the lags, beside rows that do not lag and one with its start token only: the same draft, no hole left."""
+    """Whatever the lags, beside rows that do not lag and one with its start token only: the same
+    draft, no hole left."""
     made = []
 
     def counted(name):

@@ -1,4 +1,5 @@
-"""The product of modes as pure functions, a pairwise cover of them compiled, and what every mode must have in common."""
+"""The product of modes as pure functions, a pairwise cover of them compiled, and what every mode
+must have in common."""
 
 import functools
 import itertools

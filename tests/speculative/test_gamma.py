@@ -115,7 +115,8 @@ VARIED = {
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_policies_equal_slow_versions(name):
-    """40 iterations of four rows with numbers of their own; now and then fewer tokens are drafted than wanted, or none."""
+    """40 iterations of four rows with numbers of their own; now and then fewer tokens are
+    drafted than wanted, or none."""
     maximum, rows, vocab, rng = 6, 4, 50, np.random.default_rng(1)
     policy = POLICIES[name](maximum, **VARIED[name]).rows(rows)
     slow = [Slow({key: values[row] for key, values in VARIED[name].items()}, maximum) for row in range(rows)]

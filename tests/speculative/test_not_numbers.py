@@ -115,7 +115,8 @@ def test_a_broken_inner_drafter_only_proposes_less():
 
 
 def test_where_rows_are_told_apart():
-    """Number of the input: of a batch, of its samples, of a refilled job, of a later part of a long one, of a stream."""
+    """Number of the input: of a batch, of its samples, of a refilled job, of a later part of a
+    long one, of a stream."""
     target, options = BrokenModel(0), dict(max_new_tokens=6)
     late = [[3, 1]] * 9 + [[4, 7, 1]]
     limits = [2] * 9 + [6]

@@ -1,4 +1,5 @@
-"""Processors in the decode loop: plain and speculative alike, greedy and sampled; mutants; several samples of an input."""
+"""Processors in the decode loop: plain and speculative alike, greedy and sampled; mutants;
+several samples of an input."""
 
 import functools
 

@@ -42,7 +42,8 @@ def some_logits(rng, batch, vocab):
 @pytest.mark.parametrize("vocab", [5, 130, 300])
 @pytest.mark.parametrize("most", [64, None])
 def test_every_filter_equals_a_sort(vocab, most):
-    """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off row by row. A few are found in another way."""
+    """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off row by row. A
+    few are found in another way."""
     rng, batch = np.random.default_rng(vocab), 48
     logits = some_logits(rng, batch, vocab)
     temperature = rng.choice([0.0, 0.3, 1.0, 2.5], batch).astype(np.float32)

@@ -61,7 +61,8 @@ def compilations():
 
 @pytest.fixture
 def specdec(capsys, pair):
-    """Runs a command, with folders for TARGET, DRAFTER and STRANGER; returns (exit code, standard output, standard error)."""
+    """Runs a command, with folders for TARGET, DRAFTER and STRANGER; returns (exit code,
+    standard output, standard error)."""
 
     def run(*argv):
         argv = [str(argument) for argument in argv]

@@ -1,5 +1,5 @@
-"""Files that are not regular, and disks that are full, made in a temporary folder; where that is not permitted a test skips.
-And the command `specdec` as a process of its own."""
+"""Files that are not regular, and disks that are full, made in a temporary folder; where that is not
+permitted a test skips. And the command `specdec` as a process of its own."""
 
 import contextlib
 import os

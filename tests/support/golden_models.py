@@ -52,7 +52,8 @@ DRAFTERS = ("plain", "speculative")
 
 
 def engine_tokens(model, inputs, input_lengths, steps: int, eos_ids=None, prefix=None, drafter="plain") -> np.ndarray:
-    """The same `[B, steps]` by the package's own decode loop; "speculative": the model drafts three tokens for itself."""
+    """The same `[B, steps]` by the package's own decode loop; "speculative": the model drafts
+    three tokens for itself."""
     forced = 0 if prefix is None else prefix.shape[1]
     options = dict(drafter=sd.ModelDrafter(model), gamma=3) if drafter == "speculative" else {}
     result = sd.generate(

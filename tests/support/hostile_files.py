@@ -74,7 +74,8 @@ def read(how: str, folder: pathlib.Path) -> None:
 
 
 def high_water() -> int:
-    """The most memory that the process has had since the last call, in bytes; where Linux does not tell, since its start."""
+    """The most memory that the process has had since the last call, in bytes; where Linux does
+    not tell, since its start."""
     try:
         status = pathlib.Path("/proc/self/status").read_text()
         most = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024

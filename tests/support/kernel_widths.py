@@ -10,7 +10,8 @@ import pytest
 
 from specdec_jax.models import native, probe
 
-# Beside this processor's own vectors those of 4 numbers; more by name, of what this processor can run: "haswell sandybridge".
+# Beside this processor's own vectors those of 4 numbers; more by name, of what this processor can
+# run: "haswell sandybridge".
 NARROW = ["x86-64"] if platform.machine() == "x86_64" else []
 WIDTHS = ["native", *NARROW, *os.environ.get("SPECDEC_TEST_MARCH", "").split()]
 _suffixes: dict[str, str] = {}  # of targets by processor: a name can be registered once in a process

@@ -51,8 +51,8 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def sample(target, drafter, config, draws: int, run=advance, impl="threefry2x32", empty=0, **options):
-    """Joint counts `[V³]` over `draws` rows, each with a key of its own, in batches, without the first `empty` rows of each,
-    which have no input and are done from the beginning."""
+    """Joint counts `[V³]` over `draws` rows, each with a key of its own, in batches, without the first
+    `empty` rows of each, which have no input and are done from the beginning."""
     counts, stats, options = np.zeros(V**POSITIONS), [], {"verifier": "token", "gamma": GAMMA} | options
     for start in range(0, draws, ROWS):
         key = jax.random.fold_in(jax.random.key(0, impl=impl), start)

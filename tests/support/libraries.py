@@ -44,7 +44,8 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch, libraries):
-    """Makes CXX a compiler that does `what` in place of compiling, and notes each time that it does in the file "calls"."""
+    """Makes CXX a compiler that does `what` in place of compiling, and notes each time that it
+    does in the file "calls"."""
 
     def make(what: str, version: str = "fake 1.2.3 (x 4.5)"):
         script = tmp_path / "fake"

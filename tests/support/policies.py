@@ -23,7 +23,8 @@ OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
 
 
 def enumerated(target, draft, limit: int, verifier, start, gamma_of, update, last=lambda q, x: False):
-    """Law of `limit` ids after three iterations of a policy: γ from its state and the draft's first law, then a new state."""
+    """Law of `limit` ids after three iterations of a policy: γ from its state and the draft's
+    first law, then a new state."""
     rule, states = shared_toy.Rule(verifier=verifier, last=last), {((), start): 1.0}
     for _ in range(3):
         following: dict = {}

@@ -60,7 +60,8 @@ def certainty(targets, predictions, aux_values):
 
 @pytest.fixture(scope="module")
 def toys(pair, tmp_path_factory):
-    """Registers `toy_text`, `toy_more` with its own postprocessor, and both as `toy_both`; ids are the tiny target's."""
+    """Registers `toy_text`, `toy_more` with its own postprocessor, and both as `toy_both`; ids
+    are the tiny target's."""
     folder = tmp_path_factory.mktemp("tsv")
     files = {"test": write(folder / "test.tsv"), "validation": write(folder / "validation.tsv", PAIRS[3:5])}
     functions = [words, likelihood, certainty]

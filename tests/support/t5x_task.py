@@ -1,4 +1,5 @@
-"""A seqio task of ids for tests inside T5X: the file that `T5X_TASK_FILE` names has a line for each example, source, tab, target."""
+"""A seqio task of ids for tests inside T5X: the file that `T5X_TASK_FILE` names has a line for
+each example, source, tab, target."""
 
 import os
 

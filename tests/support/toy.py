@@ -1,9 +1,9 @@
 """Laws that are known exactly, and speculative decoding enumerated over them; numpy in float64, nothing of the package.
 
-A *law* is a function from a prefix (tuple of ids, without the start token) to the probabilities `[V]` of the next id.
-A *kernel* is one iteration as a distribution over what it commits: every draft, every acceptance outcome and every final
-token is visited with its probability, nothing is sampled. `Verifier` says what stands, `Rule` holds what the known
-mistakes get wrong.
+A *law* is a function from a prefix (tuple of ids, without the start token) to the probabilities
+`[V]` of the next id. A *kernel* is one iteration as a distribution over what it commits: every
+draft, every acceptance outcome and every final token is visited with its probability, nothing is
+sampled. `Verifier` says what stands, `Rule` holds what the known mistakes get wrong.
 """
 
 import dataclasses
@@ -112,7 +112,8 @@ class Verifier:
 
 
 def invert(weights: np.ndarray, uniform: float) -> int:
-    """The id at `uniform` of the cumulated weights; of more than 128 first the block of 128, then the id inside, at the same."""
+    """The id at `uniform` of the cumulated weights; of more than 128 first the block of 128,
+    then the id inside, at the same."""
     if len(weights) > 128:
         blocks = [weights[start : start + 128] for start in range(0, len(weights), 128)]
         block = invert(np.array([block.sum() for block in blocks]), uniform)

@@ -1,4 +1,5 @@
-"""Small models with the interface of `LanguageModel`: tiny T5s, one whose logits are a known hash of its tokens, an echo."""
+"""Small models with the interface of `LanguageModel`: tiny T5s, one whose logits are a known
+hash of its tokens, an echo."""
 
 import dataclasses
 import types

@@ -19,7 +19,8 @@ TABLE_1 = (
 
 
 class Speed(NamedTuple):
-    """A row of tables 2 and 4, T5-XXL on one TPU v4 at batch 1: `expected` by theorem 3.8 and `measured` improvement."""
+    """A row of tables 2 and 4, T5-XXL on one TPU v4 at batch 1: `expected` by theorem 3.8 and
+    `measured` improvement."""
 
     task: str
     drafter: str

@@ -143,11 +143,11 @@ def wall_time(record: Mapping[str, Any]):
     figure, (axes,) = _figure(("milliseconds per token, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
     axes.grid(False, axis="y")
-    slowest = max(median for _, (median, _, _), _ in bars)
+    slowest = max(most for _, (_, _, most), _ in bars)
     for place, (_, (median, least, most), colour) in enumerate(bars):
         axes.barh(place, median, xerr=[[median - least], [most - median]], capsize=2, color=colour, height=0.65)
         axes.text(most + 0.02 * slowest, place, f"{median:.2f} ms, {bars[0][1][0] / median:.2f}×", va="center")
-    axes.set(xlim=(0, 1.3 * slowest))
+    axes.set(xlim=(0, 1.35 * slowest))
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
     host = record["machine"]
