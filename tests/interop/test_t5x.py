@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import make_checkpoints as make
 import numpy as np
+import own_parts
 import pytest
 from golden_models import unpack_t5x
 from law_samples import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREAD, V, g_test, joint_law
@@ -126,6 +127,8 @@ DECODES = [
     ("greedy_eos1", "itself"),
     ("greedy_eos_early", "another"),
     ("greedy_prompt3", "another"),
+    ("greedy_noeos", "a cascade"),
+    ("greedy_eos1", "from outside"),
 ]
 
 
@@ -139,6 +142,11 @@ def test_argmax_tokens_and_scores_are_t5xs(decode, drafter, golden, tmp_path):
         small = dataclasses.replace(target.config, num_encoder_layers=1, num_decoder_layers=1)
         sd.save(sd.LanguageModel.random(small, seed=3), tmp_path / "small")
         options |= dict(drafter=str(tmp_path / "small"), gamma=2)
+    elif drafter == "a cascade":
+        parts = sd.RandomDrafter(target.config.vocab_size), sd.PromptLookupDrafter(1)
+        options |= dict(drafter=sd.HorizontalCascade(*parts, 1), gamma=3)
+    elif drafter == "from outside":
+        options |= dict(drafter=own_parts.RepeatDrafter(), gamma=2)
     eos = {"greedy_eos1": 1, "greedy_eos_early": int(io["eos_early_id"])}.get(decode, -1)
     prompted = decode == "greedy_prompt3"
     prompts = io["prompt_decoder_input_tokens"] if prompted else None
