@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.analysis.timing import STEPS
-from specdec_jax.models import layouts as models_layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel, product
+from specdec_jax.models.layouts import Kernel, is_kernel, matrix, shape_of, step_kernels
 from specdec_jax.models.network import Network
 
 
@@ -24,14 +24,14 @@ class Products(NamedTuple):
         the embedding `[V, D]`.
     """
 
-    kernels: list[models_layouts.Kernel]
+    kernels: list[Kernel]
     axes: tuple[int, ...]
 
     @classmethod
     def of(cls, network: Network, packed: bool = True) -> "Products":
         """In the loop's own layout, or in the checkpoint's (new arrays, where the two differ)."""
-        kernels = models_layouts.step_kernels(network.params)
-        kernels = kernels if packed else list(map(models_layouts.matrix, kernels))
+        kernels = step_kernels(network.params)
+        kernels = kernels if packed else list(map(matrix, kernels))
         axes = [0] * len(kernels)
         if network.module.config.logits_via_embedding:
             kernels.append(network.params["token_embedder"]["embedding"])
@@ -40,9 +40,7 @@ class Products(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps"))
-def bare_products(
-    kernels: list[models_layouts.Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int
-) -> jax.Array:
+def bare_products(kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int) -> jax.Array:
     """`steps` times the products `x [B, K] · kernel` of one decoder step and nothing else.
 
     Each product's operand depends on the maximum of the one before, which no compiler can see through; the factor keeps
@@ -52,8 +50,8 @@ def bare_products(
     def body(_, carry):
         for kernel, axis in zip(kernels, axes, strict=True):
             width, dtype = (
-                models_layouts.shape_of(kernel)[axis],
-                jnp.float32 if models_layouts.is_kernel(kernel) else kernel.dtype,
+                shape_of(kernel)[axis],
+                jnp.float32 if is_kernel(kernel) else kernel.dtype,
             )
             operand = (x[:, :width] + carry).astype(dtype)
             y = product(operand, kernel, ((1,), (1,))) if axis else apply_kernel(operand, kernel, jnp.float32)

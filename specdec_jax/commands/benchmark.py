@@ -11,8 +11,8 @@ from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.checkpoints import loader
-from specdec_jax.commands import sentences as sentences_command
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.writing import check_output, write_file
@@ -179,7 +179,7 @@ def load(
     """The target, unless it is given, the drafter and the inputs that the options name."""
     if options.preset:
         return _preset(options, target)
-    sentences = sentences_command.sentences_of(options.input_file, options.limit)
+    sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load(target)
     return target, drafter, analysis_arms.batches_of(target, sentences, options)
 

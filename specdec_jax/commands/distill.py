@@ -21,8 +21,8 @@ from specdec_jax.files.writing import alone, write_file
 from specdec_jax.models import vocabularies
 from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.training import batches, text_files, train
-from specdec_jax.training import config as training_config
-from specdec_jax.training import corpus as training_corpus
+from specdec_jax.training.config import TrainConfig
+from specdec_jax.training.corpus import Pairs, check_special
 from specdec_jax.training.losses import DIVERGENCES
 from specdec_jax.training.outputs import plan_jobs, write_outputs
 
@@ -133,16 +133,14 @@ class DistillConfig:
             shape["encoder_dim"] = target.emb_dim
         return dataclasses.replace(network, **shape, dtype="float32", matmul_dtype=self.matmul_dtype)
 
-    def training(
-        self, model: T5Config, vocabulary_size: int, train_files, validation_files
-    ) -> training_config.TrainConfig:
+    def training(self, model: T5Config, vocabulary_size: int, train_files, validation_files) -> TrainConfig:
         """The settings of the second stage."""
         same = (
             "output_dir", "steps", "warmup_steps", "decay_steps", "learning_rate", "batch_tokens", "buckets",
             "distill_weight", "divergence", "distill_temperature", "select", "seed", "log_every", "save_every",
             "evaluate_every", "dtype",
         )  # fmt: skip
-        return training_config.TrainConfig(
+        return TrainConfig(
             model=model, train_files=train_files, validation_files=validation_files, data_dir=str(self.output_dir),
             initialise_from=self.drafter, vocabulary_size=vocabulary_size, teacher=self.target, label_smoothing=0.0,
             **{name: getattr(self, name) for name in same},
@@ -202,11 +200,11 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
 def _vocabulary(config: DistillConfig) -> vocabularies.Vocabulary:
     """The target's; refuses what `train.fit` would refuse hours later."""
     vocabulary, start_token = loader.load_vocabulary(config.target)
-    corpus = training_corpus.Pairs(config.buckets, ())
-    training_corpus.check_special("target", vocabulary, start_token, corpus)
+    corpus = Pairs(config.buckets, ())
+    check_special("target", vocabulary, start_token, corpus)
     if config.drafter:
         pieces, start_token = loader.load_vocabulary(config.drafter)
-        training_corpus.check_special("drafter", pieces, start_token, corpus)
+        check_special("drafter", pieces, start_token, corpus)
         if pieces.fingerprint() != vocabulary.fingerprint():
             raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
         width, expected = (loader.load_shape(path).vocab_size for path in (config.drafter, config.target))

@@ -7,8 +7,8 @@ from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.expectations import measure
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.summaries import measure_summary
-from specdec_jax.commands import sentences as sentences_command
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.files.writing import check_output, write_file
 
@@ -74,7 +74,7 @@ def check_measured(options) -> None:
 def run(options: MeasureOptions) -> None:
     """`specdec measure`."""
     options.check()
-    sentences = sentences_command.sentences_of(options.input_file, options.limit)
+    sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load()
     record = measure(target, drafter, analysis_arms.batches_of(target, sentences, options), options)
     text = json.dumps(record, indent=1)

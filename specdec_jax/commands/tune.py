@@ -9,9 +9,9 @@ from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.expectations import verifiers_of
 from specdec_jax.analysis.report.summaries import tune_summary
 from specdec_jax.analysis.tuning import Choice, keep_acceptance, tune
-from specdec_jax.commands import sentences as sentences_command
 from specdec_jax.commands.measure import check_measured
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.verifiers import LOSSY
@@ -61,7 +61,7 @@ class TuneOptions(DecodingOptions):
 def run(options: TuneOptions) -> None:
     """`specdec tune`."""
     options.check()
-    sentences = sentences_command.sentences_of(options.input_file, 0)
+    sentences = sentences_of(options.input_file, 0)
     sample = sentences[: options.limit or None]
     rest = sentences[len(sample) : len(sample) + options.sweep]
     if len(rest) < options.sweep:

@@ -13,8 +13,8 @@ from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import Committed, GenerationResult, finish
 from specdec_jax.decoding.stop import cut
 from specdec_jax.models.sharding import pinned
-from specdec_jax.speculative import iteration as speculative_iteration
 from specdec_jax.speculative import prefill
+from specdec_jax.speculative.iteration import iterate
 from specdec_jax.speculative.state import DecodeState
 
 FOREVER = np.int32(2**31 - 1)
@@ -43,7 +43,7 @@ def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> Deco
 
     def body(carry):
         iteration, state = carry
-        return iteration + 1, speculative_iteration.iterate(target, drafter, state)
+        return iteration + 1, iterate(target, drafter, state)
 
     return pinned(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
 

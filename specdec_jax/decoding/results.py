@@ -9,8 +9,7 @@ from specdec_jax.decoding import costs
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import cut
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative import state as speculative_state
-from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 
 class Stats(NamedTuple):
@@ -94,8 +93,8 @@ class Committed(NamedTuple):
     log_probs: np.ndarray
     adjusted_log_probs: np.ndarray | None
     draft_failed: np.ndarray
-    counts: speculative_state.Counts
-    program: speculative_state.StaticConfig
+    counts: Counts
+    program: StaticConfig
 
     @classmethod
     def fields(cls, state: DecodeState) -> dict:
@@ -168,7 +167,7 @@ def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, r
     return [reason(row) for row in range(len(done))]
 
 
-def _stats(counts: speculative_state.Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
+def _stats(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
     def one(counts, new_tokens, per_row=None):
         examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
         per_call = lambda number: int(number) / calls if calls else None

@@ -13,8 +13,8 @@ import numpy as np
 
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import vocabularies
-from specdec_jax.training import batches as training_batches
 from specdec_jax.training import text_files
+from specdec_jax.training.batches import BucketedBatches
 
 # SentencePiece passes over a line of more than 4,192 bytes: longer ones are cut, where it can be between words.
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
@@ -32,9 +32,7 @@ class Corpus(Protocol):
     def texts(self, paths: Sequence) -> Iterator[str]:
         """What a vocabulary is trained on."""
 
-    def batches(
-        self, vocabulary, paths: Sequence, ids: int, batch_tokens: int, seed: int
-    ) -> training_batches.BucketedBatches:
+    def batches(self, vocabulary, paths: Sequence, ids: int, batch_tokens: int, seed: int) -> BucketedBatches:
         """Batches of the files' texts.
 
         Args:
@@ -48,7 +46,7 @@ class Corpus(Protocol):
     def start_token(self, vocabulary) -> int:
         """The id that a sequence begins with."""
 
-    def summary(self, batches: training_batches.BucketedBatches) -> str:
+    def summary(self, batches: BucketedBatches) -> str:
         """What `batches` are made of, in a few words."""
 
 
@@ -74,7 +72,7 @@ class Pairs:
             raise ValueError(f"{name}: got the id {largest}, expected at most {ids - 1}")
         _check_padding(name, any(0 in side for pair in pairs for side in pair), vocabulary)
         try:
-            return training_batches.BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)
+            return BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -108,7 +106,7 @@ class Text:
         _check_padding(", ".join(map(str, paths)), not stream.all(), vocabulary)
         before, after, length = stream[:-1], stream[1:], self.sequence_length
         blocks = [(before[i : i + length], after[i : i + length]) for i in range(0, len(after), length)]
-        return training_batches.BucketedBatches(blocks, (length,), batch_tokens, seed)
+        return BucketedBatches(blocks, (length,), batch_tokens, seed)
 
     def start_token(self, vocabulary):
         return vocabulary.eos_ids[0]

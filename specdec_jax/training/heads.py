@@ -24,8 +24,8 @@ from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kern
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.training import config as training_config
 from specdec_jax.training import optimizer, train
+from specdec_jax.training.config import TrainConfig
 from specdec_jax.training.losses import Metrics, TrainState
 from specdec_jax.training.optimizer import learning_rate
 from specdec_jax.training.run_folder import Checkpoints, changed_settings, record_target
@@ -93,12 +93,12 @@ class HeadsTrainConfig:
     def trains_backbone(self) -> bool:
         return self.backbone_learning_rate > 0
 
-    def run(self, shape: T5Config, **settings) -> training_config.TrainConfig:
+    def run(self, shape: T5Config, **settings) -> TrainConfig:
         """The settings that a run on a target of this shape shares with the training of a model."""
-        names = {field.name for field in dataclasses.fields(training_config.TrainConfig)}
+        names = {field.name for field in dataclasses.fields(TrainConfig)}
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
         model = dataclasses.replace(shape, dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0)
-        return training_config.TrainConfig(model=model, vocabulary_size=1, **{**shared, **settings})
+        return TrainConfig(model=model, vocabulary_size=1, **{**shared, **settings})
 
     def heads(self, shape: ModelConfig) -> HeadsConfig:
         """The heads on a target of this shape."""
@@ -188,7 +188,7 @@ def assess_heads(params, batch, objective: HeadsObjective, target_params=None) -
 # The run.
 
 
-def make_optimizer(config: training_config.TrainConfig) -> optax.GradientTransformation:
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Adam, as Medusa's heads were trained with: steps relative to an array's size would never leave kernels of 0."""
     rate = functools.partial(learning_rate, config)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))

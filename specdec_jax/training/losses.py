@@ -14,7 +14,7 @@ import optax
 
 from specdec_jax.models.family import FamilyModule
 from specdec_jax.speculative import laws
-from specdec_jax.training import batches as training_batches
+from specdec_jax.training.batches import BucketedBatches
 
 # Divergences `[...]` of the student's law q from the teacher's p, out of their logarithms
 # `[..., V]`, in nats where they are logarithms. The first makes q cover p, the second keeps it
@@ -193,7 +193,7 @@ def _evaluate(params, batch, teacher_params, *, objective, assess):
     return assess(params, batch, objective, teacher_params)
 
 
-def evaluate(params, batches: training_batches.BucketedBatches, objective, teacher_params=None, assess=assess):
+def evaluate(params, batches: BucketedBatches, objective, teacher_params=None, assess=assess):
     """Sums of what `assess` gives over one epoch of `batches`, without dropout and label smoothing."""
     objective = dataclasses.replace(objective, label_smoothing=0.0)
     epoch = (batches[step] for step in range(batches.per_epoch))

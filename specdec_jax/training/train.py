@@ -22,8 +22,8 @@ from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
-from specdec_jax.training import batches as training_batches
 from specdec_jax.training import corpus, losses
+from specdec_jax.training.batches import BucketedBatches
 from specdec_jax.training.config import TrainConfig, expect
 from specdec_jax.training.deepening import deepen
 from specdec_jax.training.losses import Metrics, Objective, TeacherAgreement, TrainState, evaluate, loss_fn, train_step
@@ -365,5 +365,5 @@ def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> vocabular
     return corpus.vocabulary_at(_vocabulary_path(config), config.vocabulary_size, given, make)
 
 
-def _batches(config: TrainConfig, vocabulary, paths) -> training_batches.BucketedBatches:
+def _batches(config: TrainConfig, vocabulary, paths) -> BucketedBatches:
     return config.corpus.batches(vocabulary, paths, config.model.vocab_size, config.batch_tokens, config.seed)

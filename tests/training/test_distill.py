@@ -21,9 +21,8 @@ from specdec_jax.decoding import jobs
 from specdec_jax.models.families import build_config
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.training import batches as training_batches
 from specdec_jax.training import config as training_config
-from specdec_jax.training import losses, run_folder, train
+from specdec_jax.training import corpus, losses, run_folder, train
 from specdec_jax.training import outputs as training_outputs
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -37,10 +36,8 @@ models, one_optimizer = distill_models.models, distill_models.one_optimizer
 def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypatch):
     vocabulary = loader.load_vocabulary(models / "target")[0]
     (tmp_path / "a.tsv").write_text("bara\tceni\nbara\tceni\t63 5 7\n")
-    seen, make = [], training_batches.BucketedBatches
-    monkeypatch.setattr(
-        training_batches, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1]
-    )
+    seen, make = [], corpus.BucketedBatches
+    monkeypatch.setattr(corpus, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1])
     config = config_of(tmp_path, tmp_path / "run", train_files="a.tsv")
     train._batches(config, vocabulary, config.paths("train_files"))
     source = vocabulary.encode("bara") + [1]

@@ -27,7 +27,7 @@ from specdec_jax.commands import main
 from specdec_jax.models import vocabularies
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.training import batches, losses, run_folder, train
+from specdec_jax.training import corpus, losses, run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -143,9 +143,9 @@ def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path,
     texts = (language / "train.tsv").read_text().split("\n")
     vocabulary = vocabularies.SentencePieceVocabulary(shared_make_checkpoints.sentencepiece_model(texts, 40), 5)
     converter.save(LanguageModel(TINY, finished[2], vocabulary, eos_ids=(2,)), tmp_path / "teacher")
-    seen, make = [], batches.BucketedBatches
+    seen, make = [], corpus.BucketedBatches
     monkeypatch.setattr(
-        batches, "BucketedBatches", lambda pairs, *arguments: (seen.extend(pairs), make(pairs, *arguments))[1]
+        corpus, "BucketedBatches", lambda pairs, *arguments: (seen.extend(pairs), make(pairs, *arguments))[1]
     )
     config = config_of(
         language, tmp_path / "run", teacher=str(tmp_path / "teacher"), distill_weight=1.0, vocabulary_size=45,

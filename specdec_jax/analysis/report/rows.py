@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specdec_jax.analysis import machine as analysis_machine
+from specdec_jax.analysis.machine import PACKAGES, hardware
 from specdec_jax.analysis.report import record_types
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.files import reading
@@ -118,10 +118,8 @@ def estimated(record: Mapping[str, Any]) -> bool:
 
 def measured_at(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
-    versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("python", *analysis_machine.PACKAGES) if name in machine
-    )
-    return f"{analysis_machine.hardware(machine)}; {versions}"
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *PACKAGES) if name in machine)
+    return f"{hardware(machine)}; {versions}"
 
 
 def memory_estimate(record: Mapping[str, Any]) -> str:
