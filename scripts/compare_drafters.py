@@ -132,7 +132,8 @@ def main(argv) -> None:
     for turn in range(_REPEATS.value):
         analysis_arms.one_pass(arms, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
     rows = [row(name, arm, arms["plain"]) | costs(name, arm, times) for name, arm in arms.items() if name != "plain"]
-    record = {"machine": machine.machine(), "target": _TARGET.value, "input_file": _FILE.value, "sentences": len(sentences),
+    record = {"machine": machine.machine(), "target": _TARGET.value, "input_file": _FILE.value,
+        "sentences": len(sentences),
               "temperature": _TEMPERATURE.value, "verifier": _VERIFIER.value, "plain_seconds": arms["plain"].seconds,
               "arms": rows}  # fmt: skip
     if _OUTPUT.value:

@@ -198,7 +198,8 @@ def times() -> dict:
         drafter = f"t5_1_1/{row.drafter.removeprefix('T5-')}"
         line = {
             "task": row.task, "drafter": drafter, "temperature": row.temperature, "gamma": row.gamma,
-            "alpha_paper": row.alpha, "c_paper": row.cost_ratio, "expected_paper": row.expected, "measured_paper": row.measured,
+            "alpha_paper": row.alpha, "c_paper": row.cost_ratio, "expected_paper": row.expected,
+            "measured_paper": row.measured,
         }  # fmt: skip
         for name, width in (("as compiled", 1), ("as for two positions", 2)):
             step = call_seconds(target, width)

@@ -236,7 +236,8 @@ def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int,
 
 
 class Agreement(NamedTuple):
-    """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk past an output's end.
+    """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk
+    past an output's end.
 
     Attributes:
       overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At
@@ -249,7 +250,8 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-    target: LanguageModel, drafter: LanguageModel, inputs: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray,
+    target: LanguageModel, drafter: LanguageModel, inputs: Sequence[Sequence[int]], tokens: np.ndarray,
+    lengths: np.ndarray,
     config: SamplingConfig,
 ) -> Agreement:  # fmt: skip
     """Scores outputs of the target with both models, teacher-forced, one call each.

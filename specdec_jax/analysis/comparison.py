@@ -50,5 +50,6 @@ def problems(record: Mapping[str, Any], dtype: str) -> list[str]:
     if dtype != "float32" or not wrong:
         return []
     return [
-        f"{record['name']}: got other tokens than plain decoding for inputs {wrong}, expected the same but for near-ties"
+        f"{record['name']}: got other tokens than plain decoding for inputs {wrong}, expected the same but for "
+        f"near-ties"
     ]

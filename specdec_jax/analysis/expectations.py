@@ -25,7 +25,8 @@ def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: Me
     if options.compare_alpha and not drafter.scorable:
         raise UnsupportedCombination(
             f"compare_alpha: got it with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
-            f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that draws from its own law"
+            f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that "
+            f"draws from its own law"
         )
     accepted = acceptance.measure_acceptance(
         target, drafter, batches, verifiers_of(options), options.gamma_max, options

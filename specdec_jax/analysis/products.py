@@ -62,8 +62,9 @@ def bare_products(kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...],
 
 
 def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object]]:
-    """Calls of `STEPS` times the bare matrix products of one step of `batch` rows: in the loop's own layout of the weights
-    and, where another is used for several positions, in the checkpoint's, which may be the faster one for one position."""
+    """Calls of `STEPS` times the bare matrix products of one step of `batch` rows: in the loop's
+    own layout of the weights and, where another is used for several positions, in the checkpoint's,
+    which may be the faster one for one position."""
     layouts = {"products": Products.of(network)}
     if network.module.native:
         layouts["products, checkpoint's layout"] = Products.of(network, packed=False)

@@ -217,7 +217,8 @@ def verified_state(
     vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
     start = (slots - gamma - 1) // 2 + 1
     state = _prefill_state(
-        network, None, StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier]), slots, inputs, lengths, rows(0)[:, None], rows(1),
+        network, None, StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier]), slots, inputs, lengths,
+        rows(0)[:, None], rows(1),
         fold_keys(seeded(0), np.arange(batch)), config.rows(batch, vocab), None, rows(slots), rows(-1)[:, None],
         rows(gamma), rows(0).astype(bool),
     )  # fmt: skip
@@ -263,7 +264,8 @@ def prefill_arm(network: Network, batch: int, input_length: int, slots: int) -> 
 
 
 def step_arms(
-    target: LanguageModel, drafter, rows: int, lengths: Sequence[int], room: int, gammas: Sequence[int], pairs: Sequence[int]
+    target: LanguageModel, drafter, rows: int, lengths: Sequence[int], room: int, gammas: Sequence[int],
+    pairs: Sequence[int]
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
     """Single steps and encoders by name, for `steps_in(name)` steps each.
 

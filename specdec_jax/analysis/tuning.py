@@ -58,8 +58,9 @@ def expected_seconds(
 
 
 def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
-    """Seconds of one iteration; where a verifier was timed with the longest draft only, as those of the verifier that was
-    timed throughout and what it adds to that draft, shared out among its tokens."""
+    """Seconds of one iteration; where a verifier was timed with the longest draft only, as those of
+    the verifier that was timed throughout and what it adds to that draft, shared out among its
+    tokens."""
     if f"iteration, {choice}" in times:
         return times[f"iteration, {choice}"].median
     names = [
@@ -110,7 +111,8 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
         "choices": [
             {
                 **choice._asdict(),
-                "calls": sum(work.calls for work in accepted.work[choice.verifier, choice.gamma]) if choice.gamma else None,
+                "calls": sum(work.calls for work in accepted.work[choice.verifier,
+                choice.gamma]) if choice.gamma else None,
                 "expected_seconds_per_token": expected[choice] / tokens,
                 "expected_improvement": expected[plain] / expected[choice],
                 "seconds_per_token": Spread.of(measured[choice])._asdict() if choice in measured else None,

@@ -47,7 +47,8 @@ def _config(folder: pathlib.Path, options: dict) -> GPTConfig:
 
 _PLACES = {
     "token_embedder": "wte", "decoder/position_embedder": "wpe", "decoder/decoder_norm": "ln_f",
-    "pre_self_attention_layer_norm": "ln_1", "causal_attention/qkv": "attn.c_attn", "causal_attention/out": "attn.c_proj",
+    "pre_self_attention_layer_norm": "ln_1", "causal_attention/qkv": "attn.c_attn", "causal_attention/out":
+        "attn.c_proj",
     "pre_mlp_layer_norm": "ln_2", "mlp/wi": "mlp.c_fc", "mlp/wo": "mlp.c_proj",
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Matrices stored in 8 bits, half of bfloat16's size: rounded values, and a scale for each output or row of an embedding.
+"""Matrices stored in 8 bits, half of bfloat16's size: rounded values, and a scale for each output
+or row of an embedding.
 
 They can be read as floating-point numbers, so that a model stored so is one like any other, only a
 little another one; where the CPU's own kernel is there, kernels are used as they are stored.
@@ -77,7 +78,8 @@ def join(leaves: dict[str, Leaf], path) -> dict[str, Leaf]:
             fits = other.shape in ((1, *leaf.shape[1:]), (*leaf.shape[:1], 1))
             if len(leaf.shape) != 2 or not fits:
                 raise ValueError(
-                    f"{path}: parameter {parameter}: got scales of shape {other.shape} for values of shape {leaf.shape}, "
+                    f"{path}: parameter {parameter}: got scales of shape {other.shape} for values of shape "
+                    f"{leaf.shape}, "
                     "expected one for each row or column"
                 )
             found[parameter] = product(leaf, other)

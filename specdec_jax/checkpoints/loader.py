@@ -66,20 +66,20 @@ def load(
       vocabulary: overrides the checkpoint's; a `Vocabulary`, or the path of a SentencePiece model (with T5's 100
         sentinels where the embedding has room for them) or of a tokenizer.json. A T5X checkpoint has none, unless a
         `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; without one a model takes ids only.
-      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model"; every process reads what its
+      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model"; a process reads what its
         own devices hold (all of a parameter where the format has no parts). None: the default device has all.
       replicate: with a mesh, every device holds the whole model, and only rows are divided: for drafters.
-      quantize: weights in 8 bits, multiplied with inputs rounded to 16: a quarter of the bytes that a step on a CPU reads. They
-        take float32, a CPU, no mesh, and the package's own kernel (`specdec demo` says whether it is there). None: kernels that
-        are stored in 8 bits stay so where that can be had, which changes no number but by the rounding of inputs; all others
-        are in `dtype`. "int8": every kernel, the head's too, is rounded while it is read, unless it is stored so: the model is then
-        another one, and the law of what it decodes is that of the rounded model. "none": all are in `dtype`.
+      quantize: weights in 8 bits, multiplied with inputs rounded to 16: a quarter of the bytes that a step reads. That
+        takes float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they are there). None:
+        weights stored in 8 bits stay so where that can be had, which changes numbers only by the rounding of inputs; all
+        others are in `dtype`. "int8": kernels, the head's too, are rounded while they are read, unless stored so: the
+        model is then another one, whose law is what is decoded. "none": all are in `dtype`.
       say: where the line about the chosen dtype goes; standard error.
 
     Raises:
       ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
-        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory; heads or a
-        feed-forward width that the mesh does not divide; `quantize="int8"` where it cannot be had.
+        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory; heads
+        or a feed-forward width that the mesh does not divide; `quantize="int8"` where it cannot be had.
     """
     if replicate and mesh is None:
         raise ValueError("replicate: got it without a mesh, expected one")

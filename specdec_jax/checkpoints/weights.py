@@ -53,7 +53,8 @@ def _is_kernel(name: str) -> bool:
 def read_params(
     checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
 ) -> dict:
-    """Returns the parameters as a nested dict of arrays on the default device, or in parts on a mesh, read one at a time.
+    """Returns the parameters as a nested dict of arrays on the default device, or in parts on a
+    mesh, read one at a time.
 
     Args:
       kernels: as from `kernels_of`; in 8 bits they are `Int8Kernel`s, and an embedding that is the

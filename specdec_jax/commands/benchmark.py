@@ -59,7 +59,8 @@ class BenchmarkOptions(DecodingOptions):
     input_length: int | None = option(None, "with --preset: length of the input, in tokens (default: 64)")
     forced_alpha: tuple[float, ...] = option(
         (),
-        "accept drafted tokens by coin with this probability, whatever the models say, so that whole decodes can be timed "
+        "accept drafted tokens by coin with this probability, whatever the models say, so that whole decodes can be "
+        "timed "
         "with random weights; several, comma-separated, are timed in turn",
     )
     against: str | None = option(
@@ -68,7 +69,8 @@ class BenchmarkOptions(DecodingOptions):
     )
     suite: str | None = option(
         None,
-        "paper: measure every row that the paper reports, one record a line in --output, and go on after a kill; --drafter "
+        "paper: measure every row that the paper reports, one record a line in --output, and go on after a kill; "
+        "--drafter "
         "and --drafter_preset then take several, comma-separated",
     )
     report: str | None = option(

@@ -20,14 +20,16 @@ class ConvertOptions:
     )
     output: str | None = option(
         None,
-        "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the folder that is to hold it",
+        "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the folder that is to "
+        "hold it",
     )
     format: str | None = option(
         None, "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec"
     )
     dtype: str | None = option(
         None,
-        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits; not for a target whose drafter or heads were trained "
+        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits; not for a target whose drafter or heads "
+        "were trained "
         "on its states); none: bfloat16 "
         "if all parameters are stored so, else float32",
     )

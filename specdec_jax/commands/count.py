@@ -75,7 +75,8 @@ def _outputs(path: str) -> Iterator[str]:
         columns = line.split("\t")
         if len(columns) > 2:
             raise ValueError(
-                f"{path}, line {number}: got {len(columns)} columns, expected one (outputs) or two (source, tab, output)"
+                f"{path}, line {number}: got {len(columns)} columns, expected one (outputs) or two (source, tab, "
+                f"output)"
             )
         if columns[-1].strip():
             yield columns[-1]

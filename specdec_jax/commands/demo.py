@@ -78,7 +78,8 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
         ids = encode(target, sentences, options.max_input_length)
     most = options.gamma if options.gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
     screen.say(
-        f"The drafter, {options.drafter}, proposes up to {most} tokens. The target, {options.target}, checks them all in one\n"
+        f"The drafter, {options.drafter}, proposes up to {most} tokens. The target, {options.target}, checks them "
+        f"all in one\n"
         f"call and adds one token of its own; {_promise(options)}.\n"
         "Each line below is one such call:"
     )
@@ -98,7 +99,8 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     screen.say("")
     if not drafted and options.gamma == "auto":
         screen.say(
-            "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the same)\n"
+            "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the "
+            "same)\n"
         )
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
     arms: dict[str, Callable[[int], GenerationResult]] = {
@@ -126,7 +128,8 @@ class Screen:
         self._console = Console()
         self._colours = self._console.is_terminal and "NO_COLOR" not in os.environ
         self._picture = Console(
-            file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=_COLUMNS, legacy_windows=False
+            file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=_COLUMNS,
+            legacy_windows=False
         )  # fmt: skip
 
     def say(self, text: str) -> None:
@@ -203,7 +206,8 @@ def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
     ]
     return "\n".join([
         *lines,
-        f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to {max(ratios):.2f}); the times "
+        f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to "
+        f"{max(ratios):.2f}); the times "
         "are that pass's",
         f"{tokens['speculative'] / calls:.2f} tokens per target call",
     ])  # fmt: skip

@@ -1,4 +1,5 @@
-"""`specdec distill`: a drafter learns from what its target writes (sequence level), and from its laws there (token level).
+"""`specdec distill`: a drafter learns from what its target writes (sequence level), and from its
+laws there (token level).
 
 Both happen in one folder and both go on after a kill: first the target's outputs are written, in files of a fixed
 number of sources each, then `train.fit` runs on them.
@@ -181,7 +182,8 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
     used = sum(len(job.texts) for job in jobs) // kinds
     console.print(
-        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like padding",
+        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like "
+        f"padding",
         markup=False,
     )
     output = pathlib.Path(config.output_dir)

@@ -16,7 +16,8 @@ class FiguresOptions:
 
     records: tuple[str, ...] = option(
         (),
-        "file with a record of `specdec benchmark` or `measure`, scripts/compare_drafters.py or scripts/tpu_aot.py --times; repeatable",
+        "file with a record of `specdec benchmark` or `measure`, scripts/compare_drafters.py or scripts/tpu_aot.py "
+        "--times; repeatable",
     )
     output: str = option("report.html", "HTML file that is written; it needs nothing beside it")
 

@@ -44,15 +44,18 @@ class GenerateOptions(DecodingOptions):
     )
     input_file: str | None = option(
         None,
-        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt: English that comes with the package",
+        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt: English that comes "
+        "with the package",
     )
     output_file: str | None = option(
         None,
-        "file for the outputs instead of standard output; what is finished is kept beside it (.partial), so that the same "
+        "file for the outputs instead of standard output; what is finished is kept beside it (.partial), so that the "
+        "same "
         "command goes on after a kill",
     )
     task: str | None = option(
-        None, "seqio task or mixture to decode instead of sentences: for every example a JSON object as T5X's infer writes it, "
+        None, "seqio task or mixture to decode instead of sentences: for every example a JSON object as T5X's infer "
+              "writes it, "
         "with the prediction's ids, then the task's metrics; inputs are cut to --max_input_length"
     )  # fmt: skip
     split: str | None = option(None, "split of --task (default: test)")

@@ -11,11 +11,13 @@ from typing import Any
 # Flags of all commands, in the order of the page.
 GROUPS = {
     "models": (
-        "target", "drafter", "drafter_shape", "vocabulary", "dtype", "quantize", "gated_activation", "mesh", "shard_drafter",
+        "target", "drafter", "drafter_shape", "vocabulary", "dtype", "quantize", "gated_activation", "mesh",
+            "shard_drafter",
         "shortlist_size", "shortlist", "drafter_int8",
     ),
     "input and output": (
-        "records", "source", "format", "input_file", "limit", "sweep", "output_file", "output", "config", "json", "plot",
+        "records", "source", "format", "input_file", "limit", "sweep", "output_file", "output", "config", "json",
+            "plot",
         "report", "picture", "stream", "source_files", "validation_files", "data_dir", "output_dir", "max_sources",
     ),
     "drafting and verifying": (
@@ -24,7 +26,8 @@ GROUPS = {
     ),
     "sampling and lengths": (
         "greedy", "samples", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "max_new_tokens",
-        "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens", "logit_bias",
+        "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens",
+            "logit_bias",
     ),
     "batches and limits": ("batch_size", "max_input_length", "deadline", "shard_size"),
     "seqio tasks instead of sentences": ("task", "split", "module_import", "score_targets", "tfds_data_dir"),

@@ -153,7 +153,8 @@ class Journal:
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):
                 raise ValueError(
-                    f"{self.path}: got results with {name} {before.get(name)!r}, expected {settings.get(name)!r}; remove the "
+                    f"{self.path}: got results with {name} {before.get(name)!r}, expected {settings.get(name)!r}; "
+                    f"remove the "
                     "file to begin anew"
                 )
 

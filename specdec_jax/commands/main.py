@@ -191,12 +191,14 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     common: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_multi_string(
         "gin_file", [],
-        "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust", **common,
+        "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust",
+        **common,
     )  # fmt: skip
     flags.DEFINE_list("gin_search_paths", ["."], "folders in which gin files are looked up, comma-separated", **common)
     flags.DEFINE_string(
         "compilation_cache_dir", None,
-        "folder in which compiled programs are kept between runs; empty: nowhere (default: specdec_jax in your cache folder)",
+        "folder in which compiled programs are kept between runs; empty: nowhere (default: specdec_jax in your cache "
+        "folder)",
         **common,
     )  # fmt: skip
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)

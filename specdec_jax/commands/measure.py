@@ -28,7 +28,8 @@ class MeasureOptions(DecodingOptions):
     limit: int = option(0, "take only the first lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
-        False, "also decode by token verification with gamma_max, and compare alpha by counting with alpha by the models' laws on "
+        False, "also decode by token verification with gamma_max, and compare alpha by counting with alpha by the "
+               "models' laws on "
         "the same positions; only for a drafting model in full precision without a shortlist"
     )  # fmt: skip
     repeats: int = option(3, "passes over the single steps; medians and spread are over them")
@@ -44,7 +45,8 @@ class MeasureOptions(DecodingOptions):
             at_least(2, widths=width)
         if self.compare_alpha and self.max_new_tokens == 1:
             raise UnsupportedCombination(
-                "compare_alpha: got it with max_new_tokens=1, expected at least 2: nothing is drafted before the last token"
+                "compare_alpha: got it with max_new_tokens=1, expected at least 2: nothing is drafted before the "
+                "last token"
             )
         check_output(self.output)
         if self.plot:

@@ -31,7 +31,8 @@ from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS, verifier_of
 
 AUTO_HELP = (
-    "tokens drafted per target call, or auto: as many as pay on this machine, measured when a model is first used, and at "
+    "tokens drafted per target call, or auto: as many as pay on this machine, measured when a model is first used, "
+    "and at "
     "each sentence's own acceptance, none included"
 )
 
@@ -50,14 +51,16 @@ class DecodingOptions:
     )
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the target's "
+        "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the "
+        "target's "
         "first K decoder layers; a table (.npz) that `specdec count` wrote; "
         + "; ".join(f"{name}, {one.summary}" for name, one in WITHOUT_FILES.items())
         + " (default: nothing drafts, which is plain decoding)",
     )
     shortlist_size: int = option(
         0,
-        "let a drafting model propose only this many ids, the most frequent ones, so that its last layer is smaller; 0: all",
+        "let a drafting model propose only this many ids, the most frequent ones, so that its last layer is smaller; "
+        "0: all",
     )
     shortlist: str | None = option(
         None, "table (.npz) of `specdec count` that says which ids are frequent (default: the vocabulary's first are); "
@@ -70,13 +73,16 @@ class DecodingOptions:
     dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")
     quantize: str | None = option(
         None,
-        "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); the output law is then that of "
-        "the rounded model; none: widen weights that are stored in 8 bits to --dtype (default: such weights are used as they "
+        "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); the output law is "
+        "then that of "
+        "the rounded model; none: widen weights that are stored in 8 bits to --dtype (default: such weights are used "
+        "as they "
         "are stored, where that can be had); for a drafter there is --drafter_int8",
     )
     mesh: str | None = option(
         None,
-        "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and caches among MODEL devices "
+        "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and caches among MODEL "
+        "devices "
         "(default: one device)",
     )
     shard_drafter: bool = option(
@@ -106,7 +112,8 @@ class DecodingOptions:
     )
     gamma_policy: str = option(
         "fixed",
-        f"how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 where that is auto): fixed, {', '.join(POLICIES)}",
+        f"how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 where that is "
+        f"auto): fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
         (), "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
@@ -188,7 +195,8 @@ class DecodingOptions:
         )  # fmt: skip
         if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
             raise UnsupportedCombination(
-                f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at least 1"
+                f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at "
+                f"least 1"
             )
         check_limits(sampling, np.array([self.max_new_tokens]), 1)
         if not 0 <= self.seed < 2**32:

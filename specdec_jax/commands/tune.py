@@ -96,7 +96,8 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
         if field.name not in skipped and getattr(options, field.name) != field.default
     }
     if chosen.gamma:
-        why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({gain['least']:.2f} to {gain['most']:.2f})"
+        spread = f"{gain['least']:.2f} to {gain['most']:.2f}"
+        why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({spread})"
         settings |= {"drafter": options.drafter, "verifier": chosen.verifier}
     else:
         why = f"plain decoding was faster than drafting with {options.drafter}, so there is no drafter"

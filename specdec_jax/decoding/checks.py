@@ -35,7 +35,8 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     if not isinstance(drafter, Drafter):
         got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
         raise ValueError(
-            f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or PromptLookupDrafter() (names are for the "
+            f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or PromptLookupDrafter() (names "
+            f"are for the "
             "command line)"
         )
     if jax.tree_util.all_leaves([drafter]):

@@ -205,7 +205,8 @@ def key_of(network: Network, drafter: Drafter, program: StaticConfig, rows: int,
 def _key(target, drafter, verifier, mode, own_processor, rows, length, slots) -> str:
     key = {
         **machine_key(), "target": target, "drafter": drafter, "rows": rows, "length": length, "slots": slots,
-        "verifier": verifier, "sampling": {name: value for name, value in mode._asdict().items() if name != "processor"},
+        "verifier": verifier, "sampling": {name: value for name,
+        value in mode._asdict().items() if name != "processor"},
         "own_processor": own_processor,
     }  # fmt: skip
     return json.dumps(key, sort_keys=True)

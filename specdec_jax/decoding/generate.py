@@ -19,36 +19,34 @@ from specdec_jax.speculative.verifier import Verifier
 
 
 def generate(
-    target: LanguageModel, inputs, *, drafter: Drafter | None = None, gamma: str | int | Sequence[int] | Policy = "auto",
-    sampling: SamplingConfig = SamplingConfig(), verifier: str | Verifier = "block",
-    lenience: float | Sequence[float] | None = None, typical_epsilon: float | Sequence[float] | None = None,
-    typical_delta: float | Sequence[float] | None = None, forced_alpha: float | Sequence[float] | None = None,
+    target: LanguageModel, inputs, *, drafter: Drafter | None = None,
+    gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig = SamplingConfig(),
+    verifier: str | Verifier = "block", lenience: float | Sequence[float] | None = None,
+    typical_epsilon: float | Sequence[float] | None = None, typical_delta: float | Sequence[float] | None = None, forced_alpha: float | Sequence[float] | None = None,
     max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1, input_lengths=None,
     max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (), deadline: float | None = None,
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
-    The output law is the target's either way, but for the verifiers "lenient" and "typical", which say how far it is off.
+    The output law is the target's either way, except under the lossy verifiers, which say how far it is off.
 
     Args:
       target: the model whose law is sampled.
       inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
-        them 0 is padding). An empty string gives an empty output. For a decoder-only target they are prompts, which get no
-        EOS and in which 0 is an id like others; an empty one stands for the start token. None is an input with nothing to
-        decode.
+        them 0 is padding). An empty string gives an empty output, None nothing at all. For a decoder-only target they
+        are prompts: they get no EOS, 0 is an id like others, and an empty one stands for the start token.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
-      gamma: "auto": what iterations cost on this machine is measured at the first call of a kind (`costs.py`), and each row
-        drafts as many tokens, up to 8, as its own acceptance makes worth it; none, and no drafter runs, where that never
-        pays; on a mesh 4. With argmax a row begins with what the drafts of earlier calls came to; above temperature 0 the
-        tokens that are drawn (not their law) depend on what was measured, so fix γ for draws that another machine is to
-        repeat. Or γ ≥ 0, tokens drafted per target call, one or one per input; or a policy that adapts it
-        (`gamma.py`), e.g. `Heuristic(maximum=8)`.
+      gamma: γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it (`gamma.py`), e.g.
+        `Heuristic(maximum=8)`; or "auto": the first call of a kind measures what iterations cost on this machine
+        (`costs.py`), and each row drafts as many tokens, up to 8, as its acceptance makes worth it, none where that
+        never pays; on a mesh 4. With argmax a row begins with what earlier calls came to. Above temperature 0 the
+        tokens that are drawn (not their law) depend on what was measured: fix γ to repeat them on another machine.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
-        "lenient" and "typical". Each is explained in `verifiers.py`. "forced" verifies nothing, its outputs mean nothing. Or
-        a `Verifier` of your own.
+        "lenient" and "typical"; `verifiers.py` explains each. "forced" accepts by coin, its outputs mean nothing. Or a
+        `Verifier` of your own.
       lenience: l in (0, 1], for "lenient", which needs it; one, or one per input.
       typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
       forced_alpha: α in (0, 1], for "forced", which accepts by coin: for timing with weights that mean nothing.
@@ -87,8 +85,8 @@ def warm_up(
     """Compiles what `generate` needs for these batch sizes and every input length up to `max_input_length`.
 
     Afterwards calls with the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids (up to 4) compile
-    nothing. Options as for `generate`; give stop strings or a deadline if the calls have any, and for `stream`, since these
-    are other programs. Returns the number of shapes.
+    nothing. Options as for `generate`; give stop strings or a deadline if the calls have any, and for `stream`,
+    since these are other programs. Returns the number of shapes.
     """
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
     options = {"key": seeded(0), **options}

@@ -42,8 +42,8 @@ _WINDOW = 64
 
 
 class Output(NamedTuple):
-    """What one row gave: text (None without a vocabulary), new token ids (EOS included), their log-probabilities under the
-    target's own and under the sampled law, why it ended, statistics."""
+    """What one row gave: text (None without a vocabulary), new token ids (EOS included), their
+    log-probabilities under the target's own and under the sampled law, why it ended, statistics."""
 
     text: str | None
     tokens: list[int]
@@ -56,7 +56,8 @@ class Output(NamedTuple):
 def decode_stream(
     target: LanguageModel, inputs, *, batch_size: int = 8, refill: bool = True, skip: Collection[int] = (), **options
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
-    """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are finished, in any order.
+    """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are
+    finished, in any order.
 
     Each input's outputs are what `generate` gives for it with the same options and its key:
     `fold_in(key, i)` for input i. With `gamma="auto"` that holds for argmax, and above temperature

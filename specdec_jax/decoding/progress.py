@@ -83,7 +83,8 @@ class Progress:
 
 
 def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> Iterator[Any]:
-    """`items` with a progress bar on standard error where that is a terminal; `quiet` where results are printed there too.
+    """`items` with a progress bar on standard error where that is a terminal; `quiet` where results
+    are printed there too.
 
     The bar moves between two items only: nothing runs beside what is timed.
     """

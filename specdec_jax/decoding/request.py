@@ -171,7 +171,8 @@ class Plan:
         copied = lambda values: np.repeat(values, self.samples, axis=0)
         ends = copied(prefix_lengths + take(self.limits))
         return (
-            self.network, self.drafter, self.program, room, inputs, lengths, copied(prefix), copied(prefix_lengths), keys,
+            self.network, self.drafter, self.program, room, inputs, lengths, copied(prefix), copied(prefix_lengths),
+            keys,
             dataclasses.replace(per_row(self.rows), **self.shared), per_row(self.settings), ends,
             _stop_ids(self.eos_ids, len(ends)), repeat(self.gammas), copied(empty), per_row(self.policy),
         )  # fmt: skip
@@ -198,7 +199,8 @@ def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
 
 
 def plan(
-    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier="block", lenience=None,
+    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier=
+        "block", lenience=None,
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
     input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
 ) -> Plan:  # fmt: skip
@@ -229,7 +231,8 @@ def plan(
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     verifier = verifier_of(verifier)
     settings = verifier_settings(
-        verifier, sampling, width, batch, lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta,
+        verifier, sampling, width, batch, lenience=lenience, typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
         forced_alpha=forced_alpha,
     )  # fmt: skip
     check_limits(sampling, limits, samples)
@@ -244,7 +247,8 @@ def plan(
     if rules is not None:  # once for the request, and not with every call
         keys, drafter = rules.put(keys), rules.put(drafter)
     found = Plan(
-        network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program, samples=samples,
+        network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program,
+        samples=samples,
         slots=slots(longest, width), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy,

@@ -1,4 +1,5 @@
-"""Heads on the target's own last state draft several tokens in one call (blockwise parallel decoding, Stern et al. 2018).
+"""Heads on the target's own last state draft several tokens in one call (blockwise parallel
+decoding, Stern et al. 2018).
 
 They are Medusa's heads (Cai et al. 2024, arXiv 2401.10774), with a draft instead of a tree.
 """

@@ -23,7 +23,8 @@ from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 
 @flax.struct.dataclass
 class NGramDrafter(Drafter):
-    """Drafts what followed the last n − 1 tokens in texts that were counted before; n = 1 is a unigram, 2 a bigram model.
+    """Drafts what followed the last n − 1 tokens in texts that were counted before; n = 1 is a
+    unigram, 2 a bigram model.
 
     The longest context that was seen counts; if none was, the frequencies of single ids. Contexts that reach beyond the
     beginning are filled up with the start token, in counting and in drafting.

@@ -30,7 +30,8 @@ _NUMBERS = ("vocab_size", "order", "start_token", "continuations")
 _MAX_ORDER = 16
 # What reading an archive of somebody else's may raise; numpy parses an array's header as Python does.
 _UNREADABLE = (
-    ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+    ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile,
+    zlib.error,
 )  # fmt: skip
 # How far a file of zeros may be compressed: the counts of 250,000 ids of which none occurs, and ten
 # times what tables are.
@@ -70,7 +71,8 @@ class NGramTable:
     ) -> "NGramTable":  # fmt: skip
         """Counts in numpy; args as for `NGramDrafter.count`."""
         for name, value, most in (
-            ("vocab_size", vocab_size, 2**31 - 1), ("order", order, _MAX_ORDER), ("continuations", continuations, 2**20),
+            ("vocab_size", vocab_size, 2**31 - 1), ("order", order, _MAX_ORDER), ("continuations", continuations,
+                2**20),
         ):  # fmt: skip
             if not isinstance(value, int | np.integer) or not 1 <= value <= most:
                 raise ValueError(f"{name}: got {value!r}, expected an integer from 1 to {most}")

@@ -23,8 +23,8 @@ class Inputs(NamedTuple):
 
 @flax.struct.dataclass
 class PromptLookupDrafter(Drafter):
-    """Copies what followed the last tokens of a row where they stood before: in its output (of a decoder-only target its
-    prompt too) or in the encoder's input.
+    """Copies what followed the last tokens of a row where they stood before: in its output (of a
+    decoder-only target its prompt too) or in the encoder's input.
 
     The longest ending of at most `max_match` ids that is found counts; of several places the latest
     in the output (start token and decoder prefix included), else the latest in the input: what is

@@ -1,4 +1,5 @@
-"""Registered seqio tasks through this package's decoding: read, written and evaluated as T5X's `infer` and `eval` do it.
+"""Registered seqio tasks through this package's decoding: read, written and evaluated as T5X's
+`infer` and `eval` do it.
 
 The extra `seqio`, which brings TensorFlow.
 """

@@ -69,7 +69,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         """
         if decode_fn is not None:
             raise ValueError(
-                f"decode_fn: got {decode_fn!r}, expected none: sampling is set by `sampling`, and beams cannot be drafted for"
+                f"decode_fn: got {decode_fn!r}, expected none: sampling is set by `sampling`, and beams cannot be "
+                f"drafted for"
             )
         super().__init__(
             module=module, input_vocabulary=input_vocabulary, output_vocabulary=output_vocabulary,
@@ -114,7 +115,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         decodes = defaults.num_decodes if num_decodes is None else num_decodes
         if decodes != 1:
             raise ValueError(
-                f"num_decodes: got {decodes}, expected 1: beams and several decodes are t5x.models.EncoderDecoderModel's"
+                f"num_decodes: got {decodes}, expected 1: beams and several decodes are "
+                f"t5x.models.EncoderDecoderModel's"
             )
         eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
         prompts = jnp.where(prompts == eos_id, 0, prompts) if prompt_with_targets else jnp.zeros_like(prompts)
@@ -163,13 +165,15 @@ def _check_model(model: LanguageModel, vocabulary) -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
     if size > _MOST_BYTES and not getattr(jax.config, _CONSTANTS):
         raise ValueError(
-            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most {_MOST_BYTES / 1e9:.0f} as constants of a program "
+            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most {_MOST_BYTES / 1e9:.0f} as constants of "
+            f"a program "
             f"({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
         )
     ours = model.vocabulary
     if ours is not None and difference(ours, vocabulary):
         raise ValueError(
-            f"drafter: got a vocabulary of {ours.size} pieces that differs from T5X's ({vocabulary.vocab_size} pieces), "
+            f"drafter: got a vocabulary of {ours.size} pieces that differs from T5X's ({vocabulary.vocab_size} "
+            f"pieces), "
             "expected the same pieces with the same ids"
         )
 

@@ -50,9 +50,11 @@ def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str,
 
 
 def wmt_t2t_ende(
-    vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None, name: str = "wmt_t2t_ende"
+    vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None,
+    name: str = "wmt_t2t_ende"
 ) -> str:  # fmt: skip
-    """WMT English to German as in tensor2tensor: newstest2013 is "validation", newstest2014 "test". Arguments as `tsv`'s.
+    """WMT English to German as in tensor2tensor: newstest2013 is "validation", newstest2014 "test".
+    Arguments as `tsv`'s.
 
     Args:
       data_dir: where TensorFlow Datasets keeps its data; None: its default.
@@ -63,7 +65,8 @@ def wmt_t2t_ende(
 
 
 def cnn_dailymail(
-    vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None, name: str = "cnn_dailymail"
+    vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None,
+    name: str = "cnn_dailymail"
 ) -> str:  # fmt: skip
     """Articles and their highlights. Arguments as `wmt_t2t_ende`'s."""
     source = seqio.TfdsDataSource(tfds_name="cnn_dailymail:3.4.0", tfds_data_dir=data_dir)

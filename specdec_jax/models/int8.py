@@ -1,5 +1,5 @@
-"""Kernels in 8 bits. On a CPU `panels.py` multiplies them, with inputs rounded to 16 bits; elsewhere they are for drafters
-alone, since inputs are rounded to 8 bits too."""
+"""Kernels in 8 bits. On a CPU `panels.py` multiplies them, with inputs rounded to 16 bits;
+elsewhere they are for drafters alone, since inputs are rounded to 8 bits too."""
 
 import flax.struct
 import jax

@@ -43,7 +43,8 @@ class LanguageModel:
     """
 
     def __init__(
-        self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="", donate_params=False,
+        self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="",
+        donate_params=False,
         encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
     ):  # fmt: skip
         """Args as the attributes; `rules`: how the parameters are laid out on a mesh, None: on one
@@ -94,8 +95,8 @@ class LanguageModel:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Tells models with different weights apart, whatever their dtype or layout: what was trained on the states of one
-        fits no other."""
+        """Tells models with different weights apart, whatever their dtype or layout: what was
+        trained on the states of one fits no other."""
         return identity.rounded(self.network.params, self.network.rules)
 
     @functools.cached_property

@@ -287,7 +287,8 @@ class Attention(nn.Module):
         live=None,
         dropped=lambda y: y,
     ):
-        """`x + dropped(self-attention of norm(x))`, `x [B, T, D]`, and the cache after keys and values were written to it.
+        """`x + dropped(self-attention of norm(x))`, `x [B, T, D]`, and the cache after keys and
+        values were written to it.
 
         Args:
           cache: of which `positions [B]` are the first slots that are written; None: the keys and

@@ -56,7 +56,8 @@ _FORGOTTEN = (
 )
 # Macros that a compiler defines for instructions it may use, widest first.
 _VECTORS = {
-    "__AVX512F__": "avx512", "__AVX2__": "avx2", "__AVX__": "avx", "__SSE2__": "sse2", "__ARM_FEATURE_SVE": "sve", "__ARM_NEON": "neon",
+    "__AVX512F__": "avx512", "__AVX2__": "avx2", "__AVX__": "avx", "__SSE2__": "sse2", "__ARM_FEATURE_SVE": "sve",
+        "__ARM_NEON": "neon",
 }  # fmt: skip
 
 
@@ -192,7 +193,8 @@ def _find() -> _Library:
 def _key(source: bytes, compiler: _Compiler) -> str:
     """Name of all that decides what a library is and where it runs."""
     parts = [
-        source, _PROBE.read_bytes(), jaxlib.__version__, *compiler.command, os.path.realpath(compiler.command[0]), compiler.version,
+        source, _PROBE.read_bytes(), jaxlib.__version__, *compiler.command, os.path.realpath(compiler.command[0]),
+        compiler.version,
         _FLAGS, _NATIVE, TARGETS, platform.system(), platform.machine(), _features(), _libc(),
     ]  # fmt: skip
     return _digest(repr(parts).encode())

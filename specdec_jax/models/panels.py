@@ -30,7 +30,8 @@ def needed(dtype) -> str:
     """Returns a line that says what `usable` asks for and what there is."""
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
     there = native.state() if (backend, dtype) == ("cpu", "float32") else f"{dtype} on the backend {backend}"
-    return f"8 bits only for float32 on a CPU with the package's own kernel, without a mesh or matmul_dtype (here: {there})"
+    wanted = "8 bits only for float32 on a CPU with the package's own kernel, without a mesh or matmul_dtype"
+    return f"{wanted} (here: {there})"
 
 
 def check_quantize_name(quantize: str | None) -> None:
@@ -113,7 +114,8 @@ class Panels:
         self, x: jax.Array, output_dtype, live: jax.Array | None = None, before: Before = Before("nothing"),
         bias: jax.Array | None = None, residual: jax.Array | None = None, clear: bool = True,
     ) -> jax.Array:  # fmt: skip
-        """Returns `before` of `x [..., D]` times the kernel, plus `bias [F]` and `residual [..., F]` where they are given.
+        """Returns `before` of `x [..., D]` times the kernel, plus `bias [F]` and
+        `residual [..., F]` where they are given.
 
         That is `[..., F]`; 0 for rows that are False in `live [...]`, which are not computed. With
         `clear` false those are not written either: they may hold anything, NaN too.
@@ -126,7 +128,7 @@ class Panels:
 
     def peak(self, x: jax.Array, live: jax.Array | None = None, normalize=True) -> tuple[jax.Array, jax.Array]:
         """Returns of `product` the first greatest column of each row, −1 where a column is not a number, and its
-        log-probability (NaN there), both `[...]`; no product is stored. Without `normalize` the latter means nothing."""
+        log-probability (NaN there), both `[...]`; nothing is stored. Without `normalize` that is of no meaning."""
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
         call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
         arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(live)

@@ -118,7 +118,8 @@ def _attentions(rng) -> list[tuple]:
     return [
         ("specdec_self_attention", (qkv, keys, values, bias, positions, live), {"divisor": divisor, "clear": True},
          [(shape, np.float32) for shape in ((B, T, H * K), keys.shape, values.shape)], flat(cached) * live[..., None]),
-        ("specdec_cross_attention", (query, keys, values, lengths, live[:0]), {"clear": True}, [((B, T, H * K), np.float32)], flat(crossed)),
+        ("specdec_cross_attention", (query, keys, values, lengths, live[:0]), {"clear": True}, [((B, T, H * K),
+            np.float32)], flat(crossed)),
         ("specdec_encoder_attention", (whole, table, lengths), {}, [((B, S, H * K), np.float32)],
          flat(inside) * (np.arange(S) < lengths[:, None])[..., None]),
     ]  # fmt: skip

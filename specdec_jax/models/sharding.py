@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 AXES = ("data", "model")
 # T5X's `standard_logical_axis_rules` where one axis divides activations and parameters, and, last, one of our own.
 RULES = {
-    "batch": "data", "vocab": "model", "embed": None, "mlp": "model", "heads": "model", "kv": None, "joined_kv": "model",
+    "batch": "data", "vocab": "model", "embed": None, "mlp": "model", "heads": "model", "kv": None, "joined_kv":
+        "model",
     "relpos_buckets": None, "abspos_buckets": None, "length": None, "fused_inputs": "model",
 }  # fmt: skip
 # The logical axes of parameters by the last two parts of their names; all others are on every device.
@@ -140,7 +141,8 @@ class ShardingRules:
         for name in ("num_heads", "mlp_dim"):
             if getattr(config, name) % self.parts:
                 raise ValueError(
-                    f"mesh: got {self.parts} devices on the model axis for {name} = {getattr(config, name)}, expected a "
+                    f"mesh: got {self.parts} devices on the model axis for {name} = {getattr(config, name)}, "
+                    f"expected a "
                     "divisor of it, or a model that every device holds whole"
                 )
 

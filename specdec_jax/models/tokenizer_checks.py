@@ -75,7 +75,8 @@ def check_length(text: str, growth: int) -> None:
     """Refuses a text that a tokenizer which may make it `growth` times as long could not hold."""
     if len(text) * growth > _MOST_CHARACTERS:
         raise ValueError(
-            f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, expected at most "
+            f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, "
+            f"expected at most "
             f"{_MOST_CHARACTERS // growth:,}"
         )
 
@@ -109,7 +110,8 @@ def _growth(step: dict) -> int:
     if isinstance(pattern, str) and pattern not in PUBLISHED:
         if len(pattern) > _LONGEST_PATTERN or not _plain(pattern):
             raise ValueError(
-                f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a well-known "
+                f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a "
+                f"well-known "
                 "tokenizer, or alternatives in which nothing follows a repetition"
             )
     # By their fields: the library takes steps that do not say their type.

@@ -235,7 +235,8 @@ class EntropyBound(Policy):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Confidence(Policy):
-    """Stops after a token with q(x) < θ (Mamou et al. 2024, arXiv 2405.04304, section 2, and Hugging Face transformers).
+    """Stops after a token with q(x) < θ (Mamou et al. 2024, arXiv 2405.04304, section 2, and
+    Hugging Face transformers).
 
     Attributes:
       maximum: G.
@@ -268,8 +269,9 @@ class RenewalState(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Renewal(Policy):
-    """Drafts the i-th token while Π_{j≤i} ĉ_j ≥ R · (c + δ): the tokens it is expected to yield against what its time is
-    worth (renewal reward: iterations are cycles, and R, tokens per time, is greatest where the two are equal).
+    """Drafts the i-th token while Π_{j≤i} ĉ_j ≥ R · (c + δ): the tokens it is expected to yield
+    against what its time is worth (renewal reward: iterations are cycles, and R, tokens per time,
+    is greatest where the two are equal).
 
     ĉ_j is a moving average of acceptance at position j, that of all positions weighing in as
     `weight` observations, R one of the tokens per target step's time, and δ = (v − 1) / G what one

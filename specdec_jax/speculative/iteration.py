@@ -22,7 +22,8 @@ The compiled code does that for all rows at once, in logits; `verify` is where:
 >>> words = rng.integers(0, 2**32, (1, 3, 2), np.uint32)  # of the last draw
 >>> row = lambda values: jnp.asarray(values)[None]
 >>> law = lambda values: Law.of(jnp.log(row(values)))
->>> found = verifiers.verify_tokens(law(p), law(q), row(drafted), jnp.array([2]), Randomness(row(u), jnp.asarray(words)))
+>>> randomness = Randomness(row(u), jnp.asarray(words))
+>>> found = verifiers.verify_tokens(law(p), law(q), row(drafted), jnp.array([2]), randomness)
 >>> int(found.num_accepted[0]) == n
 True
 >>> int(found.next_token[0]) == int(draws.draw(row(following), jnp.asarray(words[:, n]))[0])

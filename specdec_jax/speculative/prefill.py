@@ -13,7 +13,8 @@ from specdec_jax.speculative.verifiers import Settings
 
 
 def prefill(
-    target: Network, drafter: Drafter | None, program: StaticConfig, slots: int, inputs, input_lengths, tokens, prefix_lengths,
+    target: Network, drafter: Drafter | None, program: StaticConfig, slots: int, inputs, input_lengths, tokens,
+    prefix_lengths,
     keys, rows: SamplingRows, settings: Settings | None, limits, eos_ids, gamma, done, policy: Policy | None = None,
 ) -> DecodeState:  # fmt: skip
     """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.

@@ -35,7 +35,8 @@ class Context(NamedTuple):
 
 
 def penalize_repetition(logits: jax.Array, context: Context, penalty: jax.Array) -> jax.Array:
-    """Divides the positive and multiplies the negative logits of ids in the prefix (CTRL, arXiv 1909.05858, section 4.1).
+    """Divides the positive and multiplies the negative logits of ids in the prefix (CTRL, arXiv
+    1909.05858, section 4.1).
 
     As in Hugging Face's, the prefix includes the start token, or the prompt. `logits [B, T, V]`,
     `penalty [B]`, 1 changes nothing.

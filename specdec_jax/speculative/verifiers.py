@@ -64,7 +64,8 @@ def verify_leniently(target, draft, draft_tokens, num_drafted, draws: Randomness
 
 
 def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444): the target's law; on average accepts no fewer than tokens.
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): the target's law; on average accepts
+    no fewer than tokens.
 
     π_0 = 1, π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)); for i < n, S_i = Σ_x max(π_i · p_{i+1}(x) − q_{i+1}(x), 0) and
     h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i with u_i < h_i. The next token is drawn from

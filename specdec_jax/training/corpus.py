@@ -85,7 +85,8 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Documents, one a line, for decoder-only models: one stream of ids, each document followed by EOS, cut into blocks.
+    """Documents, one a line, for decoder-only models: one stream of ids, each document followed by
+    EOS, cut into blocks.
 
     Attributes:
       sequence_length: pieces that a block predicts. What stands before a block's first is fed too;

@@ -136,7 +136,8 @@ class HeadsObjective:
 
 
 def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dropout_key=None):
-    """Mean loss of a piece that a head says, plus what the target's own pieces weigh, and the sums over the heads' pieces.
+    """Mean loss of a piece that a head says, plus what the target's own pieces weigh, and the sums
+    over the heads' pieces.
 
     The state at decoder position t gives piece t + 1; head i says piece t + 1 + i.
 
@@ -242,7 +243,8 @@ class HeadsRun(train.Run):
             params = self.saved.best.restore(step, args=ocp.args.StandardRestore(abstract.params))
         if self.settings.trains_backbone:
             target = LanguageModel(
-                target.config.replace(dtype="float32"), params["target"], target.vocabulary, start_token=target.start_token,
+                target.config.replace(dtype="float32"), params["target"], target.vocabulary,
+                start_token=target.start_token,
                 eos_ids=target.eos_ids, name="target",
             )  # fmt: skip
             converter.save(target, output / "target", dtype="bfloat16")

@@ -38,8 +38,9 @@ def jensen_shannon(log_p, log_q) -> jax.Array:
 
 
 def total_variation(log_p, log_q) -> jax.Array:
-    """1 − Σ_v min(p(v), q(v)): one minus the probability that the draft of such a q is accepted, the paper's D_LK (lemma
-    3.3, theorem 3.5). Its mean over the target's own text is 1 − α (corollary 3.6): this maximises α itself."""
+    """1 − Σ_v min(p(v), q(v)): one minus the probability that the draft of such a q is accepted,
+    the paper's D_LK (lemma 3.3, theorem 3.5). Its mean over the target's own text is 1 − α
+    (corollary 3.6): this maximises α itself."""
     return 1 - jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
 
 

@@ -125,7 +125,8 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     vocabulary = corpus.recorded_vocabulary(_vocabulary_path(config), config.vocabulary_size)
     fingerprint = output / _ENCODER
     model = LanguageModel(
-        network, params, vocabulary, start_token=config.corpus.start_token(vocabulary), eos_ids=vocabulary.eos_ids, name=path.name,
+        network, params, vocabulary, start_token=config.corpus.start_token(vocabulary), eos_ids=vocabulary.eos_ids,
+        name=path.name,
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
     )  # fmt: skip
     converter.save(model, path, dtype=dtype)

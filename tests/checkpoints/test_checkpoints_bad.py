@@ -66,14 +66,16 @@ BAD = {
     "no config": ("safetensors", lambda p: remove(p / "config.json"), "got no config.json, expected"),
     "broken config": ("safetensors", lambda p: truncate(p / "config.json"), "got no readable JSON .*, expected"),
     "config is a list": ("safetensors", lambda p: (p / "config.json").write_text("[]"), "got list, expected an object"),
-    "no weights": ("safetensors", lambda p: remove(p / "model.safetensors"), "got no weights, expected model.safetensors"),
+    "no weights": ("safetensors", lambda p: remove(p / "model.safetensors"), "got no weights, expected "
+                                                                             "model.safetensors"),
     "pytorch": (
         "safetensors",
         lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
         "got pytorch_model.bin only, expected model.safetensors; convert",
     ),
     "umt5": ("safetensors", lambda p: edit_config(p, model_type="umt5"), "unknown architecture: got model_type 'umt5'"),
-    "bert": ("safetensors", lambda p: edit_config(p, model_type="bert", architectures=["BertModel"]), "expected t5 with T5ForConditionalGeneration or"),
+    "bert": ("safetensors", lambda p: edit_config(p, model_type="bert", architectures=["BertModel"]), "expected t5 "
+                                                                                                      "with T5ForConditionalGeneration or"),
     "encoder only": ("safetensors", lambda p: edit_config(p, architectures=["T5EncoderModel"]), "got .*T5EncoderModel"),
     "no width": ("safetensors", lambda p: edit_config(p, d_model=None), "d_model: got None, expected an integer"),
     "exact gelu": ("safetensors", lambda p: edit_config(p, feed_forward_proj="gelu"), "feed_forward_proj: got 'gelu'"),
@@ -93,9 +95,12 @@ BAD = {
     "wrong shape": (reshaped(WO), None, r"encoder/layers_1/mlp/wo/kernel: got shape \(5, 3\), expected \(24, 16\)"),
     "tensor too many": (TENSORS | {"adapter": np.zeros(2)}, None, "got unexpected parameter adapter, expected only"),
     "integers": (TENSORS | {WO: np.zeros((16, 24), np.int32)}, None, "got dtype I32, expected one of"),
-    "truncated": ("safetensors", lambda p: truncate(p / "model.safetensors"), "got .*file not fully covered.*, expected"),
-    "truncated header": ("safetensors", lambda p: truncate(p / "model.safetensors", 100), "got a header of .*, expected"),
-    "empty weights": ("safetensors", lambda p: truncate(p / "model.safetensors", 0), "got .*header too small.*, expected"),
+    "truncated": ("safetensors", lambda p: truncate(p / "model.safetensors"), "got .*file not fully covered.*, "
+                                                                              "expected"),
+    "truncated header": ("safetensors", lambda p: truncate(p / "model.safetensors", 100), "got a header of .*, "
+                                                                                          "expected"),
+    "empty weights": ("safetensors", lambda p: truncate(p / "model.safetensors", 0), "got .*header too small.*, "
+                                                                                     "expected"),
     "damaged header": ("safetensors", damage_header, "got .*invalid JSON in header.*, expected"),
     "shard missing": (
         "shards",
@@ -107,7 +112,8 @@ BAD = {
         lambda p: shutil.copy(p / "model-00001-of-00003.safetensors", p / "model-00002-of-00003.safetensors"),
         "got no tensor .*, expected",
     ),
-    "broken index": ("shards", lambda p: truncate(p / "model.safetensors.index.json"), "index.json: got no readable JSON"),
+    "broken index": ("shards", lambda p: truncate(p / "model.safetensors.index.json"), "index.json: got no readable "
+                                                                                       "JSON"),
     "flax truncated": ("flax", lambda p: truncate(p / "flax_model.msgpack"), "got no readable msgpack"),
     "flax end cut": (
         "flax",
@@ -117,7 +123,8 @@ BAD = {
     "flax empty": ("flax", lambda p: truncate(p / "flax_model.msgpack", 0), "got no readable msgpack"),
     "legacy truncated": ("legacy", lambda p: truncate(p / LEGACY), "got no readable msgpack"),
     "legacy empty": ("legacy", lambda p: truncate(p / LEGACY, 0), "got no readable msgpack"),
-    "array missing": ("legacy", lambda p: remove(p / ARRAY), "parameter encoder/layers_1/mlp/wo/kernel: got .*NOT_FOUND"),
+    "array missing": ("legacy", lambda p: remove(p / ARRAY), "parameter encoder/layers_1/mlp/wo/kernel: got "
+                                                             ".*NOT_FOUND"),
     "chunk missing": ("legacy", lambda p: remove(p / ARRAY / "1.0"), r"mlp/wo/kernel: got .*missing, expected float32"),
     "chunk truncated": ("legacy", lambda p: truncate(p / ARRAY / "1.0"), "mlp/wo/kernel: got .*, expected float32"),
     "version": (
@@ -135,7 +142,8 @@ BAD = {
     "no manifest": ("orbax", lambda p: remove(p / STATE / "manifest.ocdbt"), "parameter .*: got .*, expected"),
     "database cut": ("orbax", lambda p: truncate_database(p / STATE), "parameter .*: got .*, expected"),
     "own version": ("own", lambda p: edit_config(p, version=2), "got version 2, expected 1"),
-    "own fields": ("own", lambda p: edit_config(p, model={"layers": 3}), "got 'layers', expected a configuration of vocab_size"),
+    "own fields": ("own", lambda p: edit_config(p, model={"layers": 3}), "got 'layers', expected a configuration of "
+                                                                         "vocab_size"),
     "own vocabulary": (
         "own",
         lambda p: edit_config(p, vocabulary={"kind": "sentencepiece", "file": "spiece.model"}),

@@ -264,7 +264,8 @@ def specdec(capsys, *argv) -> tuple[int, str, str]:
 def test_command(tmp_path, capsys):
     make.FORMATS["legacy"](tmp_path / "source")
     code, out, err = specdec(
-        capsys, "--source", tmp_path / "source", "--output", tmp_path / "hf", "--format=huggingface", "--dtype=bfloat16",
+        capsys, "--source", tmp_path / "source", "--output", tmp_path / "hf", "--format=huggingface",
+            "--dtype=bfloat16",
         "--gated_activation=silu",
     )  # fmt: skip
     count = sum(x.size for x in PARAMS.values())
@@ -281,15 +282,18 @@ BAD = {
     "no source": (["--output=OUT", "--format=t5x"], "source: got nothing, expected --source"),
     "no output": (["--source=SOURCE", "--format=t5x"], "output: got nothing, expected --output"),
     "no format": (["--source=SOURCE", "--output=OUT"], "format: got nothing, expected --format"),
-    "format": (["--source=SOURCE", "--output=OUT", "--format=onnx"], "got 'onnx', expected one of specdec, huggingface"),
-    "dtype": (["--source=SOURCE", "--output=OUT", "--format=t5x", "--dtype=int8"], "got int8, expected float32 or bfloat16"),
+    "format": (["--source=SOURCE", "--output=OUT", "--format=onnx"],
+    "got 'onnx', expected one of specdec, huggingface"),
+    "dtype": (["--source=SOURCE", "--output=OUT", "--format=t5x", "--dtype=int8"], "got int8, expected float32 or "
+                                                                                   "bfloat16"),
     "missing": (["--source=no/such/model", "--output=OUT", "--format=t5x"], "no/such/model: got no such path"),
     "there already": (["--source=SOURCE", "--output=SOURCE", "--format=t5x"], "got a folder that is not empty"),
     "vocabulary": (
         ["--source=SOURCE", "--output=OUT", "--format=t5x", "--vocabulary=no.model"], "no.model: got no such file",
     ),
     "too many pieces": (
-        ["--source=SOURCE", "--output=OUT", "--format=t5x", f"--vocabulary={SPIECE}"], "got 200 pieces, expected at most",
+        ["--source=SOURCE", "--output=OUT", "--format=t5x", f"--vocabulary={SPIECE}"], "got 200 pieces, expected at "
+                                                                                       "most",
     ),
     "activation": (
         ["--source=SOURCE", "--output=OUT", "--format=t5x", "--gated_activation=silu"],

@@ -45,22 +45,29 @@ BAD = {
     "top_k": (["generate", "PAIR", "--top_k=-1", "hello"], "top_k: got -1, expected"),
     "top_p 0": (["generate", "PAIR", "--top_p=0", "hello"], "top_p: got 0.0, expected"),
     "top_p 1.5": (["generate", "PAIR", "--top_p=1.5", "hello"], "top_p: got 1.5, expected"),
-    "max_new_tokens": (["generate", "PAIR", "--max_new_tokens=0", "hello"], "max_new_tokens: got 0, expected at least 1"),
+    "max_new_tokens": (["generate", "PAIR", "--max_new_tokens=0", "hello"], "max_new_tokens: got 0, expected at "
+                                                                            "least 1"),
     "batch_size": (["generate", "PAIR", "--batch_size=0", "hello"], "batch_size: got 0, expected at least 1"),
     "missing file": (["generate", "PAIR", "--input_file=no.txt"], "input_file: got 'no.txt', which is no file"),
     "empty file": (["generate", "PAIR", "--input_file=EMPTY"], "got no lines from"),
     "not UTF-8": (["generate", "PAIR", "--input_file=LATIN1"], "line 2: got bytes that are not UTF-8"),
-    "output in no folder": (["generate", "PAIR", "--output_file=no/such/file", "hello"], "output_file: got 'no/such/file', expected"),
-    "output over the input": (["generate", "PAIR", "--input_file=LATIN1", "--output_file=LATIN1"], "which is the input, expected"),
-    "output file and stream": (["generate", "PAIR", "--output_file=LATIN1", "--stream", "hello"], "stream: got it with output_file="),
+    "output in no folder": (["generate", "PAIR", "--output_file=no/such/file", "hello"], "output_file: got "
+                                                                                         "'no/such/file', expected"),
+    "output over the input": (["generate", "PAIR", "--input_file=LATIN1", "--output_file=LATIN1"], "which is the "
+                                                                                                   "input, expected"),
+    "output file and stream": (["generate", "PAIR", "--output_file=LATIN1", "--stream", "hello"], "stream: got it "
+                                                                                                  "with output_file="),
     "two sources": (["generate", "PAIR", "--input_file=LATIN1", "hello"], "expected one of the two"),
     "too long": (["generate", "PAIR", "--max_input_length=5", "hello " * 9], "sentence 1: got"),
     "too long for the benchmark": (["benchmark", "PAIR", "--max_input_length=5"], "sentence 1: got"),
     "too long for the demo": (["demo", "PAIR", "--max_input_length=5"], "sentence 1: got"),
     "gin name": (["generate", "PAIR", "--gin.Nothing.x=1", "hello"], "No configurable matching 'Nothing'"),
-    "gin field": (["generate", "PAIR", "--gin.GenerateOptions.gama=1", "hello"], "doesn't have a parameter named 'gama'"),
-    "gin macro": (["generate", "PAIR", "--gin.GAMMA=1", "hello"], "got --gin.GAMMA, expected a name that `specdec generate` uses"),
-    "gin scope": (["generate", "PAIR", "--gamma=1", "--gin.x/GenerateOptions.gamma=2", "hello"], "expected a name that"),
+    "gin field": (["generate", "PAIR", "--gin.GenerateOptions.gama=1", "hello"], "doesn't have a parameter named "
+                                                                                 "'gama'"),
+    "gin macro": (["generate", "PAIR", "--gin.GAMMA=1", "hello"], "got --gin.GAMMA, expected a name that `specdec "
+                                                                  "generate` uses"),
+    "gin scope": (["generate", "PAIR", "--gamma=1", "--gin.x/GenerateOptions.gamma=2", "hello"],
+    "expected a name that"),
     "gin value": (["generate", "PAIR", "--gin.GenerateOptions.gamma=1.5", "hello"], "gamma: got 1.5, expected int"),
     "gin syntax": (["generate", "PAIR", "--gin.GenerateOptions.gamma=[", "hello"], "gin: "),
     "gin form": (["generate", "PAIR", "--gin.GAMMA", "hello"], "expected --gin.NAME=value"),

@@ -70,7 +70,8 @@ DRAWN = {
     "token": (["--verifier=token"], {}, {"verifier": "token"}),
     "gumbel": (["--verifier=gumbel"], {}, {"verifier": "gumbel"}),
     "rejection": (["--verifier=rejection"], {}, {"verifier": "rejection"}),
-    "typical_delta": ([*TYPICAL, "--typical_delta=1"], {}, {"verifier": "typical", "typical_epsilon": 1, "typical_delta": 1}),
+    "typical_delta": ([*TYPICAL, "--typical_delta=1"], {}, {"verifier": "typical", "typical_epsilon": 1,
+        "typical_delta": 1}),
 }  # fmt: skip
 
 
@@ -261,7 +262,8 @@ EARLY = {
     "logit_bias form": (["--logit_bias=5"], "logit_bias: got '5', expected integer:number"),
     "logit_bias number": (["--logit_bias=5:x"], "logit_bias: got '5:x', expected integer:number"),
     "logit_bias NaN": (["--logit_bias=5:nan"], "logit_bias: got nan for id 5, expected a finite number"),
-    "logit_bias twice": (["--logit_bias=5:1", "--logit_bias=5:2"], "logit_bias: got '5:1, 5:2', expected every integer"),
+    "logit_bias twice": (["--logit_bias=5:1", "--logit_bias=5:2"],
+    "logit_bias: got '5:1, 5:2', expected every integer"),
     "forced_tokens": (["--forced_tokens=0:1.5"], "forced_tokens: got '0:1.5', expected integer:integer"),
     "forced too late": (["--forced_tokens=64:5"], "forced_tokens: got place 64, expected below max_new_tokens = 64"),
     "num_samples": (["--num_samples=0"], "num_samples: got 0, expected at least 1"),
@@ -270,8 +272,10 @@ EARLY = {
     "stop not UTF-8": (["--stop=sch\udcf6n"], r"stop 1: got 'sch\udcf6n', which is not UTF-8"),
     "deadline": (["--deadline=0"], "deadline: got 0.0, expected seconds, more than 0"),
     "deadline NaN": (["--deadline=nan"], "deadline: got nan, expected seconds, more than 0"),
-    "stream of a batch": (["--stream", "--batch_size=2"], "stream: got batch_size=2, num_samples=1, expected 1 of each"),
-    "stream of samples": (["--stream", "--temperature=1", "--num_samples=2"], "stream: got batch_size=1, num_samples=2"),
+    "stream of a batch": (["--stream", "--batch_size=2"],
+    "stream: got batch_size=2, num_samples=1, expected 1 of each"),
+    "stream of samples": (["--stream", "--temperature=1", "--num_samples=2"],
+    "stream: got batch_size=1, num_samples=2"),
     "seed": (["--seed=-1"], "seed: got -1, expected an integer from 0 to 4294967295"),
     "great seed": (["--seed=99999999999999999999999"], "seed: got 99999999999999999999999, expected"),
     "not UTF-8": (["sch\udcf6n"], r"sentence 2: got 'sch\udcf6n', which is not UTF-8, expected UTF-8 text"),

@@ -68,10 +68,12 @@ def stub(body, *arguments, patience=0.3, shell='exec "$0" "$@"', **options):
 INTERRUPTED, TERMINATED = (130, "", "specdec: interrupted\n"), (143, "", "specdec: terminated\n")
 ENDS = {
     "while it imports": ("def importing(): os.kill(PID, SIGTERM); compute(10**4); print('on')", TERMINATED),
-    "while it imports, of the keyboard": ("def importing(): os.kill(PID, SIGINT); compute(10**4); print('on')", INTERRUPTED),
+    "while it imports, of the keyboard": ("def importing(): os.kill(PID, SIGINT); compute(10**4); print('on')",
+    INTERRUPTED),
     "while Python runs": ("def run(): os.kill(PID, SIGINT); time.sleep(9)", INTERRUPTED),
     "while it compiles": ("def run(): send(SIGTERM, 0.1); compute()", TERMINATED),
-    "twice while it compiles": ("specdec_main._PATIENCE = 99\ndef run(): send(SIGINT, 0.1); send(SIGTERM, 0.2); compute()", INTERRUPTED),
+    "twice while it compiles": ("specdec_main._PATIENCE = 99\ndef run(): send(SIGINT, 0.1); send(SIGTERM, 0.2); "
+                                "compute()", INTERRUPTED),
     "that someone swallows": ("""
 def run():
     send(SIGINT, 0.1)
@@ -79,7 +81,8 @@ def run():
         time.sleep(9)
     except KeyboardInterrupt:
         compute()""", INTERRUPTED),
-    "when the interpreter would crash at its end": ("atexit.register(os.abort)\ndef run(): os.kill(PID, SIGTERM); time.sleep(9)", TERMINATED),
+    "when the interpreter would crash at its end": ("atexit.register(os.abort)\ndef run(): os.kill(PID, SIGTERM); "
+                                                    "time.sleep(9)", TERMINATED),
 }  # fmt: skip
 
 

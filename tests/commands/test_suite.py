@@ -41,7 +41,9 @@ def test_rows_of_checkpoints():
 def test_rows_of_presets():
     """Per drafter and γ, since one process may not be able to hold the programs of all."""
     options = BenchmarkOptions(
-        suite="paper", preset="tiny", drafter_preset="tiny", drafter="lookup", gamma=(1, 2), forced_alpha=(0.4, 1.0), output="r.jsonl"
+        suite="paper", preset="tiny", drafter_preset="tiny", drafter="lookup", gamma=(1, 2), forced_alpha=(0.4, 1.0),
+        output=
+            "r.jsonl"
     )  # fmt: skip
     found = [(row.drafter_preset, row.drafter, row.gamma, row.forced_alpha) for row in suite.rows(options)]
     drafters = [("tiny", None), (None, "lookup")]
@@ -118,14 +120,20 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
         (["--suite=paper", "--target=t", "--drafter=d"], "output: got nothing with suite='paper'"),
         (["--suite=paper", "--target=t", "--output=r.jsonl"], "drafter: got nothing with suite='paper'"),
         (["--suite=paper", "--preset=tiny", "--drafter=lookup", "--output=r.jsonl"], "forced_alpha: got nothing"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--temperature=1", "--output=r.jsonl"], "temperature: got 1.0 with"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--verifier=gumbel", "--output=r.jsonl"], "verifier: got 'gumbel'"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--temperature=1", "--output=r.jsonl"], "temperature: got "
+                                                                                                "1.0 with"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--verifier=gumbel", "--output=r.jsonl"], "verifier: got "
+                                                                                                  "'gumbel'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--json", "--output=r.jsonl"], "json: got True with"),
         (["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"], "gamma: got 0"),
-        (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--forced_alpha=1", "--output=r.jsonl"], "got 'huge'"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', expected"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=nowhere/r.html"], "report: got 'nowhere/r.html'"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"], "expected another file than output"),
+        (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--forced_alpha=1", "--output=r.jsonl"],
+            "got 'huge'"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', "
+                                                                                               "expected"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=nowhere/r.html"], "report: got "
+                                                                                                        "'nowhere/r.html'"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"], "expected another "
+                                                                                                 "file than output"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--gamma="], "gamma: got no value"),
         (["--target=t", "--drafter=d", "--report=r.html"], "report: got 'r.html' without a suite"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"], "output: got 'nowhere/r.jsonl'"),

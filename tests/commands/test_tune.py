@@ -30,7 +30,8 @@ def spreads(**seconds):
 # Two batches of one row and 10 tokens; the iteration of γ takes 1 + γ/10 target steps and a draft step 0.1.
 ACCEPTED = acceptance.Acceptance(
     "scored", 0.8, 0.0, 20, {}, [np.array([10]), np.array([10])],
-    {("block", 1): [Work(8, 6.0, 5.0)] * 2, ("block", 2): [Work(8, 4.0, 7.5)] * 2, ("block", 4): [Work(8, 3.5, 14.0)] * 2},
+    {("block", 1): [Work(8, 6.0, 5.0)] * 2, ("block", 2): [Work(8, 4.0, 7.5)] * 2, ("block", 4): [Work(8, 3.5,
+        14.0)] * 2},
 )  # fmt: skip
 CHOICES = [PLAIN, *(Choice(gamma, "block") for gamma in (1, 2, 4))]
 TIMES = spreads(target_encoder_8=2.0, drafter_encoder_8=0.5) | {

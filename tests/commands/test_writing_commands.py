@@ -180,7 +180,8 @@ def test_a_second_training_into_a_folder_is_refused(specdec, pair, language, tmp
     pytest.importorskip("fcntl")
     gin = pathlib.Path(__file__).parents[2] / "configs/train/smoke.gin"
     arguments = {
-        "train": [f"--gin_file={gin}", "--gin_search_paths=/", f"--gin.DATA_DIR='{language}'", f"--gin.OUTPUT_DIR='{tmp_path}'"],
+        "train": [f"--gin_file={gin}", "--gin_search_paths=/", f"--gin.DATA_DIR='{language}'",
+            f"--gin.OUTPUT_DIR='{tmp_path}'"],
         "distill": ["--target=TARGET", "--drafter_shape=1,1,8,1,8,16", f"--source_files={language / 'train.tsv'}",
                     f"--validation_files={language / 'validation.tsv'}", f"--output_dir={tmp_path}"],
     }  # fmt: skip

@@ -100,7 +100,8 @@ def numbers(**changes):
 
 
 @pytest.mark.parametrize("record", [
-    None, 3, {}, {"gamma": "x"}, {"gamma": 65}, numbers(costs=[1, 2]), numbers(costs=["a"] * 9), numbers(costs=[-1] * 9),
+    None, 3, {}, {"gamma": "x"}, {"gamma": 65}, numbers(costs=[1, 2]), numbers(costs=["a"] * 9),
+    numbers(costs=[-1] * 9),
     numbers(weight=-1.0), numbers(look=None), numbers(other=1),
 ], ids=str)  # fmt: skip
 def test_a_journal_with_other_numbers_than_costs(specdec, pair, measured, tmp_path, monkeypatch, record):

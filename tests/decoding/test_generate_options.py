@@ -48,7 +48,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 def test_the_drafter_is_judged_by_the_law_it_drew_from():
     """Drafter = target: under all processors and filters everything stands."""
     result = generate(
-        TARGET, INPUTS, drafter=ModelDrafter(TARGET), gamma=GAMMA, sampling=ALL, decoder_prefix=PREFIXES, max_new_tokens=LIMIT,
+        TARGET, INPUTS, drafter=ModelDrafter(TARGET), gamma=GAMMA, sampling=ALL, decoder_prefix=PREFIXES,
+        max_new_tokens=LIMIT,
         eos_ids=EOS, verifier="token",
     )  # fmt: skip
     assert result.stats.acceptance_rate == 1.0 and result.stats.accepted > 10
@@ -182,14 +183,18 @@ COMBINATIONS = [
     (dict(typical_epsilon=0.1), "typical_epsilon: got 0.1 with verifier='block', expected 'typical'"),
     (dict(verifier="lenient", lenience=0.5, typical_delta=0.1), "typical_delta: got 0.1 with verifier='lenient'"),
     (dict(verifier="lenient"), "lenience: got none with verifier='lenient', expected a number"),
-    (dict(verifier="lenient", lenience=0.5, drafter=None), "verifier: got 'lenient' for plain decoding, expected a drafter"),
+    (dict(verifier="lenient", lenience=0.5, drafter=None), "verifier: got 'lenient' for plain decoding, expected a "
+                                                           "drafter"),
     (dict(verifier="typical", gamma=0), "verifier: got 'typical' for plain decoding"),
     (dict(verifier="typical", sampling=COLD), "temperature: got 0.0 with verifier='typical', expected more than 0"),
-    (dict(verifier="typical", sampling=SamplingConfig(temperature=[1.0, 0.0])), "with verifier='typical', expected more"),
+    (dict(verifier="typical", sampling=SamplingConfig(temperature=[1.0, 0.0])), "with verifier='typical', expected "
+                                                                                "more"),
     (dict(num_samples=2, sampling=COLD), "num_samples: got 2 at temperature 0, expected 1"),
     (dict(sampling=SamplingConfig(min_new_tokens=8)), "min_new_tokens: got 8, expected at most max_new_tokens = 7"),
-    (dict(max_new_tokens=[7, 2], sampling=SamplingConfig(min_new_tokens=[7, 3])), "min_new_tokens: got .7, 3., expected"),
-    (dict(sampling=SamplingConfig(forced_tokens={7: 3})), "forced_tokens: got place 7, expected below max_new_tokens = 7"),
+    (dict(max_new_tokens=[7, 2], sampling=SamplingConfig(min_new_tokens=[7, 3])), "min_new_tokens: got .7, 3., "
+                                                                                  "expected"),
+    (dict(sampling=SamplingConfig(forced_tokens={7: 3})), "forced_tokens: got place 7, expected below max_new_tokens "
+                                                          "= 7"),
 ]  # fmt: skip
 BAD = [
     (dict(verifier="lenient", lenience=0.0), r"lenience: got 0.0, expected a number in \(0, 1\]"),
@@ -215,7 +220,8 @@ BAD = [
     (dict(sampling=SamplingConfig(forbidden_tokens=[V])), "forbidden_tokens: got id 12"),
     (dict(sampling=SamplingConfig(forced_tokens={0: V})), "forced_tokens: got id 12"),
     (dict(sampling=SamplingConfig(vocabulary_mask=[True])), r"vocabulary_mask: got shape \(1,\) and type bool"),
-    (dict(sampling=SamplingConfig(repetition_penalty=[1.0, 2, 3])), "repetition_penalty: got 3 values, expected one or 2"),
+    (dict(sampling=SamplingConfig(repetition_penalty=[1.0, 2, 3])), "repetition_penalty: got 3 values, expected one "
+                                                                    "or 2"),
 ]  # fmt: skip
 
 
@@ -261,7 +267,8 @@ def test_nothing_compiles_when_traced_options_change():
     sizes = advance._cache_size(), prefill._cache_size(), _decode._cache_size()
     changes = [
         dict(temperature=2.0), dict(temperature=[0.0, 1, 0, 2, 0, 0]), dict(top_k=3), dict(top_k=list(range(6))),
-        dict(top_p=0.5), dict(min_p=0.3), dict(repetition_penalty=1.9), dict(min_new_tokens=1), dict(logit_bias={2: 3.0}),
+        dict(top_p=0.5), dict(min_p=0.3), dict(repetition_penalty=1.9), dict(min_new_tokens=1),
+        dict(logit_bias={2: 3.0}),
         dict(forbidden_tokens=(3, 4)), dict(vocabulary_mask=[True] * 11 + [False]), dict(forced_tokens={5: 5, 6: 6}),
     ]  # fmt: skip
 

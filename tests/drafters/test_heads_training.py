@@ -77,8 +77,10 @@ def settings(language, tmp_path_factory):
 
     def of(output, **changes):
         defaults = dict(
-            target=str(folder / "target0"), train_files="train.tsv", validation_files=["validation.tsv"], output_dir=str(output),
-            data_dir=str(language), num_heads=2, share_head=False, steps=12, warmup_steps=0, decay_steps=0, learning_rate=1e-2,
+            target=str(folder / "target0"), train_files="train.tsv", validation_files=["validation.tsv"],
+            output_dir=str(output),
+            data_dir=str(language), num_heads=2, share_head=False, steps=12, warmup_steps=0, decay_steps=0,
+            learning_rate=1e-2,
             batch_tokens=256, buckets=(16,), log_every=4, save_every=4, evaluate_every=6, dtype="float32",
         )  # fmt: skip
         return training_heads.HeadsTrainConfig(**{**defaults, **changes})

@@ -59,7 +59,8 @@ def test_options_make_the_drafter(folder, flags, expected):
 
     given = dict(flag.replace("FOLDER", str(folder)).removeprefix("--").partition("=")[::2] for flag in flags)
     options = GenerateOptions(
-        target=str(folder / "target"), drafter=str(folder / "drafter"), dtype="float32", shortlist=given.get("shortlist"),
+        target=str(folder / "target"), drafter=str(folder / "drafter"), dtype="float32", shortlist=given.get(
+            "shortlist"),
         shortlist_size=int(given.get("shortlist_size", 0)), drafter_int8="drafter_int8" in given,
     )  # fmt: skip
     options.check()

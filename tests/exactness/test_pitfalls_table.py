@@ -17,6 +17,7 @@ def test_every_row_is_covered():
 def test_the_named_tests_exist():
     for number, _, tests in ROWS:
         for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests):
-            functions = {node.name for node in ast.walk(ast.parse(next(HERE.parent.rglob(file)).read_text(encoding="utf-8")))
+            functions = {node.name for node in ast.walk(ast.parse(next(HERE.parent.rglob(file)).read_text(encoding=
+                "utf-8")))
                          if isinstance(node, ast.FunctionDef)}  # fmt: skip
             assert name in functions, f"row {number}: no {name} in {file}"

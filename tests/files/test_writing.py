@@ -67,7 +67,8 @@ def test_what_may_write_does():
 
 @pytest.mark.parametrize(
     "text",
-    ["open(p, 'w')", "p.open(mode='ab')", "p.write_text('')", "os.replace(a, b)", "np.savez(p)", "shutil.copy(a, b)", "open(p, 'r+b')"],
+    ["open(p, 'w')", "p.open(mode='ab')", "p.write_text('')", "os.replace(a, b)", "np.savez(p)", "shutil.copy(a, b)",
+        "open(p, 'r+b')"],
 )  # fmt: skip
 def test_writing_is_seen(text):
     assert writes(ast.parse(text)) and not writes(

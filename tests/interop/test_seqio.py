@@ -107,12 +107,14 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
         rows = [line["prediction_tokens"] + [0] * (WIDTH - len(line["prediction_tokens"])) for line in lines]
         numbered = lambda values: list(enumerate(values))
         evaluator = seqio.Evaluator(
-            task, seqio.EncDecFeatureConverter(pack=False), "test", sequence_length={"inputs": LENGTH, "targets": WIDTH},
+            task, seqio.EncDecFeatureConverter(pack=False), "test", sequence_length={"inputs": LENGTH,
+            "targets": WIDTH},
             async_compute_metrics=False,
         )  # fmt: skip
         scores = {"scores": [line["aux"]["scores"] for line in lines]}
         found, _ = evaluator.evaluate(
-            compute_metrics=True, predict_fn=lambda _: numbered(rows), predict_with_aux_fn=lambda _: (numbered(rows), scores),
+            compute_metrics=True, predict_fn=lambda _: numbered(rows), predict_with_aux_fn=lambda _: (numbered(rows),
+            scores),
             score_fn=lambda _: numbered([line["score"] for line in lines]),
         )  # fmt: skip
         plain = {

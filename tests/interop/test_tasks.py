@@ -76,7 +76,8 @@ def test_the_papers_tasks(name, pair):
     """Registered on import; the data set, its version and its splits are known; texts become ids as T5's do."""
     import tensorflow_datasets as tfds
 
-    names = {"wmt_t2t_ende": ("wmt_t2t_translate/de-en:1.0.0", "en", "de"), "cnn_dailymail": ("cnn_dailymail:3.4.0", "article", "highlights")}  # fmt: skip
+    names = {"wmt_t2t_ende": ("wmt_t2t_translate/de-en:1.0.0", "en", "de"), "cnn_dailymail": ("cnn_dailymail:3.4.0",
+        "article", "highlights")}  # fmt: skip
     dataset, source, side = names[name]
     assert name in seqio.TaskRegistry.names()
     assert getattr(tasks, name)(vocabulary=str(pair / "target")) == name, "registered anew"
@@ -132,10 +133,14 @@ def test_the_vocabulary_of_a_model(tmp_path):
 
 BAD_TASKS = {
     "near names": (["--task=toy_txet"], "registered (the nearest: toy_text, "),
-    "module": (["--task=toy_text", "--module_import=no.such.module"], "module_import: got 'no.such.module', which fails (No module"),
-    "module fails": (["--task=toy_text", "--module_import=toy_broken"], "module_import: got 'toy_broken', which fails (broken here)"),
-    "split": (["--task=toy_text", "--split=train"], "split: got 'train', expected one of test, validation of task toy_text"),
-    "vocabulary": (["--task=toy_text", "--target=STRANGER", "--drafter="], "task: got 'toy_text', whose inputs have another vocabulary than the target: piece"),
+    "module": (["--task=toy_text", "--module_import=no.such.module"], "module_import: got 'no.such.module', which "
+                                                                      "fails (No module"),
+    "module fails": (["--task=toy_text", "--module_import=toy_broken"], "module_import: got 'toy_broken', which "
+                                                                        "fails (broken here)"),
+    "split": (["--task=toy_text", "--split=train"], "split: got 'train', expected one of test, validation of task "
+                                                    "toy_text"),
+    "vocabulary": (["--task=toy_text", "--target=STRANGER", "--drafter="], "task: got 'toy_text', whose inputs have "
+                                                                           "another vocabulary than the target: piece"),
     "a file that is not there": (["--task=toy_lost"], "task: got 'toy_lost', whose data cannot be read ("),
     "two columns": (["--task=toy_columns"], "columns.tsv, line 1: got 3 columns, expected 2"),
     "sentences": (["--task=toy_text", "Tom"], "got sentences and --task=toy_text, expected one of the two"),

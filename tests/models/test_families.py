@@ -63,7 +63,8 @@ class BagConfig(ModelConfig):
         kernels = {f"self_attention/{name}/kernel": square for name in ("query", "key", "value", "out")}
         layers = range(self.num_decoder_layers)
         return {
-            "token_embedder/embedding": (self.vocab_size, width), "decoder/logits_dense/kernel": (width, self.vocab_size),
+            "token_embedder/embedding": (self.vocab_size, width), "decoder/logits_dense/kernel": (width,
+            self.vocab_size),
             **{f"decoder/layers_{i}/{name}": shape for i in layers for name, shape in kernels.items()},
             **{f"decoder/layers_{i}/norm/scale": (width,) for i in layers},
         }  # fmt: skip

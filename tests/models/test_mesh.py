@@ -29,7 +29,8 @@ WIDTH, INNER, HIDDEN, V, H = 16, 16, 32, 64, 4
 def start(*arguments) -> subprocess.Popen:
     path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
-        [sys.executable, str(SUPPORT / "mesh_run.py"), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, str(SUPPORT / "mesh_run.py"), *map(str, arguments)], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         text=True, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
 

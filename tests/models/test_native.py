@@ -1,4 +1,5 @@
-"""The CPU's kernels as a library: what names it, what is refused, and that nothing that is wrong with it ends the process.
+"""The CPU's kernels as a library: what names it, what is refused, and that nothing that is wrong
+with it ends the process.
 
 Compilers are scripts that answer as the real one and copy a library that was made once.
 """
@@ -184,7 +185,8 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ('echo "a note" >&2; echo "x.cc:5: error: no such thing" >&2; exit 1', "fake failed: x.cc:5: error: no such thing"),
+        ('echo "a note" >&2; echo "x.cc:5: error: no such thing" >&2; exit 1', "fake failed: x.cc:5: error: no such "
+                                                                               "thing"),
         ("exit 3", "fake failed: exit status 3"),
         ("kill -9 $$", "fake died with signal 9"),
         ("exit 0", "fake failed: exit status 0"),

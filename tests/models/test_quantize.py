@@ -172,7 +172,8 @@ def tied_gpt(folder):
 
 TIED = {
     "T5 1.0": lambda path: make.write_hf(
-        path, make.to_tensors(make.random_params(TINY_1_0)), num_decoder_layers=2, feed_forward_proj="relu", tie_word_embeddings=True
+        path, make.to_tensors(make.random_params(TINY_1_0)), num_decoder_layers=2, feed_forward_proj="relu",
+        tie_word_embeddings=True
     ),
     "GPT": tied_gpt,
     "GPT-2, Hugging Face": lambda path: gpt_models.write_hf(path, gpt_models.tensors()),

@@ -236,7 +236,8 @@ def test_parameter_shapes_are_those_that_it_is_made_with():
 
 DRAFTED = {
     "model": lambda target: sd.ModelDrafter(sd.LanguageModel.random(dataclasses.replace(TINY, vocab_size=48), 3)),
-    "shared tables": lambda target: sd.ModelDrafter(sd.LanguageModel.random(dataclasses.replace(make.TINY, vocab_size=48), 3)),
+    "shared tables": lambda target: sd.ModelDrafter(sd.LanguageModel.random(dataclasses.replace(make.TINY,
+    vocab_size=48), 3)),
     "exit": lambda target: sd.EarlyExitDrafter(target, 1),
     "8 bits": lambda target: sd.ModelDrafter(target, int8=True),
     "shortlist": lambda target: sd.ModelDrafter(target, shortlist=np.arange(1, 40)),

@@ -193,7 +193,8 @@ def test_a_tokenizers_truncation_and_padding_are_ignored():
     lambda: vocabularies.SentencePieceVocabulary(b""),
     lambda: vocabularies.TokenizerJsonVocabulary("{}"),
     lambda: vocabularies.TokenizerJsonVocabulary(tokenizer_json(post_processor=None).replace("</s>", "<end>")),
-    lambda: vocabularies.SentencePieceVocabulary(shared_make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, eos_id=-1)),
+    lambda: vocabularies.SentencePieceVocabulary(shared_make_checkpoints.sentencepiece_model(TRAINING, 90,
+    hard_vocab_limit=False, eos_id=-1)),
 ])  # fmt: skip
 def test_what_is_no_vocabulary_is_refused(make):
     with pytest.raises(ValueError, match=r"^got .*, expected "):

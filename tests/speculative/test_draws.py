@@ -167,7 +167,8 @@ def test_every_word_of_other_keys_counts(impl):
 
 @pytest.mark.parametrize(
     "key",
-    [jnp.zeros(2), jnp.zeros((), jnp.uint32), jnp.zeros(1, jnp.uint32), jnp.zeros(3, jnp.uint32), jnp.zeros(2, jnp.int32)],
+    [jnp.zeros(2), jnp.zeros((), jnp.uint32), jnp.zeros(1, jnp.uint32), jnp.zeros(3, jnp.uint32), jnp.zeros(2,
+        jnp.int32)],
 )  # fmt: skip
 def test_what_is_no_key_is_refused(key):
     with pytest.raises(ValueError, match=r"key: got an array of shape .* expected jax.random.key\(seed\)"):

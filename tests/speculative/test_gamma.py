@@ -172,7 +172,8 @@ HEURISTIC = (
 STATELESS = (None, lambda state, q: 3, lambda *_: None)
 ENUMERATED = {
     "heuristic": (*HEURISTIC, lambda q, x: False),
-    "entropy": (None, lambda state, q: round(3 - 2 * entropy_of(q) / math.log(len(q))), lambda *_: None, lambda q, x: False),
+    "entropy": (None, lambda state, q: round(3 - 2 * entropy_of(q) / math.log(len(q))), lambda *_: None, lambda q,
+    x: False),
     "entropy_bound": (*STATELESS, lambda q, x: 1 - math.sqrt(0.5 * entropy_of(q)) < 0.4),
     "confidence": (*STATELESS, lambda q, x: q[x] < 0.4),
 }  # fmt: skip

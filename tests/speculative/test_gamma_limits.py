@@ -49,10 +49,12 @@ WRONG = [
     (lambda: sd.Confidence(4, threshold="high"), "threshold: got high, expected a number from 0 to 1"),
     (lambda: sd.Renewal(4, cost_ratio=-1), "cost_ratio: got -1, expected a number from 0"),
     (lambda: sd.Renewal(4, weight=0), "weight: got 0, expected a number from 1e-06"),
-    (lambda: refused_by_generate(gamma=sd.Confidence(4, threshold=[0.1] * 3)), "threshold: got 3 values, expected one or 2"),
+    (lambda: refused_by_generate(gamma=sd.Confidence(4, threshold=[0.1] * 3)), "threshold: got 3 values, expected "
+                                                                               "one or 2"),
     (lambda: refused_by_generate(gamma=sd.Entropy(4), drafter=sd.PromptLookupDrafter()),
      "gamma: got Entropy, which reads the drafter's laws, with PromptLookupDrafter, which tells none"),
-    (lambda: refused_by_generate(gamma=sd.Confidence(4), drafter=sd.NGramDrafter.count([[3, 4]], V, 2)), "with NGramDrafter"),
+    (lambda: refused_by_generate(gamma=sd.Confidence(4), drafter=sd.NGramDrafter.count([[3, 4]], V, 2)),
+        "with NGramDrafter"),
     (lambda: refused_by_generate(gamma=sd.EntropyBound(4), drafter=sd.RandomDrafter(V)), "with RandomDrafter"),
 ]  # fmt: skip
 
@@ -90,9 +92,12 @@ def test_flags_name_a_policy(flags, policy):
 
 MISNAMED = [
     (dict(gamma_policy="best"), "gamma_policy: got 'best', expected one of fixed, heuristic, entropy, entropy_bound"),
-    (dict(gamma_settings=("threshold:1",)), "gamma_settings: got 'threshold:1' with gamma_policy='fixed', expected none"),
-    (dict(gamma_policy="entropy", gamma_settings=("up:1",)), "got 'up' with gamma_policy='entropy', expected one of minimum"),
-    (dict(gamma_policy="entropy", gamma_settings=("smoothing",)), "gamma_settings: got 'smoothing', expected name:number"),
+    (dict(gamma_settings=("threshold:1",)), "gamma_settings: got 'threshold:1' with gamma_policy='fixed', expected "
+                                            "none"),
+    (dict(gamma_policy="entropy", gamma_settings=("up:1",)), "got 'up' with gamma_policy='entropy', expected one of "
+                                                             "minimum"),
+    (dict(gamma_policy="entropy", gamma_settings=("smoothing",)), "gamma_settings: got 'smoothing', expected "
+                                                                  "name:number"),
     (dict(gamma_policy="heuristic", gamma_settings=("up:1", "up:2")), "expected every name once"),
     (dict(gamma_policy="heuristic", gamma_settings=("up:1.5",)), "up: got 1.5, expected an integer"),
     (dict(gamma_policy="heuristic", gamma=0), "gamma_policy: got 'heuristic' for plain decoding, expected a drafter"),

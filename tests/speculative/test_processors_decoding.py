@@ -245,7 +245,8 @@ def test_samples_share_the_encoder_and_nothing_else():
     for model in models:
         model.network = Counting(model.law)
     options = dict(
-        drafter=ModelDrafter(models[1]), sampling=SamplingConfig(temperature=1.0, repetition_penalty=1.2), max_new_tokens=8,
+        drafter=ModelDrafter(models[1]), sampling=SamplingConfig(temperature=1.0, repetition_penalty=1.2),
+        max_new_tokens=8,
         eos_ids=(),
     )  # fmt: skip
     SEEN.clear()

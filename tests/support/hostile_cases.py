@@ -147,9 +147,11 @@ COUNTS = ("vocab_size", "d_model", "num_heads", "d_kv", "num_layers", "num_decod
           "relative_attention_num_buckets", "relative_attention_max_distance")  # fmt: skip
 settings("safetensors", "config.json", dict.fromkeys(COUNTS, NUMBERS))
 settings("safetensors", "config.json", {
-    "num_layers": (10**9, [2]), "feed_forward_proj": ([], {}, 5), "architectures": (5, "x", [[]], {"a": 1}, [DEEP[:500]]),
+    "num_layers": (10**9, [2]), "feed_forward_proj": ([], {}, 5), "architectures": (5, "x", [[]], {"a": 1},
+    [DEEP[:500]]),
     "model_type": ([], None, "llama", 7), "eos_token_id": ("x", 1.5, True, [1, "x"], {"a": 1}, [[1]]),
-    "decoder_start_token_id": ("x", [1, 2], True, 1.5), "layer_norm_epsilon": ("x", []), "tie_word_embeddings": ("x", 5),
+    "decoder_start_token_id": ("x", [1, 2], True, 1.5), "layer_norm_epsilon": ("x", []), "tie_word_embeddings": ("x",
+    5),
 })  # fmt: skip
 settings("safetensors", "config.json", {"eos_token_id": (-1, 10**20), "decoder_start_token_id": (40,)}, names="model")
 for name in ("n_embd", "n_head", "n_layer", "n_inner", "n_positions", "vocab_size"):
@@ -165,19 +167,23 @@ for name, value in {"activation_function": [], "scale_attn_weights": 5, "tie_wor
     )
 settings("text", "generation_config.json", {"eos_token_id": ("x", True), "decoder_start_token_id": ("x",)})
 settings("text", "tokenizer_config.json", {
-    "extra_ids": (10**10, -1, "x", 1.5, True), "added_tokens_decoder": (5, {"x": {"content": "a"}}, {"9": 5}, {"9": {}}),
+    "extra_ids": (10**10, -1, "x", 1.5, True), "added_tokens_decoder": (5, {"x": {"content": "a"}}, {"9": 5},
+    {"9": {}}),
     "extra_special_tokens": (5, [5], [{}], [[]], {"a": 1}),
 })  # fmt: skip
 settings("own", "config.json", dict.fromkeys(
-    ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim"), NUMBERS[:3]
+    ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim"),
+        NUMBERS[:3]
 ) | {
-    "mlp_activations": (5, "gelu", ["x"], [["gelu"]], ["gelu"] * 3), "dtype": (5, "x", "object"), "dropout_rate": ("x", -1, 2),
+    "mlp_activations": (5, "gelu", ["x"], [["gelu"]], ["gelu"] * 3), "dtype": (5, "x", "object"),
+    "dropout_rate": ("x", -1, 2),
     "logits_via_embedding": (5, "x"), "encoder_dim": (-1, "x"), "max_distance": (1,), "unheard_of": (1,),
 }, inner="model")  # fmt: skip
 settings("own", "config.json", {
     "model": (5, [], None), "architecture": (5, "bert", []), "eos_ids": (5, "ab"), "version": (2, "x", [1]),
     "vocabulary": (5, [], {"kind": "x"}, {"kind": []}, {"kind": "bytes", "extra_ids": 10**10},
-                   {"kind": "sentencepiece", "file": "../../spiece.model"}, {"kind": "tokenizer_json", "file": "/etc/passwd"},
+                   {"kind": "sentencepiece", "file": "../../spiece.model"}, {"kind": "tokenizer_json", "file":
+                       "/etc/passwd"},
                    {"kind": "sentencepiece", "file": 5}, {"kind": "sentencepiece", "file": "a\0b"}),
     "encoder_fingerprint": (5,),
 })  # fmt: skip

@@ -7,7 +7,8 @@ BENCHMARK = {
     "options": {"temperature": 0.0, "verifier": "block", "input_file": "/some/where/ende/test.tsv.gz"},
     "cost_ratio": 0.0625, "verify_cost": {"3": 1.375}, "bare": {"cost_ratio": 0.03125, "verify_cost": {"3": 1.25}},
     "speculative": [{
-        "gamma": 3, "forced_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75}, "differences": [],
+        "gamma": 3, "forced_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75},
+            "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
     }],
     "example": {"input": "A < B", "arms": [
@@ -37,8 +38,10 @@ COMPARED = {
 
 
 ESTIMATE = {
-    "what": "compiler's memory analysis, ahead of time; not a measurement", "topology": "v4:2x2x1", "target": "t5_1_1/xxl",
-    "drafter": "t5_1_1/small", "gamma": 7, "batch_size": 1, "dtype": "bfloat16", "weights_gb": 22.44, "needed_gb": 23.36,
+    "what": "compiler's memory analysis, ahead of time; not a measurement", "topology": "v4:2x2x1", "target":
+        "t5_1_1/xxl",
+    "drafter": "t5_1_1/small", "gamma": 7, "batch_size": 1, "dtype": "bfloat16", "weights_gb": 22.44,
+    "needed_gb": 23.36,
     "memory_gb": 32.0, "fits": True, "copied_in_loops": ["f32[2,3]"], "mesh": None, "jax": "0.10.2",
     "times": {"what": "the compiler's own estimate; not a measurement", "rows": [{
         "task": "EnDe", "drafter": "t5_1_1/small", "temperature": 0, "gamma": 7, "alpha_paper": 0.75, "c_paper": 0.02,

@@ -23,7 +23,8 @@ def without_repeated_ngrams(logits, prefix, size: int) -> np.ndarray:
 
 
 def processed(
-    logits, prefix, *, new: int, eos_ids=(), repetition_penalty=1.0, no_repeat_ngram=0, min_new_tokens=0, logit_bias=None,
+    logits, prefix, *, new: int, eos_ids=(), repetition_penalty=1.0, no_repeat_ngram=0, min_new_tokens=0,
+    logit_bias=None,
     forbidden_tokens=(), vocabulary_mask=None, forced_tokens=None, processor=None,
 ) -> np.ndarray:  # fmt: skip
     """Logits `[V]` float32 after all processors; `prefix` starts with the start token and holds `new` new tokens.

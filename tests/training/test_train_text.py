@@ -309,9 +309,12 @@ def test_bad_settings(settings, message):
         (b"ba\n\xff\n", {}, "train.txt, line 2: got bytes that are not UTF-8"),
         (None, {}, "train_files: got '.*train.txt', expected a text file"),
         (b"ba ce\n", {}, "vocabulary_size: got 20, expected a number that fits"),
-        (b"ba\n", dict(teacher="T5", distill_weight=1.0), "teacher: got 'T5Config', expected GPTConfig, like the model"),
-        (b"ba\n", dict(teacher="SHORT", distill_weight=1.0), "teacher: got '8 positions', expected at least sequence_length = 32"),
-        (b"ba\n", dict(teacher="NOUGHT", distill_weight=1.0), "teacher: got 'start token 0', expected 1, that of training"),
+        (b"ba\n", dict(teacher="T5", distill_weight=1.0),
+            "teacher: got 'T5Config', expected GPTConfig, like the model"),
+        (b"ba\n", dict(teacher="SHORT", distill_weight=1.0), "teacher: got '8 positions', expected at least "
+                                                             "sequence_length = 32"),
+        (b"ba\n", dict(teacher="NOUGHT", distill_weight=1.0), "teacher: got 'start token 0', expected 1, that of "
+                                                              "training"),
         (b"ba\n", dict(initialise_from="SHORT"), "initialise_from: got GPTConfig.*, expected the shape"),
     ],
 )  # fmt: skip

@@ -30,18 +30,25 @@ BLURRED = tuple(
 )
 _STYLE = """:root { color-scheme: light dark; --ink: #222; --faint: #666; --line: #ccc; --head: #f3f3f3; --paper: #fff;
   --accepted: #188038; --own: #1a56c4; --rejected: #c5221f }
-@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --faint: #999; --line: #444; --head: #2a2a2a; --paper: #181818;
+@media (prefers-color-scheme: dark) { :root {
+  --ink: #ddd; --faint: #999; --line: #444; --head: #2a2a2a; --paper: #181818;
   --accepted: #7fd18f; --own: #8ab4f8; --rejected: #f28b82 } }
-body { font-family: sans-serif; margin: 2em auto; max-width: 68em; padding: 0 1em; color: var(--ink); background: var(--paper) }
-table { border-collapse: collapse; margin: 1em 0; max-width: 100% } caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
+body { font-family: sans-serif; margin: 2em auto; max-width: 68em; padding: 0 1em; color: var(--ink);
+  background: var(--paper) }
+table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
+caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25em 0.6em; text-align: right; font-size: 0.85em }
-th { background: var(--head) } td { font-variant-numeric: tabular-nums } td.text, th.text { text-align: left; overflow-wrap: anywhere }
+th { background: var(--head) } td { font-variant-numeric: tabular-nums }
+td.text, th.text { text-align: left; overflow-wrap: anywhere }
 svg { max-width: 100%; height: auto; background: #fff } p.note { color: var(--faint) }
 pre { white-space: pre-wrap } .committed { color: var(--faint) } .accepted { color: var(--accepted) }
 .corrected, .bonus { color: var(--own); font-weight: bold } .bonus { text-decoration: underline }
 .rejected { color: var(--rejected); text-decoration: line-through }"""
 _TITLE = "Speculative decoding: theory and measurements"
-_HEAD = f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{_TITLE}</title><style>{_STYLE}</style></head>\n"
+_HEAD = (
+    "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
+    f"<title>{_TITLE}</title><style>{_STYLE}</style></head>\n"
+)
 
 
 def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
@@ -57,8 +64,10 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
             ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
         ),
         _note(
-            "α: the share of the examined draft tokens that the target accepts. γ: the tokens drafted for each target call. "
-            "c: the time of a draft step over that of a target step. v: the time of a target call over γ + 1 positions over "
+            "α: the share of the examined draft tokens that the target accepts. γ: the tokens drafted for each "
+            "target call. "
+            "c: the time of a draft step over that of a target step. v: the time of a target call over γ + 1 "
+            "positions over "
             "that of a single position; the paper takes 1."
         ),
         element("h2", "Measured"),
@@ -83,8 +92,10 @@ def _theory() -> list[Markup]:
     ]  # fmt: skip
     table_4 = [
         (f"{row.task}, {row.drafter}", row.temperature, row.gamma, f"{row.alpha:.2f}", f"{row.cost_ratio:.2f}",
-         f"{row.expected:.1f}", f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}", f"{row.measured:.1f}",
-         formulas.optimal_gamma(row.alpha, row.cost_ratio), f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}")
+         f"{row.expected:.1f}", f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}",
+             f"{row.measured:.1f}",
+         formulas.optimal_gamma(row.alpha, row.cost_ratio),
+             f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}")
         for row in paper.TABLE_4
     ]  # fmt: skip
     return [
@@ -96,7 +107,8 @@ def _theory() -> list[Markup]:
         _drawing("Figure 4, right. Arithmetic operations, ĉ = 0", plots.arithmetic_operations()),
         _note("Its left, the factor in speed with c = 0, is figure 2 again."),
         _table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
-               ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ", "oracle of γ"),
+               ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ",
+                   "oracle of γ"),
                table_4),
         _note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
         _table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
@@ -118,9 +130,11 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
-        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
+        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _with_bare(row.cost_ratio,
+            row.bare_cost_ratio, 3),
          _with_bare(row.verify_cost, row.bare_verify_cost, 2),
-         _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _spread(_reached(row)), _shown(row.differ, 0))
+         _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _spread(_reached(row)),
+         _shown(row.differ, 0))
         for row in found
     ]  # fmt: skip
     head = (
@@ -163,7 +177,8 @@ def _against(against: Mapping[str, Any] | None) -> list[Markup]:
         return []
     lines = [(ours, _spread(spread_of(times))) for ours, times in against["improvement"].items()]
     return [
-        _table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours", "factor"), lines),
+        _table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours",
+        "factor"), lines),
         _note(f"Inputs with other tokens than plain decoding: {len(against['differences'])}."),
     ]  # fmt: skip
 
@@ -242,7 +257,8 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def _estimate(record: Mapping[str, Any]) -> list[Markup]:
-    head = ("drafter", "T", "γ", "α (paper)", "c (paper)", "c", "v", "improvement", "c, plain step of two positions", "v",
+    head = ("drafter", "T", "γ", "α (paper)", "c (paper)", "c", "v", "improvement", "c, plain step of two positions",
+        "v",
             "improvement", "expected (paper)", "measured (paper)")  # fmt: skip
     parts = [element("h2", "Estimated, not measured"), element("p", memory_estimate(record))]
     if lines := time_estimates(record):
@@ -262,7 +278,8 @@ _EXPECTED = (
         lambda record: (
             kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl" and not _on_cpu(record)
         ),
-        "specdec benchmark --preset=t5_1_1/xxl --drafter_preset=t5_1_1/small --gamma=5,7 --forced_alpha=0.62,0.75 --output=gpu.json",
+        "specdec benchmark --preset=t5_1_1/xxl --drafter_preset=t5_1_1/small --gamma=5,7 --forced_alpha=0.62,0.75 "
+        "--output=gpu.json",
     ),
     (
         "T5X's own decoding beside ours",

@@ -160,7 +160,8 @@ def wall_time(record: Mapping[str, Any]):
 
 
 _COLOURS = {
-    "target encoder": "tab:purple", "drafter encoder": "tab:pink", "draft step": "tab:orange", "target call": "tab:blue",
+    "target encoder": "tab:purple", "drafter encoder": "tab:pink", "draft step": "tab:orange", "target call":
+        "tab:blue",
 }  # fmt: skip
 
 

@@ -68,8 +68,11 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         return [
             Row(
                 *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
-                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"]["tokens_per_target_call"],
-                (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), spread_of(arm["improvement"]), len(arm["differences"]),
+                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"][
+                    "tokens_per_target_call"],
+                (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), spread_of(arm["improvement"]),
+                    len(arm[
+                    "differences"]),
                 bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
             )
             for arm in record["speculative"]
@@ -102,7 +105,8 @@ def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
     files = f"{record['sentences']} of {_short(record['input_file'])}"
     return Row(
         record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
-        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]), arm["differ"],
+        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]), arm[
+            "differ"],
     )  # fmt: skip
 
 
@@ -127,7 +131,8 @@ def memory_estimate(record: Mapping[str, Any]) -> str:
     pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
     return (
         f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
-        f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed {record['needed_gb']:.1f} of "
+        f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed "
+        f"{record['needed_gb']:.1f} of "
         f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "
         f"Arrays over a megabyte that loop bodies copy: {len(record['copied_in_loops'])}."
     )
@@ -139,11 +144,14 @@ def placed(record: Mapping[str, Any]) -> str:
 
 
 def time_estimates(record: Mapping[str, Any]) -> list[tuple]:
-    """A line for every row of table 2: the paper's numbers, then c, v and improvement by the compiler's estimates, in both
-    ways that scripts/tpu_aot.py has them; none where it was not asked for times."""
+    """A line for every row of table 2: the paper's numbers, then c, v and improvement by the
+    compiler's estimates, in both ways that scripts/tpu_aot.py has them; none where it was not asked
+    for times."""
     cells = lambda found: (f"{found['c']:.3f}", f"{found['v']:.2f}", f"{found['improvement']:.2f}")
     return [
-        (f"{row['task']}, {row['drafter']}", row["temperature"], row["gamma"], f"{row['alpha_paper']:.2f}", f"{row['c_paper']:.2f}",
-         *cells(row["as compiled"]), *cells(row["as for two positions"]), f"{row['expected_paper']:.1f}", f"{row['measured_paper']:.1f}")
+        (f"{row['task']}, {row['drafter']}", row["temperature"], row["gamma"], f"{row['alpha_paper']:.2f}",
+            f"{row['c_paper']:.2f}",
+         *cells(row["as compiled"]), *cells(row["as for two positions"]), f"{row['expected_paper']:.1f}",
+             f"{row['measured_paper']:.1f}")
         for row in record.get("times", {"rows": ()})["rows"]
     ]  # fmt: skip

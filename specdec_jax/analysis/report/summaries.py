@@ -45,7 +45,8 @@ def same_positions(found: Mapping[str, Any]) -> str:
     difference, error = found["difference"], found["standard_error"]
     spread = f" ± {error:.4f}, {abs(difference) / error:.1f} standard errors" if error else ""
     return (
-        f"token verification accepted {found['counted']:.4f} of {found['positions']} tokens, whose mean of Σ min(p, q) is "
+        f"token verification accepted {found['counted']:.4f} of {found['positions']} tokens, whose mean of Σ min(p, "
+        f"q) is "
         f"{found['overlap']:.4f}: difference {difference:+.4f}{spread}"
     )
 
@@ -70,7 +71,8 @@ def table_lines(record: Mapping[str, Any]) -> list[str]:
         cells[2] += " " if row["timed"] else "~"
         lines.append("".join(f"{cell:>12}" for cell in [row["gamma"], *cells]))
     return [
-        "tokens per target call and improvement expected from alpha with v = 1 and with v (~: interpolated); and from how "
+        "tokens per target call and improvement expected from alpha with v = 1 and with v (~: interpolated); and "
+        "from how "
         "often the first i drafted tokens stand:",
         *lines,
     ]
@@ -90,9 +92,11 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
     """A record as text for reading."""
     host, plain, steps = record["machine"], record["plain"], record["steps"]
     lines = [
-        f"{record['target']['name']} ({record['target']['parameters']:,} parameters, {record['target']['parameter_dtype']})"
+        f"{record['target']['name']} ({record['target']['parameters']:,} parameters, "
+        f"{record['target']['parameter_dtype']})"
         + (f" with {_drafter(record['drafter'])}" if record["drafter"] else ""),
-        f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {record['options']['repeats']} passes; "
+        f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {record['options']['repeats']} "
+        f"passes; "
         f"{hardware(host)}, jax {host['jax']}",
         "",
         f"plain          {_seconds(plain['seconds'])}, {plain['tokens']} tokens, "
@@ -172,9 +176,11 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
         lines.append(f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call, {drafted}; no prediction")
     else:
         lines += [
-            f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
+            f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between "
+            f"target calls",
             f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
-            f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as counted)",
+            f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as "
+            f"counted)",
             f"  measured over predicted ({_PREDICTIONS[arm['prediction']]}) {arm['measured_over_predicted']:.3f}; "
             f"most of the time: {arm['limiting_term']}",
             "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
