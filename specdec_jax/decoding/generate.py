@@ -22,9 +22,9 @@ def generate(
     target: LanguageModel, inputs, *, drafter: Drafter | None = None,
     gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig = SamplingConfig(),
     verifier: str | Verifier = "block", lenience: float | Sequence[float] | None = None,
-    typical_epsilon: float | Sequence[float] | None = None, typical_delta: float | Sequence[float] | None = None, forced_alpha: float | Sequence[float] | None = None,
-    max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1, input_lengths=None,
-    max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
+    typical_epsilon: float | Sequence[float] | None = None, typical_delta: float | Sequence[float] | None = None,
+    forced_alpha: float | Sequence[float] | None = None, max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1,
+    input_lengths=None, max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (), deadline: float | None = None,
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.

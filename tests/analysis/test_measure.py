@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy as shared_toy
-import toy_processors as shared_toy_processors
+import toy
+import toy_processors
 from measured_pair import ACCEPTED
 from toy_models import HashModel, HashNetwork
 
@@ -41,7 +41,7 @@ def slow_laws(model, ids, fed, **adjustments):
     logits = np.pad(logits, ((0, 0), (0, V - logits.shape[1])), constant_values=-np.inf)
     with np.errstate(invalid="ignore"):
         return np.array([
-            shared_toy_processors.law(logits[t], fed[: t + 1], new=t, eos_ids=TARGET.eos_ids, **adjustments)
+            toy_processors.law(logits[t], fed[: t + 1], new=t, eos_ids=TARGET.eos_ids, **adjustments)
             for t in range(len(fed))
         ])  # fmt: skip
 
@@ -72,17 +72,17 @@ def test_agreement_is_that_of_the_laws_computed_one_by_one(name):
         np.testing.assert_allclose(np.exp(found.log_ratio[row, :length]), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "verifier"), [("token", shared_toy.TOKEN), ("block", shared_toy.BLOCK)])
+@pytest.mark.parametrize(("name", "verifier"), [("token", toy.TOKEN), ("block", toy.BLOCK)])
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
 def test_survival_along_the_targets_outputs_is_that_over_drafts(name, verifier, zeros):
     """Exactly: the mean over all outputs of the target, Σ_i P(at least i stand), is E[τ] over all drafts."""
-    target, draft, gamma = shared_toy.table_law(4, 1, zeros), shared_toy.table_law(4, 2, zeros), 3
+    target, draft, gamma = toy.table_law(4, 1, zeros), toy.table_law(4, 2, zeros), 3
     total = 0.0
-    for output, prob in shared_toy.complete({(): 1.0}, target, gamma, set()).items():
+    for output, prob in toy.complete({(): 1.0}, target, gamma, set()).items():
         p, q = (np.array([law(output[:i])[y] for i, y in enumerate(output)]) for law in (target, draft))
         with np.errstate(divide="ignore"):
             total += prob * acceptance.SURVIVAL[name](np.log(q) - np.log(p)).sum()
-    assert total == pytest.approx(shared_toy.expected_accepted(target, draft, gamma, verifier), abs=1e-12)
+    assert total == pytest.approx(toy.expected_accepted(target, draft, gamma, verifier), abs=1e-12)
 
 
 def options(**values):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import command_line
-import devices as shared_devices
+import devices
 import numpy as np
 import pytest
 from devices import SPECDEC, Pipe, fill, names, null_device
@@ -21,7 +21,7 @@ from specdec_jax.commands import journal, tune
 from specdec_jax.commands import measure as measure_command
 from specdec_jax.files import writing
 
-disk = shared_devices.disk
+disk = devices.disk
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from cascade_parts import (
     EOS,
     FILTERS,
@@ -173,7 +173,7 @@ def test_the_returned_law_is_the_models():
     probs = np.exp(draft.law.logits - draft.law.log_normalizer[..., None])
     for row in range(1, B):
         ids = draft.tokens[row, : wanted[row]].tolist()
-        expected = shared_toy.adjusted_probs(allowed(teacher_forced(MODEL, row, ids)), **FILTERS)[: len(ids)]
+        expected = toy.adjusted_probs(allowed(teacher_forced(MODEL, row, ids)), **FILTERS)[: len(ids)]
         np.testing.assert_allclose(probs[row, : len(ids)], expected, atol=1e-5)
         assert np.all(expected[np.arange(len(ids)), ids] > 0)
 

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from heads_models import drafter, t5
 from law_samples import FALSE_ALARM, g_test
 from random_heads_of import random_heads
@@ -136,7 +136,7 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(verifier):
             y = x @ np.asarray(head[block]["kernel"], np.float64)
             x = x + y / (1 + np.exp(-y))
         logits.append(np.where(np.arange(V) == 3, -np.inf, x @ np.asarray(head["logits_dense"]["kernel"])))
-    expected = shared_toy.adjusted_probs(np.stack(logits, axis=1), **FILTERS)
+    expected = toy.adjusted_probs(np.stack(logits, axis=1), **FILTERS)
 
     @jax.jit
     def drawn(keys, lengths):
@@ -165,7 +165,7 @@ def joint_law(model) -> np.ndarray:
     """`[V⁴]` of the first four ids, in float64."""
     prefixes = np.stack(np.meshgrid(*[np.arange(V)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     decoder = np.pad(prefixes, ((0, 0), (1, 0)))
-    probs = shared_toy.adjusted_probs(model.logits(np.tile([3, 4, 1], (len(decoder), 1)), decoder))
+    probs = toy.adjusted_probs(model.logits(np.tile([3, 4, 1], (len(decoder), 1)), decoder))
     joint = probs[0, 0]
     for place in (1, 2, 3):
         joint = joint[..., None] * probs[:: V ** (3 - place), place].reshape(*[V] * place, V)

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 import scipy.stats
-import toy as shared_toy
+import toy
 from cascade_parts import (
     EOS,
     FILTERS,
@@ -88,7 +88,7 @@ def test_every_position_has_the_law_of_its_drafter(name):
             part = part.parts[0] if isinstance(part, sd.VerticalCascade) else part
             if isinstance(part, sd.ModelDrafter):
                 logits = teacher_forced(part.model, row, ids)[place]
-                expected = shared_toy.adjusted_probs(allowed(logits), **FILTERS)
+                expected = toy.adjusted_probs(allowed(logits), **FILTERS)
             elif isinstance(part, sd.RandomDrafter):
                 expected = (np.arange(V) != 3) / (V - 1)
             else:

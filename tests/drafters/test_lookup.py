@@ -7,7 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample
 from tables import EOS, GAMMA, INPUTS, LIMIT, LIMITS, OPTIONS, PREFIXES, TARGET, B, V, plain
 from toy_models import HashModel, Words, compilations
@@ -117,7 +117,7 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name, verifier):
         logits = np.stack(jax.device_get(laws), axis=1)
     allowed = np.where(forbidden, -np.inf, logits)
     some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
-    expected = shared_toy.adjusted_probs(np.where(some, allowed, logits), **({} if name == "random" else FILTERS))
+    expected = toy.adjusted_probs(np.where(some, allowed, logits), **({} if name == "random" else FILTERS))
 
     @jax.jit
     def drawn(keys, lengths, probs):

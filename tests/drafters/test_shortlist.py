@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample
 from short_heads import DRAFT, EOS, GAMMA, INPUTS, LIMIT, RNG, TARGET, WIDE, B, V, decode, plain
 from toy_models import HashModel, compilations, noisy_copy, tiny_t5
@@ -113,7 +113,7 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name):
     logits[..., OFF_LIST] = -np.inf
     allowed = np.where(np.isin(np.arange(V), FORBIDDEN[name]), -np.inf, logits)
     some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
-    expected = shared_toy.adjusted_probs(np.where(some, allowed, logits), **FILTERS)
+    expected = toy.adjusted_probs(np.where(some, allowed, logits), **FILTERS)
     probs = np.exp(np.asarray(draft.law.logits - draft.law.log_normalizer[..., None]))
     np.testing.assert_allclose(probs[live], expected[live], atol=1e-6)
     assert draft.law.logits.shape == (B, 3, V)

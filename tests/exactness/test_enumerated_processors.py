@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 import pytest
-import toy as shared_toy
-import toy_processors as shared_toy_processors
+import toy
+import toy_processors
 from enumerations import DELTA, ENUMERATED, EPSILON, LENIENCE
 from toy import Rule
 
@@ -47,9 +47,7 @@ def under(options: dict, law):
     def adjusted(prefix):
         probs = law(prefix)
         size = {"vocabulary_mask": options["vocabulary_mask"][: len(probs)]} if "vocabulary_mask" in options else {}
-        return shared_toy_processors.law(
-            np.log(probs), [0, *prefix], new=len(prefix), eos_ids=EOS, **{**options, **size}
-        )
+        return toy_processors.law(np.log(probs), [0, *prefix], new=len(prefix), eos_ids=EOS, **{**options, **size})
 
     return functools.cache(adjusted)
 
@@ -61,22 +59,22 @@ def test_law_under_every_processor(verifier, processor):
     below its threshold above p."""
     changed = False
     for vocab, gamma, limit in SIZES:
-        raw = [shared_toy.table_law(vocab, seed) for seed in (21, 22)]
+        raw = [toy.table_law(vocab, seed) for seed in (21, 22)]
         target, draft = (under(PROCESSORS[processor], law) for law in raw)
-        expected = shared_toy.complete({(): 1.0}, target, limit, EOS)
-        changed |= shared_toy.total_variation(expected, shared_toy.complete({(): 1.0}, raw[0], limit, EOS)) > 0.01
-        for drafter in (draft, shared_toy.one_hot(draft)):
-            found = shared_toy.speculative_law(target, drafter, gamma, limit, EOS, Rule(verifier=ENUMERATED[verifier]))
+        expected = toy.complete({(): 1.0}, target, limit, EOS)
+        changed |= toy.total_variation(expected, toy.complete({(): 1.0}, raw[0], limit, EOS)) > 0.01
+        for drafter in (draft, toy.one_hot(draft)):
+            found = toy.speculative_law(target, drafter, gamma, limit, EOS, Rule(verifier=ENUMERATED[verifier]))
             if verifier not in ("lenient", "typical"):
-                assert shared_toy.total_variation(found, expected) < 1e-12
+                assert toy.total_variation(found, expected) < 1e-12
                 continue
             assert sum(found.values()) == pytest.approx(1)
-            for prefix, following in shared_toy.conditionals(found):
+            for prefix, following in toy.conditionals(found):
                 p = target(prefix)
                 if verifier == "lenient":
                     bound = {x: p[x] / LENIENCE for x in following}
                 else:
-                    threshold = shared_toy.typical_threshold(p, EPSILON, DELTA)
+                    threshold = toy.typical_threshold(p, EPSILON, DELTA)
                     bound = {x: 1.0 if p[x] > threshold else p[x] for x in following}
                 assert all(prob <= bound[x] + 1e-12 for x, prob in following.items())
     assert changed, "a processor without effect proves nothing"
@@ -85,7 +83,7 @@ def test_law_under_every_processor(verifier, processor):
 @pytest.mark.parametrize("verifier", ["token", "block", "rejection"])
 def test_a_drafter_without_the_processors_is_judged_by_its_own_law(verifier):
     """The output law does not depend on what the drafter applies, as long as its law is the one it drew from."""
-    raw = [shared_toy.table_law(3, seed) for seed in (21, 22)]
+    raw = [toy.table_law(3, seed) for seed in (21, 22)]
     target, draft = under(PROCESSORS["all"], raw[0]), raw[1]
-    found = shared_toy.speculative_law(target, draft, 3, 4, EOS, Rule(verifier=ENUMERATED[verifier]))
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 4, EOS)) < 1e-12
+    found = toy.speculative_law(target, draft, 3, 4, EOS, Rule(verifier=ENUMERATED[verifier]))
+    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, EOS)) < 1e-12

@@ -9,7 +9,7 @@ import functools
 
 import jax
 import numpy as np
-import own_parts as shared_own_parts
+import own_parts
 import pytest
 from random_heads_of import random_heads
 from toy_models import noisy_copy, tiny_t5
@@ -50,7 +50,7 @@ DRAFTERS = {
     "lookup": lambda: sd.PromptLookupDrafter(1),
     "assisted": lambda: sd.AssistedNGramDrafter(),
     "random": lambda: sd.RandomDrafter(V),
-    "from outside": shared_own_parts.RepeatDrafter,
+    "from outside": own_parts.RepeatDrafter,
     "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
     "horizontal cascade": lambda: sd.HorizontalCascade(sd.ModelDrafter(similar()), table(2, True), 2),
 }
@@ -73,7 +73,7 @@ def plain(verifier: str | sd.Verifier):
     [
         "block",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("token", "gumbel", "rejection")),
-        pytest.param(shared_own_parts.MIRRORED, id="from outside"),
+        pytest.param(own_parts.MIRRORED, id="from outside"),
     ],
 )
 @pytest.mark.parametrize("name", DRAFTERS)

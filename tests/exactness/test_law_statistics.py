@@ -10,10 +10,10 @@ import functools
 
 import jax
 import numpy as np
-import own_parts as shared_own_parts
+import own_parts
 import pytest
 import scipy.stats
-import toy as shared_toy
+import toy
 from law_samples import (
     DEVIATION,
     DRAWS,
@@ -142,7 +142,7 @@ def test_acceptance_is_the_sum_of_minima():
     for model in (target, draft):
         decoder = np.concatenate([np.zeros((V, 1), int), np.arange(V)[:, None]], axis=1)
         logits = model.logits(np.tile(INPUTS, (V, 1)), decoder, np.full(V, 3))
-        shares.append(shared_toy.adjusted_probs(logits, FILTERED.temperature, FILTERED.top_k, FILTERED.top_p))
+        shares.append(toy.adjusted_probs(logits, FILTERED.temperature, FILTERED.top_k, FILTERED.top_p))
     p, q = shares
     both = np.minimum(p, q)
     first = both[0, 0]
@@ -163,7 +163,7 @@ def test_acceptance_is_the_sum_of_minima():
 
 @pytest.mark.parametrize(
     "verifier, draws",
-    [("block", DRAWS), ("rejection", 4 * ROWS), ("gumbel", 4 * ROWS), (shared_own_parts.MIRRORED, 4 * ROWS)],
+    [("block", DRAWS), ("rejection", 4 * ROWS), ("gumbel", 4 * ROWS), (own_parts.MIRRORED, 4 * ROWS)],
 )
 def test_law_of_every_verifier(verifier, draws):
     target, draft = hash_pair()
@@ -212,10 +212,10 @@ def test_coupled_output_is_that_of_plain_sampling(config, drafters):
 def test_coupled_acceptance_has_its_closed_form():
     """The first drafted token: the share of equal draws from shared noise, at least (1 − D) / (1 + D)."""
     target, draft = hash_pair()
-    p, q = (shared_toy.adjusted_probs(model.logits([INPUTS], [[0]], [3])[0, 0]) for model in (target, draft))
+    p, q = (toy.adjusted_probs(model.logits([INPUTS], [[0]], [3])[0, 0]) for model in (target, draft))
     once = lambda *args: advance(*args[:3], np.int32(1))
     _, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, ROWS, run=once, verifier="gumbel")
-    share, distance = shared_toy.coupled_share(p, q), np.abs(p - q).sum() / 2
+    share, distance = toy.coupled_share(p, q), np.abs(p - q).sum() / 2
     assert examined[0] == ROWS and abs(accepted[0] - ROWS * share) < 6 * np.sqrt(ROWS * share * (1 - share))
     assert (1 - distance) / (1 + distance) <= share <= 1 - distance
 

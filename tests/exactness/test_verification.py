@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from enumerations import DRAFTS, GRID, SIZES, TARGETS, as_law, law_of, laws
 from toy import Rule
 
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.usefixtures("quick")
 def test_law_of_two_iterations_is_the_targets(vocab, gamma, limit, eos):
     for zeros in (0.0, 0.5):  # with zeros: p(x) = 0, q(x) = 0 and disjoint supports occur
         target, draft = laws(vocab, zeros)
-        expected = shared_toy.complete({(): 1.0}, target, limit, eos)
+        expected = toy.complete({(): 1.0}, target, limit, eos)
         assert abs(sum(expected.values()) - 1) < 1e-12
-        for drafter in (draft, target, shared_toy.one_hot(draft)):
-            found = shared_toy.speculative_law(target, drafter, gamma, limit, eos)
-            assert shared_toy.total_variation(found, expected) < 1e-12
+        for drafter in (draft, target, toy.one_hot(draft)):
+            found = toy.speculative_law(target, drafter, gamma, limit, eos)
+            assert toy.total_variation(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -43,20 +43,20 @@ def test_law_of_two_iterations_is_the_targets(vocab, gamma, limit, eos):
     ids=str,
 )
 def test_law_under_every_processor(adjustments):
-    target, draft = (shared_toy.processed(law, **adjustments) for law in laws(4))
-    found = shared_toy.speculative_law(target, draft, 2, 4, {3})
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 4, {3})) < 1e-12
+    target, draft = (toy.processed(law, **adjustments) for law in laws(4))
+    found = toy.speculative_law(target, draft, 2, 4, {3})
+    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {3})) < 1e-12
 
 
 def test_a_draft_may_stop_after_a_drawn_token():
     """Rule 6 of the algorithm: stopping after an improbable id is exact as long as the id stays in the draft."""
     target, draft = laws(3)
-    found = shared_toy.speculative_law(target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3))
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
+    found = toy.speculative_law(target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3))
+    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
 
 
 def top2(law):
-    return shared_toy.adjusted_probs(np.log(law), top_k=2)
+    return toy.adjusted_probs(np.log(law), top_k=2)
 
 
 argmax_of = lambda q: np.eye(len(q))[np.argmax(q)]
@@ -66,20 +66,20 @@ RAW_TARGET, RAW_DRAFT = laws(3)
 MUTANTS = {
     "draft by argmax, softmax in the ratio": (RAW_TARGET, RAW_DRAFT, Rule(drawn=argmax_of)),
     "T = 0 accepted by probability": (
-        shared_toy.one_hot(RAW_TARGET), shared_toy.one_hot(RAW_DRAFT),
-        Rule(judged=lambda q: RAW_DRAFT(()), accept=lambda p, q, x: shared_toy.ratio(RAW_TARGET(()), q, x)),
+        toy.one_hot(RAW_TARGET), toy.one_hot(RAW_DRAFT),
+        Rule(judged=lambda q: RAW_DRAFT(()), accept=lambda p, q, x: toy.ratio(RAW_TARGET(()), q, x)),
     ),
-    "ratio with q before top-k": (shared_toy.processed(RAW_TARGET, top_k=2), RAW_DRAFT, Rule(drawn=top2)),
+    "ratio with q before top-k": (toy.processed(RAW_TARGET, top_k=2), RAW_DRAFT, Rule(drawn=top2)),
     "ratio with p before top-k": (
-        shared_toy.processed(RAW_TARGET, top_k=2), shared_toy.processed(RAW_DRAFT, top_k=2),
-        Rule(accept=lambda p, q, x: shared_toy.ratio(RAW_TARGET(()), q, x)),
+        toy.processed(RAW_TARGET, top_k=2), toy.processed(RAW_DRAFT, top_k=2),
+        Rule(accept=lambda p, q, x: toy.ratio(RAW_TARGET(()), q, x)),
     ),
     "residual from p": (RAW_TARGET, RAW_DRAFT, Rule(residual=lambda p, q: p)),
     "residual from |p - q|": (
         RAW_TARGET, RAW_DRAFT, Rule(residual=lambda p, q: np.abs(p - q) / np.abs(p - q).sum()),
     ),
     "n-gram: sample, compare, sample again": (
-        RAW_TARGET, shared_toy.one_hot(RAW_DRAFT), Rule(accept=lambda p, q, x: p[x], residual=lambda p, q: p),
+        RAW_TARGET, toy.one_hot(RAW_DRAFT), Rule(accept=lambda p, q, x: p[x], residual=lambda p, q: p),
     ),
     "always accept": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: 1.0)),
     "acceptance uniform always 0.5": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: float(0.5 * q[x] < p[x]))),
@@ -96,28 +96,20 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_enumeration_catches(name):
     target, draft, rule = MUTANTS[name]
-    found = shared_toy.speculative_law(target, draft, 2, 4, {0}, rule)
+    found = toy.speculative_law(target, draft, 2, 4, {0}, rule)
     assert abs(sum(found.values()) - 1) < 1e-9, "a mutant is still a law; otherwise the enumeration is what fails"
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 4, {0})) > 0.01
-    exact = shared_toy.speculative_law(
-        target, draft if rule.drawn is not top2 else shared_toy.processed(draft, top_k=2), 2, 4, {0}
-    )
-    assert shared_toy.total_variation(exact, shared_toy.complete({(): 1.0}, target, 4, {0})) < 1e-12
+    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {0})) > 0.01
+    exact = toy.speculative_law(target, draft if rule.drawn is not top2 else toy.processed(draft, top_k=2), 2, 4, {0})
+    assert toy.total_variation(exact, toy.complete({(): 1.0}, target, 4, {0})) < 1e-12
 
 
 def test_two_iterations_see_what_one_does_not():
     """A correction drawn one iteration late, with no wrong token committed before it, shows in the second alone."""
     target, draft = laws(3)
-    expected = shared_toy.complete({(): 1.0}, target, 4, set())
-    rule = Rule(accept=lambda p, q, x: shared_toy.ratio(p, q, x) if p is target(()) else 1.0)
-    assert (
-        shared_toy.total_variation(shared_toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=1), expected)
-        < 1e-12
-    )
-    assert (
-        shared_toy.total_variation(shared_toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=2), expected)
-        > 0.01
-    )
+    expected = toy.complete({(): 1.0}, target, 4, set())
+    rule = Rule(accept=lambda p, q, x: toy.ratio(p, q, x) if p is target(()) else 1.0)
+    assert toy.total_variation(toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=1), expected) < 1e-12
+    assert toy.total_variation(toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=2), expected) > 0.01
 
 
 def test_accepted_share_is_the_sum_of_minima():
@@ -125,7 +117,7 @@ def test_accepted_share_is_the_sum_of_minima():
     cases = [(target(()), draft(())) for target, draft in (laws(2), laws(3), laws(4))]
     cases += [(cases[0][0], cases[0][0]), (np.array([1.0, 0]), np.array([0, 1.0]))]
     for p, q in cases:
-        share = sum(q[x] * shared_toy.ratio(p, q, x) for x in range(len(p)))
+        share = sum(q[x] * toy.ratio(p, q, x) for x in range(len(p)))
         assert share == pytest.approx(np.minimum(p, q).sum(), abs=1e-12)
 
 
@@ -154,20 +146,20 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
             np.array(drafted, np.int32).reshape(size, gamma),
             np.array(wanted, np.int32),
             np.array(accept, dtype).reshape(size, gamma),
-            shared_toy.words(final),
+            toy.words(final),
         )
         found = jax.device_get(found)
-    expected = [shared_toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
+    expected = [toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
     np.testing.assert_array_equal(np.stack(found, axis=1), expected)
 
 
 def test_the_grid_catches_a_comparison_that_is_not_strict():
     """u ≤ p/q instead of u < p/q: at u = 0 a token with p(x) = 0 would stand."""
     p, q = np.array([[0, 1.0], [0.5, 0.5]]), np.array([[1.0, 0]])
-    assert shared_toy.TOKEN.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
+    assert toy.TOKEN.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
     found = verified(
         as_law(p[None], "float32"), as_law(q[None], "float32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
-        np.zeros((1, 1), np.float32), shared_toy.words(np.full((1, 2), 0.5)),
+        np.zeros((1, 1), np.float32), toy.words(np.full((1, 2), 0.5)),
     )  # fmt: skip
     assert [int(x[0]) for x in found] == [0, 1]
 
@@ -176,14 +168,14 @@ def test_decisions_integrate_to_the_kernel():
     """`decide`, averaged over the uniforms, is the enumerated kernel: the grid test and the enumeration meet."""
     target, draft = laws(3)
     p, q = target(()), draft(())
-    kernel = shared_toy.kernel((), None, target, draft, 1, set(), Rule())
+    kernel = toy.kernel((), None, target, draft, 1, set(), Rule())
     steps, found = 60, {}
     middle = (np.arange(steps) + 0.5) / steps
     for x, u, f in itertools.product(range(3), middle, middle):
-        accepted, y = shared_toy.TOKEN.decide([p, target((x,))], [q], (x,), (u,), (f, f))
+        accepted, y = toy.TOKEN.decide([p, target((x,))], [q], (x,), (u,), (f, f))
         key = ((x, y) if accepted else (y,)), None
         found[key] = found.get(key, 0) + q[x] / steps**2
-    assert shared_toy.total_variation(found, kernel) < 3 / steps
+    assert toy.total_variation(found, kernel) < 3 / steps
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 4))
@@ -205,7 +197,7 @@ def test_verify_tokens_properties(seed, gamma):
         drafted,
         wanted,
         uniform[:, :gamma],
-        shared_toy.words(uniform[:, ::-1]),
+        toy.words(uniform[:, ::-1]),
     )
     accepted, token = map(np.asarray, found)
     assert np.all((accepted >= 0) & (accepted <= wanted))
@@ -223,7 +215,7 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
     q[:, 1] = -np.inf
     found = verified(
         law_of(np.float32(p)), law_of(np.float32(q)), np.zeros((2, 2), np.int32),
-        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), shared_toy.words([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
+        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), toy.words([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
     )  # fmt: skip
     np.testing.assert_array_equal(found.num_accepted, [1, 0])
     np.testing.assert_array_equal(found.next_token, [1, 2])

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from enumerations import DELTA, ENUMERATED, EPSILON, SIZES, laws
 from toy import BLOCK, REJECTION, TOKEN, Rule
 
@@ -29,57 +29,57 @@ def test_law_of_two_iterations_is_the_targets(name, vocab, gamma, limit, eos):
     rule = Rule(verifier=ENUMERATED[name])
     for zeros in (0.0, 0.5):
         target, draft = laws(vocab, zeros)
-        expected = shared_toy.complete({(): 1.0}, target, limit, eos)
-        for drafter in (draft, target, shared_toy.one_hot(draft)):
-            found = shared_toy.speculative_law(target, drafter, gamma, limit, eos, rule)
-            assert shared_toy.total_variation(found, expected) < 1e-12
+        expected = toy.complete({(): 1.0}, target, limit, eos)
+        for drafter in (draft, target, toy.one_hot(draft)):
+            found = toy.speculative_law(target, drafter, gamma, limit, eos, rule)
+            assert toy.total_variation(found, expected) < 1e-12
 
 
 def test_the_token_verifier_is_the_default_rule():
     target, draft = laws(3)
     by_rule, by_verifier = (
-        shared_toy.kernel((), None, target, draft, 3, {0}, rule) for rule in (Rule(), Rule(verifier=TOKEN))
+        toy.kernel((), None, target, draft, 3, {0}, rule) for rule in (Rule(), Rule(verifier=TOKEN))
     )
-    assert shared_toy.total_variation(by_rule, by_verifier) < 1e-12
+    assert toy.total_variation(by_rule, by_verifier) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["block", "rejection"])
 def test_a_draft_may_stop_after_a_drawn_token(name):
     target, draft = laws(3)
     rule = Rule(verifier=ENUMERATED[name], last=lambda q, x: q[x] < 0.3)
-    found = shared_toy.speculative_law(target, draft, 3, 5, {0}, rule)
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
+    found = toy.speculative_law(target, draft, 3, 5, {0}, rule)
+    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.6, 0.2])
 def test_lenience_keeps_every_token_below_its_bound(lenience):
     """No token has more than p(x) / l after any prefix, however long the drafts; l = 1 is the target's law."""
-    rule, excess = Rule(verifier=shared_toy.lenient(lenience)), 0.0
+    rule, excess = Rule(verifier=toy.lenient(lenience)), 0.0
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
             target, draft = laws(vocab, zeros)
-            for drafter in (draft, shared_toy.one_hot(draft)):
-                found = shared_toy.speculative_law(target, drafter, gamma, limit, eos, rule)
-                for prefix, following in shared_toy.conditionals(found):
+            for drafter in (draft, toy.one_hot(draft)):
+                found = toy.speculative_law(target, drafter, gamma, limit, eos, rule)
+                for prefix, following in toy.conditionals(found):
                     p = target(prefix)
                     assert all(prob <= p[x] / lenience + 1e-12 for x, prob in following.items())
                     excess = max(excess, *(prob / p[x] for x, prob in following.items()))
                 if lenience == 1:
-                    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, limit, eos)) < 1e-12
+                    assert toy.total_variation(found, toy.complete({(): 1.0}, target, limit, eos)) < 1e-12
     assert excess == pytest.approx(1 / lenience), "the bound is reached"
 
 
 def test_typical_acceptance_favours_no_improbable_token():
     """A token at or below the threshold has at most p(x) after any prefix; what stands lies above it."""
-    rule = Rule(verifier=shared_toy.typical(EPSILON, DELTA))
+    rule = Rule(verifier=toy.typical(EPSILON, DELTA))
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
             target, draft = laws(vocab, zeros)
-            for drafter in (draft, shared_toy.one_hot(draft)):
-                found = shared_toy.speculative_law(target, drafter, gamma, limit, eos, rule)
-                for prefix, following in shared_toy.conditionals(found):
+            for drafter in (draft, toy.one_hot(draft)):
+                found = toy.speculative_law(target, drafter, gamma, limit, eos, rule)
+                for prefix, following in toy.conditionals(found):
                     p = target(prefix)
-                    threshold = shared_toy.typical_threshold(p, EPSILON, DELTA)
+                    threshold = toy.typical_threshold(p, EPSILON, DELTA)
                     assert all(prob <= p[x] + 1e-12 or p[x] > threshold for x, prob in following.items())
 
 
@@ -90,10 +90,10 @@ MEASURED = {"lenient": (0.2623, 0.2473), "typical": (0.5240, 0.8650)}
 @pytest.mark.parametrize("name", LOSSY)
 def test_measured_loss(name):
     target, draft = laws(4)
-    expected = shared_toy.complete({(): 1.0}, target, 4, set())
-    for drafter, measured in zip((draft, shared_toy.one_hot(draft)), MEASURED[name]):
-        found = shared_toy.speculative_law(target, drafter, 2, 4, set(), Rule(verifier=ENUMERATED[name]))
-        assert shared_toy.total_variation(found, expected) == pytest.approx(measured, abs=5e-4)
+    expected = toy.complete({(): 1.0}, target, 4, set())
+    for drafter, measured in zip((draft, toy.one_hot(draft)), MEASURED[name]):
+        found = toy.speculative_law(target, drafter, 2, 4, set(), Rule(verifier=ENUMERATED[name]))
+        assert toy.total_variation(found, expected) == pytest.approx(measured, abs=5e-4)
 
 
 # --- Tokens accepted ---
@@ -102,13 +102,13 @@ def test_measured_loss(name):
 def test_accepted_tokens_of_the_two_token_toy():
     """p = (1/3, 2/3), q = (2/3, 1/3), γ = 2: 10/9 by token, 11/9 by block."""
     target, draft = (lambda _: np.array([1, 2]) / 3), (lambda _: np.array([2, 1]) / 3)
-    accepted = lambda verifier: shared_toy.expected_accepted(target, draft, 2, verifier)
+    accepted = lambda verifier: toy.expected_accepted(target, draft, 2, verifier)
     assert accepted(TOKEN) == pytest.approx(10 / 9, abs=1e-12)
     assert accepted(BLOCK) == pytest.approx(11 / 9, abs=1e-12)
     # M = 2: x stands with probability p / (2 q) = 1/4 or 1, that is 1/2 on average.
     assert accepted(REJECTION) == pytest.approx(1 / 2 + 1 / 4, abs=1e-12)
     # l = 1/2: min(1, p / (l q)) is 1 for both.
-    assert accepted(shared_toy.lenient(0.5)) == pytest.approx(2, abs=1e-12)
+    assert accepted(toy.lenient(0.5)) == pytest.approx(2, abs=1e-12)
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
@@ -116,10 +116,10 @@ def test_accepted_tokens_of_the_two_token_toy():
 def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma):
     gains = []
     for seed, zeros in itertools.product(range(8), (0.0, 0.5)):
-        target, draft = shared_toy.table_law(vocab, 100 + seed, zeros), shared_toy.table_law(vocab, 200 + seed, zeros)
-        for drafter in (draft, shared_toy.one_hot(draft)):
+        target, draft = toy.table_law(vocab, 100 + seed, zeros), toy.table_law(vocab, 200 + seed, zeros)
+        for drafter in (draft, toy.one_hot(draft)):
             block, token, rejection, lenient = (
-                shared_toy.expected_accepted(target, drafter, gamma, verifier)
+                toy.expected_accepted(target, drafter, gamma, verifier)
                 for verifier in (BLOCK, TOKEN, REJECTION, ENUMERATED["lenient"])
             )
             assert block >= token - 1e-12 and token >= rejection - 1e-12 and lenient >= token - 1e-12
@@ -131,12 +131,12 @@ def test_efficiency_formulas():
     """E[τ] over drafts: Σ E[π_i] by block, Σ E[Π min(1, p/q)] by token (section 10 of the algorithms)."""
     target, draft = laws(3)
     block = token = 0.0
-    for drafted, prob in shared_toy.drafts((), draft, 3, set(), Rule()):
-        p, q = shared_toy.along((), drafted, target, draft)
-        block += prob * sum(shared_toy.block_weights(p, q, drafted)[1:])
+    for drafted, prob in toy.drafts((), draft, 3, set(), Rule()):
+        p, q = toy.along((), drafted, target, draft)
+        block += prob * sum(toy.block_weights(p, q, drafted)[1:])
         token += prob * np.cumprod(TOKEN.stand(p, q, drafted)).sum()
-    assert shared_toy.expected_accepted(target, draft, 3, BLOCK) == pytest.approx(block, abs=1e-12)
-    assert shared_toy.expected_accepted(target, draft, 3, TOKEN) == pytest.approx(token, abs=1e-12)
+    assert toy.expected_accepted(target, draft, 3, BLOCK) == pytest.approx(block, abs=1e-12)
+    assert toy.expected_accepted(target, draft, 3, TOKEN) == pytest.approx(token, abs=1e-12)
 
 
 def test_coupled_acceptance_has_its_bound():
@@ -144,7 +144,7 @@ def test_coupled_acceptance_has_its_bound():
     rng = np.random.default_rng(0)
     for p, q in [(target(()), draft(())) for target, draft in (laws(2), laws(3), laws(4), laws(4, 0.5))]:
         distance = np.abs(p - q).sum() / 2
-        share = shared_toy.coupled_share(p, q)
+        share = toy.coupled_share(p, q)
         assert (1 - distance) / (1 + distance) - 1e-12 <= share <= 1 - distance + 1e-12
         noise = rng.gumbel(size=(20_000, len(p)))
         with np.errstate(divide="ignore"):
@@ -184,11 +184,11 @@ MUTANTS = {
     "block, q := 1 in the acceptance of a sampled draft": (DRAFT, Rule(verifier=judged_as_point_mass(BLOCK))),
     "token, q := 1 in the acceptance of a sampled draft": (DRAFT, Rule(verifier=judged_as_point_mass(TOKEN))),
     "block, q := 1 at every id for a point mass": (
-        shared_toy.one_hot(DRAFT),
+        toy.one_hot(DRAFT),
         Rule(verifier=dataclasses.replace(BLOCK, stand=lambda p, q, x: BLOCK.stand(p, ones(q), x))),
     ),
     "block with a residual of q := 1 for a point mass": (
-        shared_toy.one_hot(DRAFT),
+        toy.one_hot(DRAFT),
         Rule(verifier=dataclasses.replace(BLOCK, following=lambda p, q, x, tau: BLOCK.following(p, ones(q), x, tau))),
     ),
     "block, improbable token dropped": (DRAFT, Rule(verifier=BLOCK, keep=lambda q, x: q[x] >= 0.3)),
@@ -203,9 +203,9 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_enumeration_catches(name):
     draft, rule = MUTANTS[name]
-    found = shared_toy.speculative_law(TARGET, draft, 2, 4, {0}, rule)
+    found = toy.speculative_law(TARGET, draft, 2, 4, {0}, rule)
     assert abs(sum(found.values()) - 1) < 1e-9, "a mutant is still a law; otherwise the enumeration is what fails"
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, TARGET, 4, {0})) > 0.002
+    assert toy.total_variation(found, toy.complete({(): 1.0}, TARGET, 4, {0})) > 0.002
 
 
 @pytest.mark.parametrize("name", ["token", "block", "rejection"])
@@ -216,7 +216,7 @@ def test_a_sampled_draft_may_be_judged_as_a_point_mass(name):
         judged_as_point_mass(verifier),
         following=lambda p, q, x, tau: verifier.following(p, points(x, len(p[0])), x, tau),
     )
-    found = shared_toy.speculative_law(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, TARGET, 4, {0})) < 1e-12
-    accepted = lambda verifier: shared_toy.expected_accepted(TARGET, DRAFT, 2, verifier)
+    found = toy.speculative_law(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))
+    assert toy.total_variation(found, toy.complete({(): 1.0}, TARGET, 4, {0})) < 1e-12
+    accepted = lambda verifier: toy.expected_accepted(TARGET, DRAFT, 2, verifier)
     assert accepted(wasteful) < accepted(verifier) - 0.05

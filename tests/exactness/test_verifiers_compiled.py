@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from enumerations import DELTA, DRAFTS, ENUMERATED, EPSILON, GRID, LENIENCE, TARGETS, as_law, laws
 from toy import Rule
 
@@ -33,7 +33,7 @@ def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=N
         drafted = jnp.asarray(drafted, jnp.int32)
         draft = PointMass(drafted, p.shape[-1]) if draft is None else as_law(draft, dtype)
         accept, noise = (None if x is None else jnp.asarray(x, dtype) for x in (accept, noise))
-        draws = Randomness(accept, shared_toy.words(final), noise)
+        draws = Randomness(accept, toy.words(final), noise)
         # The size of the vocabulary stays out of what is traced.
         verify = jax.jit(lambda target, *rest: VERIFIERS[name].judge(target, draft, *rest))
         found = verify(as_law(p, dtype), drafted, jnp.asarray(wanted, jnp.int32), draws, settings(len(p), dtype))
@@ -65,9 +65,9 @@ def test_jax_decisions_integrate_to_the_kernel(name, point):
     verifier, gamma = ENUMERATED[name], 3
     for zeros in (0.0, 0.5):
         target, draft = laws(3, zeros)
-        draft, rows = shared_toy.one_hot(draft) if point else draft, []
-        for drafted, prob in shared_toy.drafts((), draft, gamma, set(), Rule()):
-            p, q = shared_toy.along((), drafted, target, draft)
+        draft, rows = toy.one_hot(draft) if point else draft, []
+        for drafted, prob in toy.drafts((), draft, gamma, set(), Rule()):
+            p, q = toy.along((), drafted, target, draft)
             # One uniform for all places of the next id: cut where any of their laws cuts it.
             cuts = np.concatenate([np.cumsum(law) for _, law in verifier.outcomes(p, q, drafted)])
             axes = [edges([height]) for height in verifier.stand(p, q, drafted)] + [middles(cuts)]
@@ -81,10 +81,7 @@ def test_jax_decisions_integrate_to_the_kernel(name, point):
             key = (*map(int, x[:tau]), int(y)), None
             law[key] = law.get(key, 0) + weight
         assert (
-            shared_toy.total_variation(
-                law, shared_toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))
-            )
-            < 1e-7
+            toy.total_variation(law, toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))) < 1e-7
         )
 
 
@@ -125,8 +122,7 @@ def test_without_a_draft_the_next_token_is_the_targets(name):
         name, p, np.zeros((size, 0, 4)), nothing, np.zeros(size), nothing, GRID[:, None], noise=noise,
     )  # fmt: skip
     expected = [
-        shared_toy.coupled(p[0], (), g) if name == "gumbel" else (0, shared_toy.invert(p[0, 0], u))
-        for g, u in zip(noise, GRID)
+        toy.coupled(p[0], (), g) if name == "gumbel" else (0, toy.invert(p[0, 0], u)) for g, u in zip(noise, GRID)
     ]
     np.testing.assert_array_equal(found, expected)
 
@@ -138,7 +134,7 @@ def test_jax_couples_as_enumerated(dtype):
     with np.errstate(divide="ignore"):
         drafted = np.argmax(np.log(q) + noise[:, :-1], axis=-1)
     found = run("gumbel", p, q, drafted, wanted, accept, final, dtype, noise)
-    expected = [shared_toy.coupled(a, x[:n], g) for a, x, n, g in zip(p, drafted, wanted, noise)]
+    expected = [toy.coupled(a, x[:n], g) for a, x, n, g in zip(p, drafted, wanted, noise)]
     np.testing.assert_array_equal(found, expected)
     assert len(np.unique(found[:, 0])) == 4, "every number of accepted tokens occurs"
 
@@ -155,7 +151,7 @@ def test_jax_judges_argmax_leniently(lenience, dtype):
         verify = jax.jit(verify_greedy_leniently)
         found = verify(logits, jnp.asarray(drafted), jnp.asarray(wanted), jnp.full(len(p), lenience, dtype))
     found = np.stack(found, axis=1)
-    expected = [shared_toy.lenient_argmax(a, x[:n], lenience) for a, x, n in zip(p, drafted, wanted)]
+    expected = [toy.lenient_argmax(a, x[:n], lenience) for a, x, n in zip(p, drafted, wanted)]
     np.testing.assert_array_equal(found, expected)
     for here, x, (tau, _) in zip(p, drafted, found):
         assert all(here[i, x[i]] >= lenience * here[i].max() for i in range(tau))
@@ -190,7 +186,7 @@ def test_properties_of_every_verifier(seed, gamma, live):
     q[np.arange(gamma) >= wanted[:, None]] = np.nan
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
     noise = rng.gumbel(size=p.shape).astype(np.float32)
-    draws = Randomness(uniform[:, :gamma], shared_toy.words(uniform[:, ::-1]), noise)
+    draws = Randomness(uniform[:, :gamma], toy.words(uniform[:, ::-1]), noise)
     found = jax.device_get(everything(as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, draws))
     row = np.arange(batch)
     for of_law in found:
@@ -200,13 +196,13 @@ def test_properties_of_every_verifier(seed, gamma, live):
             for b, i in ((b, i) for b in row for i in range(accepted[b])):
                 assert p[b, i, drafted[b, i]] > 0, name
                 if name == "typical":
-                    assert p[b, i, drafted[b, i]] > shared_toy.typical_threshold(p[b, i], EPSILON, DELTA) - 1e-6
+                    assert p[b, i, drafted[b, i]] > toy.typical_threshold(p[b, i], EPSILON, DELTA) - 1e-6
 
 
 def test_lenience_of_one_is_token_verification():
     p, q, drafted, wanted, accept, final = grid("lenient", False)
     with jax.enable_x64(False):
-        asked, draws = settings(len(p), np.float32, 1.0), Randomness(np.float32(accept), shared_toy.words(final))
+        asked, draws = settings(len(p), np.float32, 1.0), Randomness(np.float32(accept), toy.words(final))
         args = as_law(p, "float32"), as_law(q, "float32"), np.int32(drafted), np.int32(wanted), draws, asked
         lenient, token = (jax.jit(VERIFIERS[name].judge)(*args) for name in ("lenient", "token"))
     np.testing.assert_array_equal(np.stack(lenient), np.stack(token))

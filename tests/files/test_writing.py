@@ -5,7 +5,7 @@ import ast
 import os
 import stat
 
-import devices as shared_devices
+import devices
 import pytest
 from devices import Pipe, names, null_device
 from package_modules import MODULES
@@ -13,7 +13,7 @@ from package_modules import MODULES
 from specdec_jax.commands import journal
 from specdec_jax.files import writing
 
-disk = shared_devices.disk
+disk = devices.disk
 
 
 # Nothing else writes.

@@ -4,28 +4,17 @@ seqio's own; what is refused."""
 import json
 import pathlib
 import types
-import warnings
 
 import command_line
 import jax
 import numpy as np
 import pytest
 import seqio_jobs_of
-from seqio_jobs_of import INSTALLED, LENGTH, PAIRS, WIDTH, dataset, decoded, needs_seqio
+from seqio_jobs_of import LENGTH, PAIRS, WIDTH, dataset, decoded, interop, needs_seqio, seqio, tasks, tf
 
 import specdec_jax as sd
 from specdec_jax.commands import journal
 from specdec_jax.decoding import jobs
-
-if INSTALLED:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow's
-        import seqio
-        import tensorflow as tf
-
-        from specdec_jax.interop import seqio_jobs as interop
-        from specdec_jax.interop import tasks
-
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec

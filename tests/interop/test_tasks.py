@@ -9,17 +9,19 @@ import re
 import subprocess
 import sys
 import types
-import warnings
 
 import command_line
 import pytest
 import sentencepiece
 import seqio_jobs_of
 from seqio_jobs_of import (
-    INSTALLED,
     PAIRS,
     decoded,
+    interop,
     needs_seqio,
+    seqio,
+    tasks,
+    tf,
     write,
 )
 from toy_models import compilations
@@ -30,16 +32,6 @@ from specdec_jax.commands import main
 from specdec_jax.interop import vocabularies
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
-
-if INSTALLED:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow's
-        import seqio
-        import tensorflow as tf
-
-        from specdec_jax.interop import seqio_jobs as interop
-        from specdec_jax.interop import tasks
-
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec

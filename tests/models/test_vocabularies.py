@@ -7,7 +7,7 @@ import pathlib
 import shutil
 import time
 
-import make_checkpoints as shared_make_checkpoints
+import make_checkpoints
 import pytest
 from golden_models import GOLDEN
 
@@ -120,7 +120,7 @@ def tokenizer_json(**changes) -> str:
 def test_sentencepiece_with_other_special_ids():
     """SentencePiece's own numbers, which MADLAD has too: unknown 0, beginning 1, EOS 2."""
     vocabulary = vocabularies.SentencePieceVocabulary(
-        shared_make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, pad_id=3), 2
+        make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, pad_id=3), 2
     )
     assert vocabulary.eos_ids == (2,)
     ids = vocabulary.encode("The river")
@@ -162,9 +162,9 @@ def test_inputs_end_with_the_tokenizers_own_eos(case, tmp_path):
 
 def test_the_ids_of_the_configuration_stop_and_the_tokenizers_ends_inputs(tmp_path):
     """`eos_token_id: [95, 1]` in generation_config.json; saved and loaded again the same."""
-    config = dataclasses.replace(shared_make_checkpoints.TINY, vocab_size=328)
-    tensors = shared_make_checkpoints.to_tensors(shared_make_checkpoints.random_params(config))
-    shared_make_checkpoints.write_hf(tmp_path / "hf", tensors, vocab_size=328)
+    config = dataclasses.replace(make_checkpoints.TINY, vocab_size=328)
+    tensors = make_checkpoints.to_tensors(make_checkpoints.random_params(config))
+    make_checkpoints.write_hf(tmp_path / "hf", tensors, vocab_size=328)
     (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [95, 1]}))
     shutil.copy(FOLDER / "tokenizer.json", tmp_path / "hf")
     model = loader.load(tmp_path / "hf", "float32")
@@ -193,7 +193,7 @@ def test_a_tokenizers_truncation_and_padding_are_ignored():
     lambda: vocabularies.SentencePieceVocabulary(b""),
     lambda: vocabularies.TokenizerJsonVocabulary("{}"),
     lambda: vocabularies.TokenizerJsonVocabulary(tokenizer_json(post_processor=None).replace("</s>", "<end>")),
-    lambda: vocabularies.SentencePieceVocabulary(shared_make_checkpoints.sentencepiece_model(TRAINING, 90,
+    lambda: vocabularies.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(TRAINING, 90,
     hard_vocab_limit=False, eos_id=-1)),
 ])  # fmt: skip
 def test_what_is_no_vocabulary_is_refused(make):
@@ -322,5 +322,5 @@ def test_steps_that_make_a_text_longer_allow_shorter_texts():
 
 @pytest.mark.parametrize("rule", ["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"])
 def test_every_normalisation_of_sentencepiece_is_let_through(rule):
-    model = shared_make_checkpoints.sentencepiece_model(TRAINING, 80, normalization_rule_name=rule)
+    model = make_checkpoints.sentencepiece_model(TRAINING, 80, normalization_rule_name=rule)
     assert vocabularies.SentencePieceVocabulary(model).encode("Ｔom")

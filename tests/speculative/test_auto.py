@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, hash_pair, joint_law, sample
 from policies import DRAFT, INPUTS, LIMITS, OPTIONS, TARGET, B, enumerated, plain
 
@@ -101,7 +101,7 @@ def test_costs_that_are_none(costs):
 @pytest.mark.parametrize("costs", [(1, 1.4, 1.7, 1.9), (1, 1.9, 2.4, 3), (1, 1.1, 1.2, 1.3)], ids=str)
 def test_law_by_enumeration(costs, verifier):
     """Drafts of several lengths, of none, and looks whether they would pay."""
-    judge, lengths = {"token": shared_toy.TOKEN, "block": shared_toy.BLOCK}[verifier], set()
+    judge, lengths = {"token": toy.TOKEN, "block": toy.BLOCK}[verifier], set()
 
     def wanted(state, _):
         lengths.add((state.wanted(), state.best()))
@@ -109,10 +109,10 @@ def test_law_by_enumeration(costs, verifier):
 
     for vocab, limit in ((2, 6), (3, 5)):
         for seed in range(2):
-            target, draft = shared_toy.table_law(vocab, seed, 0.3), shared_toy.table_law(vocab, 50 + seed)
+            target, draft = toy.table_law(vocab, seed, 0.3), toy.table_law(vocab, 50 + seed)
             update = lambda state, drafted, accepted: state.after(drafted, accepted)
             found = enumerated(target, draft, limit, judge, Slow(costs), wanted, update)
-            assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, limit, set())) < 1e-12
+            assert toy.total_variation(found, toy.complete({(): 1.0}, target, limit, set())) < 1e-12
     assert len({wanted for wanted, _ in lengths}) >= 2 and (costs[1] < 1.9 or {(PROBE, 0), (0, 0)} <= lengths)
 
 

@@ -9,7 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from engine_inputs import loop_bodies
 from toy_models import HashModel, Words, compilations, tiny_t5
 
@@ -65,15 +65,15 @@ def test_full_product_of_modes(vocab, gamma):
     final = rng.random((size, gamma + 1))
     with jax.enable_x64():
         rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
-        at = shared_toy.words(drafted_at), wanted, accept, shared_toy.words(final)
+        at = toy.words(drafted_at), wanted, accept, toy.words(final)
         found = one_iteration(p_logits, q_logits, rows, *at, mode=config.mode)
         drafted, accepted, token = jax.device_get(found)
     for row, (mode, count) in enumerate(cases):
         # The parameters travel as float32.
         exact = {name: float(np.float32(value)) if name != "top_k" else value for name, value in MODES[mode].items()}
-        p, q = (shared_toy.adjusted_probs(logits[row], **exact) for logits in (p_logits, q_logits))
-        assert drafted[row].tolist() == [shared_toy.invert(law, u) for law, u in zip(q, drafted_at[row])]
-        expected = shared_toy.TOKEN.decide(p, q, drafted[row, :count], accept[row], final[row])
+        p, q = (toy.adjusted_probs(logits[row], **exact) for logits in (p_logits, q_logits))
+        assert drafted[row].tolist() == [toy.invert(law, u) for law, u in zip(q, drafted_at[row])]
+        expected = toy.TOKEN.decide(p, q, drafted[row, :count], accept[row], final[row])
         assert (accepted[row], token[row]) == expected, (mode, count)
 
 
@@ -153,9 +153,9 @@ def test_pairwise_cover(case):
         assert not any(token in case["eos"] for token in new[:-1])
         assert length == limit or new[-1] in case["eos"]
         logits = target.logits([INPUTS[row]], [[0, *prefix, *new[:-1]]], [len(INPUTS[row])])[0, len(prefix) :]
-        own = np.log(shared_toy.adjusted_probs(logits))[np.arange(length), new]
+        own = np.log(toy.adjusted_probs(logits))[np.arange(length), new]
         np.testing.assert_allclose(result.log_probs[row, :length], own, atol=1e-5)
-        law = shared_toy.adjusted_probs(logits, **MODES[case["mode"]])[np.arange(length), new]
+        law = toy.adjusted_probs(logits, **MODES[case["mode"]])[np.arange(length), new]
         assert np.all(law > 0), "an id that the law excludes"
         np.testing.assert_allclose(result.adjusted_log_probs[row, :length], np.log(law), atol=1e-5)
         assert not result.adjusted_log_probs[row, length:].any()
@@ -208,9 +208,7 @@ def test_the_returned_law_is_the_law_that_was_drawn_from():
     for row in range(3):
         n, tokens = wanted[row], np.asarray(draft.tokens[row])
         logits = MODELS["other"].logits([INPUTS[row]], [[0, *tokens[: n - 1]]], [len(INPUTS[row])])[0]
-        np.testing.assert_allclose(
-            probs[row, :n], shared_toy.adjusted_probs(logits, **MODES["top-k and top-p"]), atol=1e-5
-        )
+        np.testing.assert_allclose(probs[row, :n], toy.adjusted_probs(logits, **MODES["top-k and top-p"]), atol=1e-5)
         np.testing.assert_array_equal(draws.draw(probs[row, :n], words[row, :n]), tokens[:n])
 
 

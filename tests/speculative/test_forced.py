@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 
 import specdec_jax as sd
 from specdec_jax.analysis import arms
@@ -69,7 +69,7 @@ def test_decisions_by_hand():
     q = np.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]] * 3, np.float32)
     accept = np.array([[0.59, 0.59], [0.59, 0.6], [0.6, 0.0]], np.float32)
     settings = {"forced_alpha": np.full(3, 0.6, np.float32)}
-    draws = Randomness(accept, shared_toy.words(np.full((3, 3), 0.5)))
+    draws = Randomness(accept, toy.words(np.full((3, 3), 0.5)))
     verify = jax.jit(lambda p, q, *rest: verify_forced(Law.of(jnp.log(p)), Law.of(jnp.log(q)), *rest))
     verified = verify(p, q, np.array([[0, 1]] * 3, np.int32), np.full(3, 2, np.int32), draws, settings)
     assert verified.num_accepted.tolist() == [2, 1, 0]

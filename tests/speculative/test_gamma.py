@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 from engine_inputs import loop_bodies
 from law_samples import FALSE_ALARM, ROWS, SPREAD, V, g_test, hash_pair, joint_law, sample
 from policies import DRAFT, INPUTS, LIMIT, LIMITS, OPTIONS, PREFIXES, TARGET, B, G, enumerated, plain
@@ -182,20 +182,20 @@ ENUMERATED = {
 @pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize("name", sorted(ENUMERATED))
 def test_law_by_enumeration(name, verifier):
-    judge = {"token": shared_toy.TOKEN, "block": shared_toy.BLOCK}[verifier]
+    judge = {"token": toy.TOKEN, "block": toy.BLOCK}[verifier]
     for vocab, limit in ((2, 6), (3, 5)):
         for seed in range(3):
-            target, draft = shared_toy.table_law(vocab, seed, 0.3), shared_toy.table_law(vocab, 50 + seed)
+            target, draft = toy.table_law(vocab, seed, 0.3), toy.table_law(vocab, 50 + seed)
             found = enumerated(target, draft, limit, judge, *ENUMERATED[name])
-            assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, limit, set())) < 1e-12
+            assert toy.total_variation(found, toy.complete({(): 1.0}, target, limit, set())) < 1e-12
 
 
 def test_enumeration_catches_a_token_dropped_after_a_look():
     """The same stop as by confidence, but the token that ends the draft does not stay in it."""
-    target, draft = shared_toy.table_law(3, 0), shared_toy.table_law(3, 50)
-    rule = shared_toy.Rule(verifier=shared_toy.BLOCK, keep=lambda q, x: q[x] >= 0.4)
-    found = shared_toy.speculative_law(target, draft, 3, 5, set(), rule)
-    assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 5, set())) > 0.01
+    target, draft = toy.table_law(3, 0), toy.table_law(3, 50)
+    rule = toy.Rule(verifier=toy.BLOCK, keep=lambda q, x: q[x] >= 0.4)
+    found = toy.speculative_law(target, draft, 3, 5, set(), rule)
+    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, set())) > 0.01
 
 
 def adapted(name: str, order=range(B), **options):
@@ -261,7 +261,7 @@ def test_what_policies_see(temperature):
     for row, (t, n) in enumerate(zip(temperature, draft.num_drafted)):
         tokens = np.asarray(draft.tokens)[row]
         logits = DRAFT.logits([INPUTS[row]], [[0, *tokens[:-1]]], [len(INPUTS[row])])[0]
-        probs = shared_toy.adjusted_probs(logits, t or 1.0, 5)
+        probs = toy.adjusted_probs(logits, t or 1.0, 5)
         entropy = -np.sum(np.where(probs > 0, probs * np.log(np.where(probs > 0, probs, 1)), 0), axis=1)
         np.testing.assert_allclose(draft.seen.prob[row, :n], probs[np.arange(G), tokens][:n], rtol=1e-4)
         np.testing.assert_allclose(draft.seen.entropy[row, :n], entropy[:n], atol=1e-5)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy_processors as shared_toy_processors
+import toy_processors
 
 from specdec_jax.speculative import laws, processors
 from specdec_jax.speculative.processors import Context
@@ -48,7 +48,7 @@ def expected(logits, context, options):
     for row, position in np.ndindex(logits.shape[:2]):
         own = {name: value[row] if name in PER_ROW else value for name, value in options.items()}
         length = int(context.lengths[row]) + position
-        found[row, position] = shared_toy_processors.processed(
+        found[row, position] = toy_processors.processed(
             logits[row, position], context.tokens[row, :length].tolist(), new=length - int(context.starts[row]),
             eos_ids=EOS, **own,
         )  # fmt: skip

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-import toy as shared_toy
-import toy_processors as shared_toy_processors
+import toy
+import toy_processors
 from toy_models import HashModel, HashNetwork, tiny_t5
 from toy_options import (
     ALL,
@@ -59,7 +59,7 @@ def test_greedy_plain_and_speculative_equal_the_slow_version(name):
         assert not result.adjusted_log_probs.any(), "the law is one-hot"
         for row, ids in enumerate(wanted):
             logits = raw_logits(TARGET, row, [0, *PREFIXES[row], *ids])[len(PREFIXES[row]) : -1]
-            own = np.log(shared_toy.adjusted_probs(logits))[np.arange(len(ids)), ids]
+            own = np.log(toy.adjusted_probs(logits))[np.arange(len(ids)), ids]
             np.testing.assert_allclose(result.log_probs[row, : len(ids)], own, atol=1e-5)
     assert result.stats.acceptance_rate < 0.95 and result.stats.accepted > 0, "or nothing is rejected"
 
@@ -160,7 +160,7 @@ def small_law(prefix) -> np.ndarray:
     """The target's processed law `[5]` after new ids `prefix`, in numpy."""
     tokens = [0, *prefix]
     logits = SMALL_TARGET.logits([[2, 3]], [tokens], [2])[0, -1]
-    return shared_toy_processors.law(logits, tokens, new=len(prefix), eos_ids=(1,), temperature=1.2, **SMALL_OPTIONS)
+    return toy_processors.law(logits, tokens, new=len(prefix), eos_ids=(1,), temperature=1.2, **SMALL_OPTIONS)
 
 
 def significance(sequences, law: dict, draws: int) -> float:
@@ -188,7 +188,7 @@ def small_samples(function, key: int, **options):
 @pytest.mark.parametrize("verifier", ["token", "block", "gumbel"])
 def test_samples_of_one_input_follow_the_processed_law(verifier):
     """Joint law of three positions under processors that read the prefix; neighbours are independent."""
-    law = shared_toy.complete({(): 1.0}, small_law, 3, {1})
+    law = toy.complete({(): 1.0}, small_law, 3, {1})
     law = {key: prob for key, prob in law.items() if prob}
     assert len(law) > 30
     samples = small_samples(generate, 0, verifier=verifier)
@@ -202,7 +202,7 @@ def test_samples_of_one_input_follow_the_processed_law(verifier):
 
 @pytest.mark.parametrize("name", ["carried", "unverified"])
 def test_the_joint_law_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
-    law = shared_toy.complete({(): 1.0}, small_law, 3, {1})
+    law = toy.complete({(): 1.0}, small_law, 3, {1})
     law = {key: prob for key, prob in law.items() if prob}
     found = small_samples(functools.partial(decode_with, MUTANTS[name], monkeypatch), 0)
     assert significance(found, law, DRAWS) < 1e-9
@@ -214,7 +214,7 @@ def test_processed_laws_are_preserved():
     def under(law):
         def adjusted(prefix):
             logits = np.log(law(prefix))
-            return shared_toy_processors.law(logits, [0, *prefix], new=len(prefix), eos_ids=(1,), **options)
+            return toy_processors.law(logits, [0, *prefix], new=len(prefix), eos_ids=(1,), **options)
 
         return functools.cache(adjusted)
 
@@ -222,10 +222,10 @@ def test_processed_laws_are_preserved():
         dict(repetition_penalty=2.0, no_repeat_ngram=2),
         dict(min_new_tokens=2, forced_tokens={1: 2}, min_p=0.1),
     ):
-        target, draft = under(shared_toy.table_law(3, 0)), under(shared_toy.table_law(3, 1))
+        target, draft = under(toy.table_law(3, 0)), under(toy.table_law(3, 1))
         for gamma in (1, 2, 3):
-            found = shared_toy.speculative_law(target, draft, gamma, 4, {1})
-            assert shared_toy.total_variation(found, shared_toy.complete({(): 1.0}, target, 4, {1})) < 1e-12
+            found = toy.speculative_law(target, draft, gamma, 4, {1})
+            assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {1})) < 1e-12
 
 
 SEEN: list[tuple[int, ...]] = []

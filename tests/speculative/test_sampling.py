@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy as shared_toy
+import toy
 
 from specdec_jax.speculative import draws, laws
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
@@ -54,7 +54,7 @@ def test_every_filter_equals_a_sort(vocab, most):
     for use_k, use_p in ((False, False), (True, False), (False, True), (True, True)):
         k, p = (top_k if use_k else np.zeros_like(top_k)), (top_p if use_p else np.ones_like(top_p))
         found = probs_of(logits, temperature=temperature.tolist(), top_k=k.tolist(), top_p=p.tolist())
-        expected = np.stack([shared_toy.adjusted_probs(*row) for row in zip(logits, temperature, k, p)])
+        expected = np.stack([toy.adjusted_probs(*row) for row in zip(logits, temperature, k, p)])
         np.testing.assert_array_equal(found > 0, expected > 0)
         np.testing.assert_allclose(found, expected, atol=2e-6)
 
@@ -136,7 +136,7 @@ def test_laws_and_draws_are_sound(seed):
     np.testing.assert_allclose(probs.sum(axis=-1), 1, atol=1e-5)
     best = np.take_along_axis(probs, np.argmax(logits, axis=-1)[..., None], axis=-1)[..., 0]
     assert np.all(best >= probs.max(axis=-1) - 1e-6)
-    ids = np.asarray(draw(probs[:, 0], shared_toy.words(rng.choice([0, 0.3, LAST], batch))))
+    ids = np.asarray(draw(probs[:, 0], toy.words(rng.choice([0, 0.3, LAST], batch))))
     assert np.all(np.take_along_axis(probs[:, 0], ids[:, None], axis=1) > 0)
 
 

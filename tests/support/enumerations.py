@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-import toy as shared_toy
+import toy
 from toy import BLOCK, REJECTION, TOKEN
 
 from specdec_jax.speculative.laws import Law
@@ -12,7 +12,7 @@ SIZES = [(2, 1, 4), (2, 2, 5), (2, 3, 7), (3, 1, 4), (3, 2, 5), (3, 3, 6), (4, 1
 
 
 def laws(vocab, zeros=0.0):
-    return shared_toy.table_law(vocab, 11, zeros), shared_toy.table_law(vocab, 12, zeros)
+    return toy.table_law(vocab, 11, zeros), toy.table_law(vocab, 12, zeros)
 
 
 # --- The JAX code on a grid of uniforms ---
@@ -41,6 +41,6 @@ ENUMERATED = {
     "token": TOKEN,
     "block": BLOCK,
     "rejection": REJECTION,
-    "lenient": shared_toy.lenient(LENIENCE),
-    "typical": shared_toy.typical(EPSILON, DELTA),
+    "lenient": toy.lenient(LENIENCE),
+    "typical": toy.typical(EPSILON, DELTA),
 }

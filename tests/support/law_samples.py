@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import scipy.stats
-import toy as shared_toy
+import toy
 from toy_models import HashModel
 
 from specdec_jax.decoding.loop import advance
@@ -23,7 +23,7 @@ def joint_law(model, config: SamplingConfig) -> np.ndarray:
     inputs, first = (INPUTS[:-1], INPUTS[-1]) if decoder_only(model) else (INPUTS, model.start_token)
     decoder = np.concatenate([np.full((len(pairs), 1), first), pairs], axis=1)
     logits = np.asarray(model.logits(np.tile(inputs, (len(pairs), 1)), decoder, np.full(len(pairs), len(inputs))))
-    probs = shared_toy.adjusted_probs(logits, config.temperature, config.top_k, config.top_p)
+    probs = toy.adjusted_probs(logits, config.temperature, config.top_k, config.top_p)
     first, second, third = probs[0, 0], probs[::V, 1], probs[:, 2].reshape(V, V, V)
     joint = first[:, None, None] * second[:, :, None] * third
     after = np.zeros((V, V, V))

@@ -3,7 +3,7 @@
 import functools
 
 import numpy as np
-import toy as shared_toy
+import toy
 from law_samples import V
 from toy_models import HashModel
 
@@ -25,7 +25,7 @@ OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
 def enumerated(target, draft, limit: int, verifier, start, gamma_of, update, last=lambda q, x: False):
     """Law of `limit` ids after three iterations of a policy: γ from its state and the draft's
     first law, then a new state."""
-    rule, states = shared_toy.Rule(verifier=verifier, last=last), {((), start): 1.0}
+    rule, states = toy.Rule(verifier=verifier, last=last), {((), start): 1.0}
     for _ in range(3):
         following: dict = {}
         for (prefix, state), prob in states.items():
@@ -33,14 +33,14 @@ def enumerated(target, draft, limit: int, verifier, start, gamma_of, update, las
             if wanted < 0:
                 following[prefix, state] = following.get((prefix, state), 0) + prob
                 continue
-            for (new, _), p in shared_toy.kernel(prefix, None, target, draft, wanted, set(), rule).items():
+            for (new, _), p in toy.kernel(prefix, None, target, draft, wanted, set(), rule).items():
                 after = new, update(state, wanted, len(new) - len(prefix) - 1)
                 following[after] = following.get(after, 0) + prob * p
         states = following
     prefixes: dict = {}
     for (prefix, _), prob in states.items():
         prefixes[prefix] = prefixes.get(prefix, 0) + prob
-    return shared_toy.complete(prefixes, target, limit, set())
+    return toy.complete(prefixes, target, limit, set())
 
 
 # --- Through the engine ---

@@ -16,8 +16,12 @@ if INSTALLED:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TensorFlow's
         import seqio
+        import tensorflow as tf  # noqa: F401 (for the tests)
 
+        from specdec_jax.interop import seqio_jobs as interop  # noqa: F401 (for the tests)
         from specdec_jax.interop import tasks
+else:
+    interop = seqio = tasks = tf = None
 
 
 def needs_seqio(test):

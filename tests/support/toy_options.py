@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
-import toy as shared_toy
-import toy_processors as shared_toy_processors
+import toy
+import toy_processors
 from toy_models import HashModel, Words
 
 from specdec_jax.decoding.generate import generate
@@ -75,9 +75,7 @@ def slow_greedy(row: int, options, model=TARGET) -> list[int]:
     prefix, new = [model.start_token, *PREFIXES[row]], []
     while len(new) < LIMIT and not (new and new[-1] in EOS):
         logits = raw_logits(model, row, prefix + new)[-1]
-        new.append(
-            int(np.argmax(shared_toy_processors.processed(logits, prefix + new, new=len(new), eos_ids=EOS, **options)))
-        )
+        new.append(int(np.argmax(toy_processors.processed(logits, prefix + new, new=len(new), eos_ids=EOS, **options))))
     return new
 
 
@@ -97,11 +95,9 @@ def assert_log_probs(result, options, filters=FILTERS):
         for i, token in enumerate(ids):
             prefix = tokens[: len(tokens) - len(ids) + i]
             logits = raw_logits(TARGET, row, prefix)[-1]
-            law = shared_toy_processors.law(logits, prefix, new=i, eos_ids=EOS, **filters, **of_row(options, row))
+            law = toy_processors.law(logits, prefix, new=i, eos_ids=EOS, **filters, **of_row(options, row))
             np.testing.assert_allclose(result.adjusted_log_probs[row, i], np.log(law[token]), atol=1e-4)
-            np.testing.assert_allclose(
-                result.log_probs[row, i], np.log(shared_toy.adjusted_probs(logits)[token]), atol=1e-4
-            )
+            np.testing.assert_allclose(result.log_probs[row, i], np.log(toy.adjusted_probs(logits)[token]), atol=1e-4)
         assert not result.adjusted_log_probs[row, len(ids) :].any()
 
 

@@ -1,7 +1,7 @@
 """What the processors do to the logits after one prefix: slow, one id at a time, in numpy, nothing of the package."""
 
 import numpy as np
-import toy as shared_toy
+import toy
 
 
 def penalized(logits, prefix, penalty: float) -> np.ndarray:
@@ -52,6 +52,6 @@ def processed(
 
 def law(logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options) -> np.ndarray:
     """Probabilities `[V]` in float64: the processors, then temperature, top-k, top-p and min-p."""
-    probs = shared_toy.adjusted_probs(processed(logits, prefix, new=new, **options), temperature, top_k, top_p)
+    probs = toy.adjusted_probs(processed(logits, prefix, new=new, **options), temperature, top_k, top_p)
     probs = np.where(probs >= min_p * probs.max(), probs, 0)
     return probs / probs.sum()

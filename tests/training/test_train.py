@@ -6,7 +6,7 @@ import functools
 import gin
 import jax
 import jax.numpy as jnp
-import make_checkpoints as shared_make_checkpoints
+import make_checkpoints
 import numpy as np
 import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
@@ -207,7 +207,7 @@ def test_bad_files_are_told_before_anything_compiles(language, tmp_path, setting
 
 def test_a_piece_that_would_count_as_padding_is_refused(language, tmp_path):
     texts = (language / "train.tsv").read_text().split("\n")
-    (tmp_path / "vocabulary.model").write_bytes(shared_make_checkpoints.sentencepiece_model(texts, 40))  # unknown is 0
+    (tmp_path / "vocabulary.model").write_bytes(make_checkpoints.sentencepiece_model(texts, 40))  # unknown is 0
     (tmp_path / "more.tsv").write_text("bara\tQ\n")
     settings = dict(vocabulary=str(tmp_path / "vocabulary.model"), validation_files=str(tmp_path / "more.tsv"))
     with pytest.raises(ValueError, match=r"more.tsv: got the piece '<unk>' with id 0, expected none: 0 is padding"):

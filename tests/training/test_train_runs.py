@@ -14,7 +14,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-import make_checkpoints as shared_make_checkpoints
+import make_checkpoints
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -141,7 +141,7 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(finished, languag
 
 def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path, monkeypatch):
     texts = (language / "train.tsv").read_text().split("\n")
-    vocabulary = vocabularies.SentencePieceVocabulary(shared_make_checkpoints.sentencepiece_model(texts, 40), 5)
+    vocabulary = vocabularies.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(texts, 40), 5)
     converter.save(LanguageModel(TINY, finished[2], vocabulary, eos_ids=(2,)), tmp_path / "teacher")
     seen, make = [], corpus.BucketedBatches
     monkeypatch.setattr(
