@@ -51,5 +51,5 @@ def problems(record: Mapping[str, Any], dtype: str) -> list[str]:
         return []
     return [
         f"{record['name']}: got other tokens than plain decoding for inputs {wrong}, expected the same but for "
-        f"near-ties"
+        "near-ties"
     ]

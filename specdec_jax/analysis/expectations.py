@@ -26,7 +26,7 @@ def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: Me
         raise UnsupportedCombination(
             f"compare_alpha: got it with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
             f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that "
-            f"draws from its own law"
+            "draws from its own law"
         )
     accepted = acceptance.measure_acceptance(
         target, drafter, batches, verifiers_of(options), options.gamma_max, options

@@ -79,8 +79,7 @@ def join(leaves: dict[str, Leaf], path) -> dict[str, Leaf]:
             if len(leaf.shape) != 2 or not fits:
                 raise ValueError(
                     f"{path}: parameter {parameter}: got scales of shape {other.shape} for values of shape "
-                    f"{leaf.shape}, "
-                    "expected one for each row or column"
+                    f"{leaf.shape}, expected one for each row or column"
                 )
             found[parameter] = product(leaf, other)
     return found

@@ -60,8 +60,7 @@ class BenchmarkOptions(DecodingOptions):
     forced_alpha: tuple[float, ...] = option(
         (),
         "accept drafted tokens by coin with this probability, whatever the models say, so that whole decodes can be "
-        "timed "
-        "with random weights; several, comma-separated, are timed in turn",
+        "timed with random weights; several, comma-separated, are timed in turn",
     )
     against: str | None = option(
         None,
@@ -70,8 +69,7 @@ class BenchmarkOptions(DecodingOptions):
     suite: str | None = option(
         None,
         "paper: measure every row that the paper reports, one record a line in --output, and go on after a kill; "
-        "--drafter "
-        "and --drafter_preset then take several, comma-separated",
+        "--drafter and --drafter_preset then take several, comma-separated",
     )
     report: str | None = option(
         None,

@@ -29,9 +29,7 @@ class ConvertOptions:
     dtype: str | None = option(
         None,
         "float32 or bfloat16, for specdec also int8 (matrices in 8 bits; not for a target whose drafter or heads "
-        "were trained "
-        "on its states); none: bfloat16 "
-        "if all parameters are stored so, else float32",
+        "were trained on its states); none: bfloat16 if all parameters are stored so, else float32",
     )
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too"

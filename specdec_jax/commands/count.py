@@ -76,7 +76,7 @@ def _outputs(path: str) -> Iterator[str]:
         if len(columns) > 2:
             raise ValueError(
                 f"{path}, line {number}: got {len(columns)} columns, expected one (outputs) or two (source, tab, "
-                f"output)"
+                "output)"
             )
         if columns[-1].strip():
             yield columns[-1]

@@ -79,8 +79,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     most = options.gamma if options.gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
     screen.say(
         f"The drafter, {options.drafter}, proposes up to {most} tokens. The target, {options.target}, checks them "
-        f"all in one\n"
-        f"call and adds one token of its own; {_promise(options)}.\n"
+        f"all in one\ncall and adds one token of its own; {_promise(options)}.\n"
         "Each line below is one such call:"
     )
     screen.show(traces.LEGEND)
@@ -207,7 +206,6 @@ def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
     return "\n".join([
         *lines,
         f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to "
-        f"{max(ratios):.2f}); the times "
-        "are that pass's",
+        f"{max(ratios):.2f}); the times are that pass's",
         f"{tokens['speculative'] / calls:.2f} tokens per target call",
     ])  # fmt: skip

@@ -183,7 +183,7 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     used = sum(len(job.texts) for job in jobs) // kinds
     console.print(
         f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like "
-        f"padding",
+        "padding",
         markup=False,
     )
     output = pathlib.Path(config.output_dir)

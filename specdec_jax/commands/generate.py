@@ -50,8 +50,7 @@ class GenerateOptions(DecodingOptions):
     output_file: str | None = option(
         None,
         "file for the outputs instead of standard output; what is finished is kept beside it (.partial), so that the "
-        "same "
-        "command goes on after a kill",
+        "same command goes on after a kill",
     )
     task: str | None = option(
         None, "seqio task or mixture to decode instead of sentences: for every example a JSON object as T5X's infer "

@@ -154,8 +154,7 @@ class Journal:
             if before.get(name) != settings.get(name):
                 raise ValueError(
                     f"{self.path}: got results with {name} {before.get(name)!r}, expected {settings.get(name)!r}; "
-                    f"remove the "
-                    "file to begin anew"
+                    "remove the file to begin anew"
                 )
 
 

@@ -32,8 +32,7 @@ from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS, verifier
 
 AUTO_HELP = (
     "tokens drafted per target call, or auto: as many as pay on this machine, measured when a model is first used, "
-    "and at "
-    "each sentence's own acceptance, none included"
+    "and at each sentence's own acceptance, none included"
 )
 
 
@@ -52,8 +51,7 @@ class DecodingOptions:
     drafter: str | None = option(
         None,
         "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the "
-        "target's "
-        "first K decoder layers; a table (.npz) that `specdec count` wrote; "
+        "target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
         + "; ".join(f"{name}, {one.summary}" for name, one in WITHOUT_FILES.items())
         + " (default: nothing drafts, which is plain decoding)",
     )
@@ -76,14 +74,12 @@ class DecodingOptions:
         "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); the output law is "
         "then that of "
         "the rounded model; none: widen weights that are stored in 8 bits to --dtype (default: such weights are used "
-        "as they "
-        "are stored, where that can be had); for a drafter there is --drafter_int8",
+        "as they are stored, where that can be had); for a drafter there is --drafter_int8",
     )
     mesh: str | None = option(
         None,
         "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and caches among MODEL "
-        "devices "
-        "(default: one device)",
+        "devices (default: one device)",
     )
     shard_drafter: bool = option(
         False, "with --mesh: divide a drafting model like the target instead of copying it to every device"
@@ -112,7 +108,7 @@ class DecodingOptions:
     )
     gamma_policy: str = option(
         "fixed",
-        f"how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 where that is "
+        "how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 where that is "
         f"auto): fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
@@ -196,7 +192,7 @@ class DecodingOptions:
         if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
             raise UnsupportedCombination(
                 f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at "
-                f"least 1"
+                "least 1"
             )
         check_limits(sampling, np.array([self.max_new_tokens]), 1)
         if not 0 <= self.seed < 2**32:

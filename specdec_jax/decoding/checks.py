@@ -36,8 +36,7 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
         got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
         raise ValueError(
             f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or PromptLookupDrafter() (names "
-            f"are for the "
-            "command line)"
+            "are for the command line)"
         )
     if jax.tree_util.all_leaves([drafter]):
         name = type(drafter).__name__

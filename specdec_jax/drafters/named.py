@@ -42,8 +42,8 @@ def without_model(name: str) -> bool:
 
 
 def named_drafter(
-    name: str, target: LanguageModel, load: Callable[[str], LanguageModel], reduced: Callable[[LanguageModel],
-    ModelDrafter]
+    name: str, target: LanguageModel, load: Callable[[str], LanguageModel],
+    reduced: Callable[[LanguageModel], ModelDrafter],
 ) -> Drafter:  # fmt: skip
     """What `--drafter` names, a model's as `reduced` makes it; a folder of such a name can be had as ./NAME."""
     if name in WITHOUT_FILES:

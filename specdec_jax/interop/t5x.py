@@ -70,7 +70,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         if decode_fn is not None:
             raise ValueError(
                 f"decode_fn: got {decode_fn!r}, expected none: sampling is set by `sampling`, and beams cannot be "
-                f"drafted for"
+                "drafted for"
             )
         super().__init__(
             module=module, input_vocabulary=input_vocabulary, output_vocabulary=output_vocabulary,
@@ -116,7 +116,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         if decodes != 1:
             raise ValueError(
                 f"num_decodes: got {decodes}, expected 1: beams and several decodes are "
-                f"t5x.models.EncoderDecoderModel's"
+                "t5x.models.EncoderDecoderModel's"
             )
         eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
         prompts = jnp.where(prompts == eos_id, 0, prompts) if prompt_with_targets else jnp.zeros_like(prompts)
@@ -166,15 +166,13 @@ def _check_model(model: LanguageModel, vocabulary) -> None:
     if size > _MOST_BYTES and not getattr(jax.config, _CONSTANTS):
         raise ValueError(
             f"drafter: got {size / 1e9:.1f} GB of weights, expected at most {_MOST_BYTES / 1e9:.0f} as constants of "
-            f"a program "
-            f"({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
+            f"a program ({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
         )
     ours = model.vocabulary
     if ours is not None and difference(ours, vocabulary):
         raise ValueError(
             f"drafter: got a vocabulary of {ours.size} pieces that differs from T5X's ({vocabulary.vocab_size} "
-            f"pieces), "
-            "expected the same pieces with the same ids"
+            "pieces), expected the same pieces with the same ids"
         )
 
 

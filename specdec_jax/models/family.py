@@ -14,8 +14,8 @@ class ModelConfig:
     """Shape of a network: the base class of every family's frozen dataclass.
 
     Fields that every family has, beside its own: `vocab_size`, `emb_dim`, `num_heads`, `head_dim`,
-    `num_decoder_layers`,
-    `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and `matmul_dtype`, as in `T5Config`.
+    `num_decoder_layers`, `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and `matmul_dtype`,
+    as in `T5Config`.
 
     Attributes:
       family: its name, under which it is in the table and in stored models.

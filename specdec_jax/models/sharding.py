@@ -142,8 +142,7 @@ class ShardingRules:
             if getattr(config, name) % self.parts:
                 raise ValueError(
                     f"mesh: got {self.parts} devices on the model axis for {name} = {getattr(config, name)}, "
-                    f"expected a "
-                    "divisor of it, or a model that every device holds whole"
+                    "expected a divisor of it, or a model that every device holds whole"
                 )
 
     def check_rows(self, name: str, rows: int) -> None:

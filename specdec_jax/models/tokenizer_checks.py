@@ -76,8 +76,7 @@ def check_length(text: str, growth: int) -> None:
     if len(text) * growth > _MOST_CHARACTERS:
         raise ValueError(
             f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, "
-            f"expected at most "
-            f"{_MOST_CHARACTERS // growth:,}"
+            f"expected at most {_MOST_CHARACTERS // growth:,}"
         )
 
 
@@ -111,8 +110,7 @@ def _growth(step: dict) -> int:
         if len(pattern) > _LONGEST_PATTERN or not _plain(pattern):
             raise ValueError(
                 f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a "
-                f"well-known "
-                "tokenizer, or alternatives in which nothing follows a repetition"
+                "well-known tokenizer, or alternatives in which nothing follows a repetition"
             )
     # By their fields: the library takes steps that do not say their type.
     if "precompiled_charsmap" in step or step.get("type") == "Precompiled":

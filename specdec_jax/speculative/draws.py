@@ -34,8 +34,7 @@ def threefry(key: jax.Array) -> jax.Array:
     if words.dtype != jnp.uint32 or words.ndim == 0 or not (typed or words.shape[-1] in (2, 4)):
         raise ValueError(
             f"key: got an array of shape {key.shape} and type {key.dtype}, expected jax.random.key(seed), or raw "
-            f"keys of "
-            "2 words of uint32 (threefry) or 4 (rbg)"
+            "keys of 2 words of uint32 (threefry) or 4 (rbg)"
         )
     return _from_words(words)
 

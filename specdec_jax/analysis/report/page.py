@@ -67,8 +67,7 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
             "α: the share of the examined draft tokens that the target accepts. γ: the tokens drafted for each "
             "target call. "
             "c: the time of a draft step over that of a target step. v: the time of a target call over γ + 1 "
-            "positions over "
-            "that of a single position; the paper takes 1."
+            "positions over that of a single position; the paper takes 1."
         ),
         element("h2", "Measured"),
     ]  # fmt: skip
@@ -93,9 +92,8 @@ def _theory() -> list[Markup]:
     table_4 = [
         (f"{row.task}, {row.drafter}", row.temperature, row.gamma, f"{row.alpha:.2f}", f"{row.cost_ratio:.2f}",
          f"{row.expected:.1f}", f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}",
-             f"{row.measured:.1f}",
-         formulas.optimal_gamma(row.alpha, row.cost_ratio),
-             f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}")
+         f"{row.measured:.1f}", formulas.optimal_gamma(row.alpha, row.cost_ratio),
+         f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}")
         for row in paper.TABLE_4
     ]  # fmt: skip
     return [
@@ -108,7 +106,7 @@ def _theory() -> list[Markup]:
         _note("Its left, the factor in speed with c = 0, is figure 2 again."),
         _table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
                ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ",
-                   "oracle of γ"),
+                "oracle of γ"),
                table_4),
         _note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
         _table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
@@ -130,8 +128,8 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
-        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3), _with_bare(row.cost_ratio,
-            row.bare_cost_ratio, 3),
+        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3),
+         _with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
          _with_bare(row.verify_cost, row.bare_verify_cost, 2),
          _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _spread(_reached(row)),
          _shown(row.differ, 0))

@@ -68,11 +68,10 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         return [
             Row(
                 *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
-                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])), arm["stats"][
-                    "tokens_per_target_call"],
+                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])),
+                arm["stats"]["tokens_per_target_call"],
                 (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), spread_of(arm["improvement"]),
-                    len(arm[
-                    "differences"]),
+                len(arm["differences"]),
                 bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
             )
             for arm in record["speculative"]
@@ -105,8 +104,8 @@ def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
     files = f"{record['sentences']} of {_short(record['input_file'])}"
     return Row(
         record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
-        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]), arm[
-            "differ"],
+        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]),
+        arm["differ"],
     )  # fmt: skip
 
 

@@ -46,8 +46,7 @@ def same_positions(found: Mapping[str, Any]) -> str:
     spread = f" ± {error:.4f}, {abs(difference) / error:.1f} standard errors" if error else ""
     return (
         f"token verification accepted {found['counted']:.4f} of {found['positions']} tokens, whose mean of Σ min(p, "
-        f"q) is "
-        f"{found['overlap']:.4f}: difference {difference:+.4f}{spread}"
+        f"q) is {found['overlap']:.4f}: difference {difference:+.4f}{spread}"
     )
 
 
@@ -72,8 +71,7 @@ def table_lines(record: Mapping[str, Any]) -> list[str]:
         lines.append("".join(f"{cell:>12}" for cell in [row["gamma"], *cells]))
     return [
         "tokens per target call and improvement expected from alpha with v = 1 and with v (~: interpolated); and "
-        "from how "
-        "often the first i drafted tokens stand:",
+        "from how often the first i drafted tokens stand:",
         *lines,
     ]
 
@@ -96,8 +94,7 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         f"{record['target']['parameter_dtype']})"
         + (f" with {_drafter(record['drafter'])}" if record["drafter"] else ""),
         f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {record['options']['repeats']} "
-        f"passes; "
-        f"{hardware(host)}, jax {host['jax']}",
+        f"passes; {hardware(host)}, jax {host['jax']}",
         "",
         f"plain          {_seconds(plain['seconds'])}, {plain['tokens']} tokens, "
         f"{1e3 * plain['seconds_per_token']:.2f} ms each; compilation {plain['compile_seconds']:.1f} s",
@@ -177,10 +174,10 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
     else:
         lines += [
             f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between "
-            f"target calls",
+            "target calls",
             f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
             f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as "
-            f"counted)",
+            "counted)",
             f"  measured over predicted ({_PREDICTIONS[arm['prediction']]}) {arm['measured_over_predicted']:.3f}; "
             f"most of the time: {arm['limiting_term']}",
             "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
@@ -219,8 +216,7 @@ def tune_summary(record: Mapping[str, Any]) -> str:
     head = f"{'':<16}{'expected':>12}{'measured':>12}   (improvement over plain decoding)"
     lines = [
         f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
-        f"batch {options['batch_size']}, temperature {options['temperature']:g}; "
-        f"{machine.hardware(host)}",
+        f"batch {options['batch_size']}, temperature {options['temperature']:g}; {machine.hardware(host)}",
         f"alpha {with_error(accepted['alpha'], accepted['standard_error'])} ({accepted['how']})",
         "",
         head,
