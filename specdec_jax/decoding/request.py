@@ -101,6 +101,7 @@ class Plan:
       rows, settings, policy: per input; what rows share is in `shared`.
       shared: the tables of `rows` over the vocabulary: bias and forced tokens.
       costs_key: under which `costs.py` keeps what γ is chosen by; None: it is not chosen by itself.
+      search: of a beam search (`beams.Search`), whose hypotheses of an input are its rows; else None.
     """
 
     network: Network
@@ -125,6 +126,7 @@ class Plan:
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
     costs_key: str | None = None
+    search: Any = None
 
     @property
     def input_lengths(self) -> np.ndarray:
@@ -202,14 +204,16 @@ def plan(
     target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier=
         "block", lenience=None,
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
-    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
+    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None, num_beams=None,
 ) -> Plan:  # fmt: skip
-    """Checks the arguments of `generate`.
+    """Checks the arguments of `generate`, but for those of a beam search, which is neither streamed nor traced.
 
     Args:
       batch_size: inputs that are decoded together; None: all.
       first: as at the first call of a kind: `gamma="auto"` drafts, whatever earlier requests came to.
     """
+    if num_beams is not None:
+        raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
     batch = len(lengths)
     measured = isinstance(gamma, str) and drafter is not None
