@@ -162,36 +162,38 @@ def _plan_search(
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
     """Searches for the inputs at `places`, as for `Plan.start`."""
+    network, drafter, program, *others = _arguments(job, places)
+    found = _search(network, drafter, program, job.search.options.num_return_sequences, *others)
+    return _result(target, job, jax.device_get(found), places)
+
+
+def start(job: Plan, places=None) -> BeamState:
+    """Makes the state that the search of `run_search` begins with, for callers that look at its iterations."""
+    return begin(*_arguments(job, places))
+
+
+def _arguments(job: Plan, places) -> tuple:
+    """Returns the arguments of `begin` for the inputs at `places`."""
     program, beams = job.search
     arguments = dataclasses.replace(job, samples=1).arguments(places)
     network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = arguments
     most = bucket(int(max(job.limits)))
     eos_ids = np.broadcast_to(np.array(job.eos_ids or (-1,), np.int32), (len(lengths), program.ends))
-    found = jax.device_get(
-        _search(
-            network, drafter, program, most, beams.num_return_sequences, inputs, lengths, tokens, starts,
-            (ends - starts).astype(np.int32), eos_ids, np.float32(beams.penalty), rows, done,
-        )
+    return (
+        network, drafter, program, most, inputs, lengths, tokens, starts, (ends - starts).astype(np.int32), eos_ids,
+        np.float32(beams.penalty), rows, done,
     )  # fmt: skip
-    return _result(target, job, found, places)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "most", "returned"))
-def _search(
-    target: Network, drafter, program: BeamConfig, most: int, returned: int, inputs, input_lengths, tokens,
-    prefix_lengths, limits, eos_ids, penalty, sampling, done,
-) -> dict:  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("program", "returned", "most"))
+def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, *arguments) -> dict:
     """Prefill and search in one program; returns what the host reads of it.
 
     Args:
-      most: the most new tokens of a row.
       returned: hypotheses for each input.
-      The others are as for `prefill.prefill`, and in `BeamState`.
+      The others are those of `begin`.
     """
-    state = begin(
-        target, drafter, program, most, inputs, input_lengths, tokens, prefix_lengths, limits, eos_ids, penalty,
-        sampling, done,
-    )  # fmt: skip
+    state = begin(target, drafter, program, most, *arguments)
     state = search(target, drafter, state)
     best, there = best_first(state)
     first = lambda x: x[:, :returned]
@@ -201,11 +203,17 @@ def _search(
     )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=("program", "most"))
 def begin(
     target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
     eos_ids, penalty, sampling, done,
 ) -> BeamState:  # fmt: skip
-    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from; args as above."""
+    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
+
+    Args:
+      most: the most new tokens of a row, or more.
+      The others are as for `prefill.prefill`, and in `BeamState`.
+    """
     batch, prefix = tokens.shape
     positions = prefix + most + program.gamma
     # K slots that stay empty, where the tokens before the live beams' last ones would be.
