@@ -81,11 +81,6 @@ class BeamOptions:
         """The length penalty that is meant."""
         return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
 
-    @property
-    def width(self) -> int:
-        """u."""
-        return 2 * self.num_beams if self.beam_width is None else self.beam_width
-
 
 def _expect_integer(name: str, value, least: int, most: int, what: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
@@ -142,7 +137,8 @@ def _plan_search(
         )
     if drafter is not None and isinstance(drafter, Drafter) and not drafter.drafts_beams:
         raise UnsupportedCombination(
-            f"drafter: got {type(drafter).__name__} with num_beams, expected a ModelDrafter, or None: it drafts no trees"
+            f"drafter: got {type(drafter).__name__} with num_beams, expected one that drafts for beams: ModelDrafter, "
+            "PromptLookupDrafter, NGramDrafter, or None"
         )
     gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
     job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
@@ -153,7 +149,9 @@ def _plan_search(
             "beams as ids, and an id that ends none"
         )
     levels = job.program.gamma
-    width = min(beams.width, beams.num_beams * (vocab - 1)) if levels else 0
+    width = 0
+    if levels:
+        width = min(job.drafter.beam_width(beams.num_beams, beams.beam_width), beams.num_beams * (vocab - 1))
     program = BeamConfig(
         beams.num_beams, ends, sampling.mode, vocab, beams.beam_style, beams.early_stopping, levels, width
     )
@@ -224,8 +222,7 @@ def begin(
     cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.init(inputs, input_lengths, tokens, prefix, **shared)
-        draft_state = drafter.begin_beams(draft_state, slots, positions)
+        draft_state = drafter.begin_beams(inputs, input_lengths, tokens, program.beams, slots, positions, **shared)
     live, finished = first_hypotheses(tokens, positions, program)
     zeros = jnp.zeros(batch, jnp.int32)
     return BeamState(

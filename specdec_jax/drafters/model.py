@@ -144,8 +144,10 @@ class ModelDrafter(Drafter):
         # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
-    def begin_beams(self, draft_state: ModelDraftState, slots: int, positions: int) -> Any:
-        return self.network.node_cache(draft_state.cache, slots, positions)
+    def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, encoded=None) -> Any:
+        shared = {} if encoded is None else {"encoded": encoded}
+        cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **shared)
+        return self.network.node_cache(cache, slots, positions)
 
     def draft_beams(self, draft_state, state, tree):
         widened = lambda logits: self.widened(logits, state.program.vocab_size)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import flax.struct
 import numpy as np
 
+from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import (
     draft_tokens,
     draft_without_calls,
@@ -17,12 +18,11 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 
 
 @flax.struct.dataclass
-class NGramDrafter(Drafter):
+class NGramDrafter(ChainDrafter):
     """Drafts what followed the last n − 1 tokens in texts that were counted before; n = 1 is a
     unigram, 2 a bigram model.
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.speculative import laws
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft
 
 
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
 
 @flax.struct.dataclass
-class PromptLookupDrafter(Drafter):
+class PromptLookupDrafter(ChainDrafter):
     """Copies what followed the last tokens of a row where they stood before: in its output (of a
     decoder-only target its prompt too) or in the encoder's input.
 

@@ -14,7 +14,6 @@ from specdec_jax.models import panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.beam_iteration import iterate_beams, live_beams
-from specdec_jax.speculative.beams import best_first
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT = 24, 9
@@ -61,7 +60,7 @@ def started(target, drafter, **options):
     job = beams.plan_decoding(
         target, INPUTS, drafter=drafter, num_beams=3, max_new_tokens=LIMIT, decoder_prefix=prefix, **options
     )
-    return (beams.start(job), job)
+    return beams.start(job), job
 
 
 def histories(state):
@@ -178,3 +177,19 @@ def test_search_in_bfloat16():
     for drafting in ({}, dict(drafter=sd.ModelDrafter(half), gamma=2)):
         found = sd.generate(half, INPUTS, **options, **drafting)
         np.testing.assert_allclose(found.scores, exact.scores, atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["prompt lookup", "n-grams"])
+def test_chains_of_each_beam(name):
+    """What copies and counts drafts one chain for each beam; the output stays that of plain search."""
+    target, options = t5(), dict(num_beams=2, num_return_sequences=2, max_new_tokens=24, eos_ids=())
+    plain = sd.generate(target, INPUTS, **options)
+    drafter = sd.PromptLookupDrafter()
+    if name == "n-grams":
+        texts = [row.tolist() for row in plain.tokens]
+        drafter = sd.NGramDrafter.count(texts, V, 3)
+    found = sd.generate(target, INPUTS, drafter=drafter, gamma=3, **options)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    assert found.stats.accepted > 0
+    with pytest.raises(ValueError, match="beam_width: got 4 with .*Drafter, expected 2: it drafts one chain for each"):
+        sd.generate(target, INPUTS, drafter=drafter, gamma=3, beam_width=4, **options)
