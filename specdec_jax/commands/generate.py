@@ -70,6 +70,7 @@ class GenerateOptions(BeamFlags, DecodingOptions):
 
     def check(self) -> None:
         super().check()
+        self._check_beams()
         check_gamma(self.gamma)
         self.gamma_of(self.gamma)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
@@ -82,7 +83,6 @@ class GenerateOptions(BeamFlags, DecodingOptions):
             )
         if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
             raise ValueError(f"output_file: got {self.output_file!r}, which is the input, expected another file")
-        self._check_beams()
         if self.stream and self.rows * self.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")

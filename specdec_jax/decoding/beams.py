@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan, plan
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, finish, stats_of
@@ -140,14 +140,14 @@ def _plan_search(
             f"drafter: got {type(drafter).__name__} with num_beams, expected one that drafts for beams: ModelDrafter, "
             "PromptLookupDrafter, NGramDrafter, or None"
         )
-    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
-    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    ends, vocab = max(1, len(job.eos_ids)), target.config.vocab_size
+    ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
     if beams.num_beams > vocab or ends >= vocab:
         raise ValueError(
             f"num_beams: got {beams.num_beams} for {vocab} ids, of which {ends} end a sequence, expected at most as many "
             "beams as ids, and an id that ends none"
         )
+    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
+    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
     levels = job.program.gamma
     width = 0
     if levels:
