@@ -199,7 +199,7 @@ def _shared_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Pat
     """Returns the one table `[H, buckets]` that all layers of `tables [H, layers, buckets]` share."""
     if not (tables == tables[:, :1]).all():
         raise ValueError(
-            f"{folder}: parameter {name}: got a different relative position table for each layer (as in umT5), "
+            f"{folder}: parameter {name}: got a relative position table of its own for each layer (as in umT5), "
             "expected one that all layers share, or a configuration with relative_bias_per_layer"
         )
     return dataclasses.replace(Leaf.of(tables[:, 0]), dtype=dtype)
