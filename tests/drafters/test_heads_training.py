@@ -219,7 +219,7 @@ def test_the_command_line(settings, finished, tmp_path, capsys):
     assert records[0]["tokens"] == records[1]["tokens"] and records[1]["stats"]["drafted"] > 0
     other = settings.folder / "target1"
     assert main.main(["generate", f"--target={other}", f"--drafter={drafter}", *options]) == 2
-    assert "heads: heads: got those of a target with other weights" in capsys.readouterr().err
+    assert "heads: heads: got heads of a target with other weights" in capsys.readouterr().err
     (tmp_path / "heads.gin").write_text(
         "from __gin__ import dynamic_registration\nfrom specdec_jax.training import heads\n"
         f"heads.HeadsTrainConfig:\n  target = '{target}'\n  train_files = ['none.tsv']\n"
