@@ -128,7 +128,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
     assert jax.tree.all(jax.tree.map(np.array_equal, resumed, params))
     for change, message in (
         (dict(num_heads=3), "num_heads: got 3, expected that of the run in .*: 2"),
-        (dict(target=str(settings.folder / "target1")), "target: got .*target1, expected the one on which the run"),
+        (dict(target=str(settings.folder / "target1")), "target: got .*target1, expected the model with which the run"),
         (
             dict(backbone_learning_rate=0.1, backbone_weight=1.0),
             "backbone_learning_rate: got 0.1, expected that of the run",
