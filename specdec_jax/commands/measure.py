@@ -45,7 +45,7 @@ class MeasureOptions(DecodingOptions):
             at_least(2, widths=width)
         if self.compare_alpha and self.max_new_tokens == 1:
             raise UnsupportedCombination(
-                "compare_alpha: got it with max_new_tokens=1, expected at least 2: nothing is drafted before the "
+                "compare_alpha: got True with max_new_tokens=1, expected at least 2: nothing is drafted before the "
                 "last token"
             )
         check_output(self.output)

@@ -105,7 +105,7 @@ class TrainConfig:
         expect(0 < self.learning_rate < np.inf, "learning_rate", self.learning_rate, "a positive number")
         expect(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "a number in [0, 1)")
         shares = self.model.encoder_dim is not None
-        expect(bool(self.teacher) or not shares, "teacher", None, "a model of width model.encoder_dim")
+        expect(bool(self.teacher) or not shares, "teacher", None, "the model whose encoder output is read")
         weights = "a number in [0, 1]" if shares else "a number in (0, 1] with a teacher, 0 without"
         fits = 0 < self.distill_weight <= 1 or self.distill_weight == 0 and (shares or not self.teacher)
         fits = fits and (bool(self.teacher) or self.distill_weight == 0)

@@ -133,7 +133,7 @@ def check_special(name: str, vocabulary, start_token: int, corpus: Corpus) -> No
         raise ValueError(f"{name}: got {given!r}, expected a SentencePiece vocabulary")
     expected = corpus.start_token(vocabulary)
     if start_token != expected:
-        raise ValueError(f"{name}: got {f'start token {start_token}'!r}, expected {expected}, which training uses")
+        raise ValueError(f"{name}: got {f'start token {start_token}'!r}, expected {expected}, that of training")
 
 
 def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:

@@ -111,7 +111,9 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, langua
     assert "changed since step 20: contents of train.tsv\n" in capsys.readouterr().err
     assert json.loads((output / "contents.json").read_text()) == digests
     (output / "contents.json").write_text(json.dumps({**digests, "vocabulary": "of others"}))
-    with pytest.raises(ValueError, match="vocabulary: got another one, expected the vocabulary with which the run in .* began"):
+    with pytest.raises(
+        ValueError, match="vocabulary: got another one, expected the vocabulary with which the run in .* began"
+    ):
         train.fit(config)
     with pytest.raises(ValueError, match="steps: got 12, expected at least the 20 steps"):
         train.fit(dataclasses.replace(config, steps=12))
