@@ -272,7 +272,10 @@ def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
     (tmp_path / "half.json").write_text(text, encoding="utf-8")
     assert main.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert f"{missing}: got nothing, expected a value" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    assert (
+        f"{missing}: got nothing, expected a value" in capsys.readouterr().err
+        and not (tmp_path / "report.html").exists()
+    )
 
 
 @pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "arms": [{}, {}]}}])

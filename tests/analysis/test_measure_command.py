@@ -114,7 +114,10 @@ def test_figure_is_a_picture(tmp_path):
         (["--gamma_max=65"], "gamma: got 65, expected"),
         (["--widths=1,2"], "widths: got 1, expected at least 2"),
         (["--limit=-1"], "limit: got -1, expected"),
-        (["--compare_alpha", "--max_new_tokens=1"], "compare_alpha: got True with max_new_tokens=1, expected at least 2"),
+        (
+            ["--compare_alpha", "--max_new_tokens=1"],
+            "compare_alpha: got True with max_new_tokens=1, expected at least 2",
+        ),
         (["--compare_alpha", "--drafter_int8"], "drafter_int8=True, expected a model that draws from its own law"),
         (["--batch_size=0"], "batch_size: got 0, expected"),
         (["--plot=figure.doc"], "plot: got 'figure.doc', expected a file (.png, .pdf, .svg)"),

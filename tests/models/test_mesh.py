@@ -195,7 +195,7 @@ def test_a_mesh_of_jax_and_one_with_other_axes():
     assert ShardingRules(jax.make_mesh((1, 1), AXES)).parts == 1
     with pytest.raises(ValueError, match=r"mesh: got the axes \('x', 'model'\), expected"):
         ShardingRules(Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("x", "model")))
-    with pytest.raises(ValueError, match="replicate: got it without a mesh"):
+    with pytest.raises(ValueError, match="replicate: got True without a mesh"):
         sd.load("ende/target", replicate=True)
 
 
