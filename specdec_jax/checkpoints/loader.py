@@ -53,9 +53,7 @@ def load(
 ) -> LanguageModel:
     """Returns a model in any format that this package knows, recognised by the folder's contents.
 
-    Parameters are read one at a time, so that peak memory stays near the size of the weights in
-    `dtype`.
-
+    Parameters are read one at a time, so that peak memory stays near the weights' size in `dtype`.
     Args:
       path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the
         newest is taken; a folder that `save` wrote; or one of `bundled()`.
@@ -68,13 +66,10 @@ def load(
       vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a
         tokenizer.json or of a SentencePiece model (T5's 100 sentinels are added if the embedding
         has room for them). A T5X checkpoint has no vocabulary, unless a `spiece.model`,
-        `sentencepiece.model` or `tokenizer.json` lies beside it; a model without one takes ids
-        only.
+        `sentencepiece.model` or `tokenizer.json` lies beside it; a model without one takes only ids.
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A
-        process reads only what its own devices hold, if the format allows it. None: the default
-        device holds everything.
-      replicate: with a mesh, every device holds the whole model and only rows are divided: for
-        drafters.
+        process reads only what its own devices hold, if the format allows it. None: one device.
+      replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
       quantize: whether weights are multiplied in 8 bits, with inputs rounded to 16 bits; a step
         then reads a quarter of the bytes. This needs float32, a CPU, no mesh, and the package's own
         kernels (`specdec demo` says whether they are there). None: weights that are stored in 8

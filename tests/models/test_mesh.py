@@ -226,7 +226,7 @@ def test_memory_is_asked_for_by_device(monkeypatch):
         (["--mesh=4"], "mesh: got '4', expected DATAxMODEL, two numbers of devices, such as 1x4"),
         (["--mesh=0x2"], "mesh: got '0x2', expected DATAxMODEL"),
         (["--mesh=1x64"], "mesh: got 1x64 devices, expected 1 to"),
-        (["--shard_drafter"], "shard_drafter: got it without a mesh, expected --mesh=DATAxMODEL too"),
+        (["--shard_drafter"], "shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "benchmark"])
