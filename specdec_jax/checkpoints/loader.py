@@ -57,16 +57,15 @@ def load(
     Args:
       path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the
         newest is taken; a folder that `save` wrote; or one of `bundled()`.
-      dtype: dtype of parameters and computation. "float32" multiplies at float32 precision on every
-        device (on accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`);
-        "bfloat16" multiplies bfloat16 operands; normalisation, softmax and logits are float32 in
-        both. None: float32 on a CPU, bfloat16 on an accelerator.
+      dtype: dtype of parameters and computation. "float32" multiplies at float32 precision on every device (on
+        accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`); "bfloat16" multiplies bfloat16
+        operands; normalisation, softmax and logits are float32 in both. None: float32 on a CPU, else bfloat16.
       config: configuration of a T5X checkpoint, which does not hold one. None infers it from the
         parameters and takes a gated feed-forward block for gelu; UL2's silu must be given.
-      vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a
-        tokenizer.json or of a SentencePiece model (T5's 100 sentinels are added if the embedding
-        has room for them). A T5X checkpoint has no vocabulary, unless a `spiece.model`,
-        `sentencepiece.model` or `tokenizer.json` lies beside it; a model without one takes only ids.
+      vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a tokenizer.json or of a
+        SentencePiece model (T5's 100 sentinels are added if the embedding has room for them). A T5X checkpoint has
+        none, unless a `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; a model without a
+        vocabulary takes only ids.
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A
         process reads only what its own devices hold, if the format allows it. None: one device.
       replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
@@ -80,10 +79,9 @@ def load(
       say: called with the line about the chosen dtype; prints it to standard error by default.
 
     Raises:
-      ValueError: one line with what was got and what was expected: no such path, an unknown format
-        or architecture, a truncated checkpoint, a parameter that is missing, unexpected or of the
-        wrong shape, not enough memory, a number of heads or a feed-forward width that the mesh does
-        not divide, or `quantize="int8"` where it is not possible.
+      ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
+        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
+        or a feed-forward width that the mesh does not divide, or `quantize="int8"` where it is not possible.
     """
     if replicate and mesh is None:
         raise ValueError("replicate: got True without a mesh, expected mesh= too")
