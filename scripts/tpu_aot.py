@@ -1,6 +1,6 @@
 """Compiles one speculative iteration ahead of time for a TPU, without a TPU, and says whether it fits.
 
-    pip install 'specdec_jax[tpu-aot]'
+    pip install '.[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8

@@ -42,6 +42,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values) -> "Spread":
+        """Returns the spread of `values`."""
         return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
 
 

@@ -49,7 +49,7 @@ class BenchmarkOptions(DecodingOptions):
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(0, "take only the first lines of the input; 0: all")
+    limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(3, "passes over the sentences, of which the median and the spread are reported")
     preset: str | None = option(

@@ -73,15 +73,15 @@ class DistillConfig:
         "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature 1) or agreement (at 0)",
     )
     steps: int = option(2000, "optimiser steps in all")
-    warmup_steps: int = option(100, "linear warm-up at the start")
-    decay_steps: int = option(500, "linear decay to zero at the end")
+    warmup_steps: int = option(100, "steps of linear warm-up at the start")
+    decay_steps: int = option(500, "steps of linear decay to zero at the end")
     learning_rate: float = option(0.01, "size of a step relative to the root mean square of the array it changes")
     batch_tokens: int = option(4096, "padded pieces on the longer side of a batch")
     buckets: tuple[int, ...] = option(
         (8, 10, 12, 14, 16, 20, 24, 32, 48, 64), "padded lengths, ascending; longer sources are left out"
     )
     seed: int = option(0, "seed of the samples, the drafter's initial parameters and the order of the batches")
-    log_every: int = option(20, "steps between two records")
+    log_every: int = option(20, "steps between two records in the log")
     save_every: int = option(100, "steps between two checkpoints")
     evaluate_every: int = option(200, "steps between two validations")
     dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")

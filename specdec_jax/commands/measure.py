@@ -25,7 +25,7 @@ class MeasureOptions(DecodingOptions):
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(0, "take only the first lines of the input; 0: all")
+    limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
         False, "also decode by token verification with gamma_max, and compare alpha as counted with alpha from the "

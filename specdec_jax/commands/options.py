@@ -53,7 +53,7 @@ class DecodingOptions:
         None,
         "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the "
         "target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
-        + "; ".join(f"{name}, {one.summary}" for name, one in WITHOUT_FILES.items())
+        + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
         + " (default: nothing drafts, which is plain decoding)",
     )
     shortlist_size: int = option(

@@ -29,7 +29,7 @@ class TuneOptions(DecodingOptions):
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(64, "tune on the first lines of the input; 0: on all")
+    limit: int = option(64, "tune on the first lines of the input, this many; 0: on all")
     sweep: int = option(
         0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not check"
     )

@@ -193,7 +193,7 @@ class Job:
         return found, notes
 
     def finish(self, lines: Iterable[str], output_file: str | None) -> None:
-        """Evaluates, prints the metrics to standard error, and writes them beside the output file."""
+        """Evaluates; prints the metrics to standard error and writes them beside the output file."""
         found, notes = self.evaluate(lines)
         for task, values in found.items():
             shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items()) or "no metrics"

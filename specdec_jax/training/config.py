@@ -34,7 +34,7 @@ class TrainConfig:
       learning_rate: size of a step relative to the root mean square of the array that it changes.
       batch_tokens: number of padded pieces on the longer side of a batch.
       sequence_length: for a decoder-only model, and only there: number of pieces in the blocks into
-        which its text is cut, at most the model's positions. It takes the place of both `buckets`.
+        which its text is cut, at most the model's positions. It replaces `buckets` and `target_buckets`.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
       target_buckets: padded lengths of the targets, if those are not as long as the inputs; none:
         `buckets` for both.

@@ -140,6 +140,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
 
 
 def parameter_count(params) -> int:
+    """Returns the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -175,6 +176,7 @@ class Run:
         self.read(vocabulary)
 
     def read(self, vocabulary) -> None:
+        """Reads the training and validation files."""
         config, batches = self.config, lambda path: _batches(self.config, vocabulary, [path])
         self.batches = _batches(config, vocabulary, config.paths("train_files"))
         self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
@@ -189,6 +191,7 @@ class Run:
         return record_contents(output, step, digest([own.vocabulary_contents(self.vocabulary)]), files)
 
     def initial_state(self) -> TrainState:
+        """Returns the state to begin with: the saved one, else given or random parameters."""
         if self._initial is not None:
             params, self._initial = self._initial, None
             return _state_of(self.config, params)
@@ -197,6 +200,7 @@ class Run:
         return self.saved.restore(_abstract_state(self.config))
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
+        """Takes the step with number `step`."""
         batch = self.batches[step]
         return train_step(
             state, (batch.inputs, batch.targets), self.teacher_params, self.config.seed,
@@ -225,6 +229,7 @@ class Run:
         reporter.validation(step, loss, by_file, best, **more)
 
     def save(self, state: TrainState, step: int) -> None:
+        """Saves the state; raises ValueError if parameters are not finite."""
         if not _finite(state.params):
             raise ValueError(
                 f"step {step}: got parameters that are not finite, expected finite ones: lower learning_rate"
