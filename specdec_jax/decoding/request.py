@@ -326,8 +326,8 @@ def _widths(
 ) -> tuple[int, ...]:
     """Returns the widths of the target's calls that are compiled; () means the widest alone."""
     varies = drafter is not None and drafter.varies
-    # Not where the network skips dead positions: what follows on the logits still works on all of them, which
-    # takes long beside a step in 8 bits.
+    # A network that skips dead positions needs no narrower calls, except that whatever is done with logits other
+    # than the argmax is done for all positions, which takes long beside a step in 8 bits.
     if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
         return policy.widths
     if target.network.skips or not program.gamma or not (varies or policy is not None):

@@ -239,4 +239,4 @@ def test_the_command_line_refuses(command, flags, message, capsys):
 @pytest.mark.parametrize("command", ["measure", "tune"])
 def test_what_measures_one_device_takes_no_mesh(command, capsys):
     assert main.main([command, "--target=ende/target", "--drafter=ende/drafter", "--mesh=1x1"]) == 2
-    assert "mesh: got '1x1', expected none: what is measured here is one device" in capsys.readouterr().err
+    assert "mesh: got '1x1', expected none (one device is measured)" in capsys.readouterr().err

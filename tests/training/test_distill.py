@@ -267,7 +267,7 @@ def test_other_files_under_the_same_paths_are_refused(undisturbed, models, langu
     path = tmp_path / "run/distill.json"
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({**stored, "vocabulary's contents": "x"}))
-    with pytest.raises(ValueError, match="vocabulary's contents: got .*, expected x: the outputs"):
+    with pytest.raises(ValueError, match="vocabulary's contents: got .*, expected x, as for the outputs"):
         distill.run(config)
     path.write_text(json.dumps({name: value for name, value in stored.items() if "contents" not in name}))
     distill.run(config)
