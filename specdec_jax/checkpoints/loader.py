@@ -54,28 +54,27 @@ def load(
     """Returns a model in any format that this package knows, recognised by the folder's contents.
 
     Parameters are read one at a time, so that peak memory stays near the weights' size in `dtype`.
+
     Args:
-      path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the
-        newest is taken; a folder that `save` wrote; or one of `bundled()`.
+      path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the newest is taken; a
+        folder that `save` wrote; or one of `bundled()`.
       dtype: dtype of parameters and computation. "float32" multiplies at float32 precision on every device (on
         accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`); "bfloat16" multiplies bfloat16
         operands; normalisation, softmax and logits are float32 in both. None: float32 on a CPU, else bfloat16.
-      config: configuration of a T5X checkpoint, which does not hold one. None infers it from the
-        parameters and takes a gated feed-forward block for gelu; UL2's silu must be given.
+      config: configuration of a T5X checkpoint, which does not hold one. None infers it from the parameters and takes a
+        gated feed-forward block for gelu; UL2's silu must be given.
       vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a tokenizer.json or of a
-        SentencePiece model (T5's 100 sentinels are added if the embedding has room for them). A T5X checkpoint has
-        none, unless a `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; a model without a
-        vocabulary takes only ids.
-      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A
-        process reads only what its own devices hold, if the format allows it. None: one device.
+        SentencePiece model (T5's 100 sentinels are added if the embedding has room for them). A T5X checkpoint has none
+        unless a `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; without one only ids work.
+      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A process reads only what
+        its own devices hold, if the format allows it. None: one device.
       replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
-      quantize: whether weights are multiplied in 8 bits, with inputs rounded to 16 bits; a step
-        then reads a quarter of the bytes. This needs float32, a CPU, no mesh, and the package's own
-        kernels (`specdec demo` says whether they are there). None: weights that are stored in 8
-        bits stay so where that is possible, which changes numbers only by the rounding of inputs;
-        all others are in `dtype`. "int8": kernels, the head's too, are rounded while they are read,
-        unless they are stored so; the model is then another one, and its law is what is decoded.
-        "none": all weights are in `dtype`.
+      quantize: whether weights are multiplied in 8 bits, with inputs rounded to 16 bits; a step then reads a quarter of
+        the bytes. This needs float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they
+        are there). None: weights that are stored in 8 bits stay so where that is possible, which changes numbers only
+        by the rounding of inputs; all others are in `dtype`. "int8": kernels, the head's too, are rounded while they
+        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "none": all
+        weights are in `dtype`.
       say: called with the line about the chosen dtype; prints it to standard error by default.
 
     Raises:
