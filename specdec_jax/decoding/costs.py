@@ -137,7 +137,7 @@ class Learned(NamedTuple):
     Attributes:
       examined: number of drafted tokens that were examined; only the latest count.
       stood: how many of those were accepted.
-      requests: number of requests that they come from.
+      requests: number of requests so far.
     """
 
     examined: float = 0.0
