@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax.checkpoints import own
+from specdec_jax.commands.beam_options import BeamFlags
 from specdec_jax.commands.journal import Journal
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option, same_file
 from specdec_jax.commands.sentences import check_text, read_sentences
+from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination, check_limits, check_prompts, check_stop
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.jobs import Output, decode_all, decode_stream, refills, rows_for
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import Progress
-from specdec_jax.decoding.request import Plan, plan
+from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import Stats
 from specdec_jax.decoding.stream import stream
 from specdec_jax.files.reading import digest
@@ -32,7 +34,7 @@ from specdec_jax.speculative.draws import seeded
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(DecodingOptions):
+class GenerateOptions(BeamFlags, DecodingOptions):
     """Options of `specdec generate`."""
 
     gamma: int | str = option("auto", AUTO_HELP)
@@ -82,10 +84,29 @@ class GenerateOptions(DecodingOptions):
             )
         if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
             raise ValueError(f"output_file: got {self.output_file!r}, which is the input, expected another file")
+        self._check_beams()
         if self.stream and self.rows * self.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
         self._check_task()
+
+    def _check_beams(self) -> None:
+        """Raises UnsupportedCombination for options that mean nothing with a beam search."""
+        if not self.beams():
+            return
+        usual = dict(
+            num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
+            gamma_policy="fixed",
+        )  # fmt: skip
+        for name, value in usual.items():
+            if getattr(self, name) != value:
+                got, expected = getattr(self, name), value if isinstance(value, str | float) else "none"
+                raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs for every sentence."""
+        return self.num_return_sequences if self.beams() else self.num_samples
 
     def _check_task(self) -> None:
         """Raises ValueError for options that mean nothing with a task, or nothing without one."""
@@ -94,7 +115,8 @@ class GenerateOptions(DecodingOptions):
                 if getattr(self, name):
                     raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} without a task, expected --task")
             return
-        for name, usual in dict(input_file=None, json=False, stream=False, num_samples=1).items():
+        alone = dict(input_file=None, json=False, stream=False, num_samples=1, num_return_sequences=1)
+        for name, usual in alone.items():
             if getattr(self, name) != usual:
                 raise UnsupportedCombination(
                     f"{name}: got {getattr(self, name)!r} with task={self.task!r}, expected {usual or 'none'}"
@@ -185,8 +207,9 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
 def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
     """Returns the arguments of `generate`."""
     return options.decoding() | dict(
-        drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline
-    )
+        drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline,
+        **options.beams(),
+    )  # fmt: skip
 
 
 def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any]) -> Iterator[str]:
@@ -194,10 +217,10 @@ def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding
     outputs = decode_all(
         target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
     )
-    total, quiet = len(job.inputs) * options.num_samples, sys.stdout.isatty()
+    total, quiet = len(job.inputs) * options.outputs, sys.stdout.isatty()
     with Progress("sentences", total, lines=False, quiet=quiet) as progress:
         for number, output in enumerate(outputs):
-            yield from job.lines(number // options.num_samples, [output])
+            yield from job.lines(number // options.outputs, [output])
             progress.advance()
 
 
@@ -221,7 +244,8 @@ def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
 
 def _line(output: Output, as_json: bool) -> str:
     if as_json:
-        return _json({**output._asdict(), "stats": stats_record(output.stats)})
+        record = {**output._asdict(), "stats": stats_record(output.stats)}
+        return _json({name: value for name, value in record.items() if (name, value) != ("score", None)})
     return _one_line(output.text)
 
 
@@ -238,7 +262,7 @@ def _write_file(
     inputs = job.inputs
     rows = rows_for(target, options.rows, len(inputs))
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
-    checked = plan(target, inputs, batch_size=rows, **how)  # refuses bad arguments before there is a journal
+    checked = plan_decoding(target, inputs, batch_size=rows, **how)  # refuses bad arguments before there is a journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)
     found = {"costs": _costs(checked)} if how["gamma"] == "auto" else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance, complete, decode_plan
-from specdec_jax.decoding.request import Plan, plan
+from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import GenerationResult, finish
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
@@ -26,6 +27,8 @@ def generate(
     forced_alpha: float | Sequence[float] | None = None, max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1,
     input_lengths=None, max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (), deadline: float | None = None,
+    num_beams: int | None = None, length_penalty: float | None = None, beam_style: str = "t5x",
+    early_stopping: bool | str = False, num_return_sequences: int = 1, beam_width: int | None = None,
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
@@ -37,32 +40,29 @@ def generate(
         them 0 is padding). For an empty string, or None, nothing is decoded. For a decoder-only target inputs are
         prompts: they get no EOS, 0 is an id like others, and an empty prompt stands for the start token.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
-      gamma: γ ≥ 0, the number of tokens drafted per target call, one or one per input; a policy that adapts it
-        (`gamma.py`), e.g. `Heuristic(maximum=8)`; or "auto". Then the first call of a kind measures what iterations
-        cost on this machine (`costs.py`), and each row drafts as many tokens, up to 8, as its acceptance rate makes
-        worth while, possibly none; on a mesh 4. With argmax a row begins with what earlier calls have learned. Above
-        temperature 0 the tokens that are drawn (not their law) depend on what was measured: fix γ to repeat them on
-        another machine.
+      gamma: γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it (`gamma.py`), e.g.
+        `Heuristic(maximum=8)`; or "auto": up to 8, as many as pay by each row's acceptance and by what iterations cost
+        on this machine (the first call of a kind measures it, `costs.py`); on a mesh 4. Above temperature 0 the tokens
+        that are drawn (not their law) then depend on the machine: fix γ to repeat them on another.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
-        "lenient" and "typical". "forced" accepts by coin, and its outputs mean nothing. `verifiers.py` explains each.
-        Or a `Verifier` of your own.
+        "lenient" and "typical"; `verifiers.py` explains each. Or a `Verifier` of your own.
       lenience: l in (0, 1], which "lenient" needs; one, or one per input.
-      typical_epsilon, typical_delta: ε and δ of "typical", by default 0.09 and 0.3; one, or one per input.
-      forced_alpha: α in (0, 1], which "forced" needs, for timing with random weights; one, or one per input.
+      typical_epsilon, typical_delta: ε and δ of "typical", by default 0.09 and 0.3.
+      forced_alpha: α in (0, 1], which "forced" needs; that accepts by coin, for timing, and its outputs mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
       key: one key (input i gets `fold_in(key, i)`) or B keys; None: the key of seed 0. Keys of other kinds than
         threefry (such as T5X's rbg) are made into threefry keys first.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, once.
-      input_lengths: `[B]`, numbers of ids; only with an array of inputs.
-      max_input_length: the most ids of an input; longer ones are refused.
+      input_lengths: `[B]`, only with an array of inputs. max_input_length: longer inputs are refused.
       decoder_prefix: B forced beginnings of the output, given like `inputs`, without start token or EOS. They are
         not repeated in the result; an EOS in one does not stop the row. None for a decoder-only target.
       eos_ids: ids that stop a row; None: the model's own.
       stop: strings that stop a row; neither they nor a token that reaches into one are part of the result.
       deadline: seconds after the call at which the rows are returned as they are. The clock is read between
         iterations; compilation counts (see `warm_up`).
+      num_beams: K beams of a beam search; None: no beam search. Its other options follow: see `beams.BeamOptions`.
 
     Raises:
       UnsupportedCombination: options that make no sense together (a ValueError).
@@ -70,11 +70,13 @@ def generate(
       ValueError: a bad argument; the message says what was got and what was expected. Raised before anything compiles.
     """
     begun = time.monotonic()
-    job = plan(
+    job = plan_decoding(
         target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier, lenience=lenience,
         typical_epsilon=typical_epsilon, typical_delta=typical_delta, forced_alpha=forced_alpha,
         max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
         max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
+        num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width,
+        early_stopping=early_stopping, num_return_sequences=num_return_sequences,
     )  # fmt: skip
     return complete(target, job, None, begun)
 
@@ -101,7 +103,7 @@ def warm_up(
             inputs = np.full(
                 (batch, min(length, max_input_length)), target.eos_ids[0] if target.eos_ids else 1, np.int32
             )
-            job = plan(
+            job = plan_decoding(
                 target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
                 max_input_length=max_input_length, first=True, **options,
             )  # fmt: skip
@@ -113,6 +115,9 @@ def warm_up(
 
 def _run_once(target: LanguageModel, job: Plan) -> None:
     """Runs one iteration of a plan, so that its programs are compiled."""
+    if job.search is not None:
+        complete(target, job, None, time.monotonic())
+        return
     # Nothing is to be learned from such inputs.
     request = dataclasses.replace(job.request(), learns=None)
     if job.stop or job.deadline:

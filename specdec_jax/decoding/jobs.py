@@ -21,11 +21,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
-from specdec_jax.decoding.request import Plan, plan, prefill
+from specdec_jax.decoding.request import Plan, prefill
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, Stats, finish
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import pinned, row_parts
@@ -52,7 +53,8 @@ class Output(NamedTuple):
       log_probs, adjusted_log_probs: their log-probabilities under the target's own law and under
         the sampled law.
       finish_reason: why the row ended, as in `GenerationResult`.
-      stats: statistics of the row.
+      stats: statistics of the row; for a beam search, of its input.
+      score: score of the hypothesis in a beam search, else None.
     """
 
     text: str | None
@@ -61,6 +63,7 @@ class Output(NamedTuple):
     adjusted_log_probs: list[float]
     finish_reason: str
     stats: Stats
+    score: float | None = None
 
 
 def decode_stream(
@@ -91,7 +94,8 @@ def decode_stream(
         raise UnsupportedCombination(
             f"deadline: got {options['deadline']} with refill=True, expected refill=False: only a batch has an end"
         )
-    job = plan(target, inputs, batch_size=batch_size, **options)
+    job = plan_decoding(target, inputs, batch_size=batch_size, **options)
+    refill &= job.search is None  # a search of the longest row takes few steps more than that of another
     return (_refilled if refill else _batches)(target, job, batch_size, frozenset(skip))
 
 
@@ -293,6 +297,8 @@ def _outputs(result: GenerationResult) -> list[Output]:
         tokens, log_probs, adjusted = (
             values[row, :length].tolist() for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
         )
-        reason, stats = result.finish_reasons[row], result.stats.per_row[row]
-        rows.append(Output(texts[row], tokens, log_probs, adjusted, reason, stats))
+        # A search counts by input, of which it returns as many hypotheses as it was asked for.
+        stats = result.stats.per_row[row * len(result.stats.per_row) // len(result.lengths)]
+        score = None if result.scores is None else float(result.scores[row])
+        rows.append(Output(texts[row], tokens, log_probs, adjusted, result.finish_reasons[row], stats, score))
     return rows

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.decoding.beams import run_search
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import Committed, GenerationResult, finish
 from specdec_jax.decoding.stop import cut
@@ -65,6 +66,8 @@ def complete(target, job: Plan, places, begun: float) -> GenerationResult:
       places: numbers of inputs, as for `Plan.start`.
       begun: when the deadline began to count (`time.monotonic()`).
     """
+    if job.search is not None:
+        return run_search(target, job, places)
     if not job.stop and not job.deadline:
         return finish(target, decode_plan(job, places), job.request(places))
     state, request = job.start(places)

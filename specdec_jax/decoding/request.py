@@ -103,6 +103,7 @@ class Plan:
       rows, settings, policy: settings of sampling, verifier and γ per input.
       shared: the tables over the vocabulary that all rows share: logit bias and forced tokens.
       costs_key: key under which `costs.py` keeps what γ is chosen by; None if γ is given.
+      search: a beam search (`beams.Search`), whose rows are the hypotheses of each input; else None.
     """
 
     network: Network
@@ -127,6 +128,7 @@ class Plan:
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
     costs_key: str | None = None
+    search: Any = None
 
     @property
     def input_lengths(self) -> np.ndarray:
@@ -206,14 +208,16 @@ def plan(
     target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier=
         "block", lenience=None,
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
-    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None,
+    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None, num_beams=None,
 ) -> Plan:  # fmt: skip
-    """Checks the arguments of `generate` and returns them as a plan.
+    """Checks the arguments of `generate` and returns them as a plan; refuses beam searches (`plan_decoding` takes them).
 
     Args:
       batch_size: number of inputs that are decoded together; None: all.
       first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
     """
+    if num_beams is not None:
+        raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
     batch = len(lengths)
     measured = isinstance(gamma, str) and drafter is not None

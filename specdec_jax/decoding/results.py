@@ -24,7 +24,7 @@ class Stats(NamedTuple):
         examined, and for block verification at T > 0, which judges a draft as a whole and has no
         such rate; the two numbers per target call are known there too.
       tokens_per_target_call: new tokens / target calls (equation 1 is its expectation); None without a call.
-      per_row: the same for every row, or None.
+      per_row: the same for every row (for a beam search, every input), or None.
       accepted_per_target_call: accepted tokens / target calls; None without a call.
     """
 
@@ -76,7 +76,8 @@ class GenerationResult(NamedTuple):
         (processors, temperature and filters applied), then 0; −inf for a token that this law
         excludes and a lossy verifier accepted.
       finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string), "deadline", or "empty"
-        (nothing to decode).
+        (nothing to decode); of a beam search also "none" (fewer hypotheses have finished).
+      scores: of a beam search `[B]` float32, by which its hypotheses are ordered; else None.
     """
 
     texts: list[str] | None
@@ -86,6 +87,7 @@ class GenerationResult(NamedTuple):
     stats: Stats
     adjusted_log_probs: np.ndarray
     finish_reasons: list[str]
+    scores: np.ndarray | None = None
 
 
 class Committed(NamedTuple):
@@ -145,7 +147,7 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
     if request.learns:
         costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
-    stats = _stats(counts, committed, token_by_token=program.verifier.has_rate or program.mode.greedy)
+    stats = stats_of(counts, committed, token_by_token=program.verifier.has_rate or program.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
 
 
@@ -172,7 +174,7 @@ def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, r
     return [reason(row) for row in range(len(done))]
 
 
-def _stats(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
+def stats_of(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
     def one(counts, new_tokens, per_row=None):
         examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
         per_call = lambda number: int(number) / calls if calls else None

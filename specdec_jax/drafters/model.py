@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.drafters.beam_levels import draft_levels
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
 from specdec_jax.models.language_model import LanguageModel
@@ -46,6 +47,7 @@ class ModelDrafter(Drafter):
     """
 
     tells_law = True
+    drafts_beams = True
 
     def __init__(self, model: LanguageModel, shortlist: int | Sequence[int] | np.ndarray | None = None, int8=False):
         """A shortlist and 8 bits do not change the output law; both change what is proposed, and so
@@ -148,6 +150,16 @@ class ModelDrafter(Drafter):
         cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **shared)
         # A row with a shorter prefix has garbage past its own last token; `draft` takes the smaller of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
+
+    def begin_beams(self, draft_state: ModelDraftState, slots: int, positions: int) -> Any:
+        return self.network.node_cache(draft_state.cache, slots, positions)
+
+    def draft_beams(self, draft_state, state, tree):
+        widened = lambda logits: self.widened(logits, state.program.vocab_size)
+        return draft_levels(self.network, widened, draft_state, state, tree)
+
+    def move_beams(self, draft_state, sources, starts):
+        return draft_state.move_nodes(sources, starts)
 
     def rewind(self, draft_state: ModelDraftState, lengths: jax.Array) -> ModelDraftState:
         return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))

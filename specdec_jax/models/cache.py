@@ -67,6 +67,26 @@ class KVCache:
         value = jnp.where(live, write(self.value, value, positions), 0)
         return self.replace(key=write(self.key, key, positions), value=value)
 
+    def append_nodes(self, key: jax.Array, value: jax.Array, starts: jax.Array) -> "KVCache":
+        """As `append`, for nodes of trees, which may be none of the tokens that are decoded.
+
+        What is not a finite number among their values is cleared, since a row that does not see a node multiplies it
+        by 0; the node's own output has it all the same.
+        """
+        return self.append(key, jnp.where(jnp.isfinite(value), value, 0), starts)
+
+    def move(self, sources: jax.Array, starts: jax.Array) -> "KVCache":
+        """Copies the slots `sources [B, M]` of every row to the slots from `starts [B]` on."""
+        take = lambda x: jnp.take_along_axis(x if x.ndim == 4 else x[None], sources[:, None, :, None], axis=2)
+        write = self._write
+        key, value = take(self.key), take(self.value)
+        return self.replace(key=write(self.key, key, starts), value=write(self.value, value, starts))
+
+    def widen(self, slots: int) -> "KVCache":
+        """Makes room for S = `slots` slots in all."""
+        room = [(0, 0)] * (self.key.ndim - 2) + [(0, slots - self.slots), (0, 0)]
+        return self.replace(key=jnp.pad(self.key, room), value=jnp.pad(self.value, room))
+
     @property
     def _write(self) -> Callable:
         if self.rules is None:

@@ -90,11 +90,15 @@ class FamilyModule(nn.Module):
         """
         raise NotImplementedError
 
-    def decode_states(self, tokens, positions, cache, layers: int | None = None, live=None):
-        """Feeds `tokens [B, T]` at `positions [B]` onwards; returns states `[B, T, D]` after the last
-        of the first `layers` layers and the last norm, and the new cache. `live [B, T]` as in
+    def decode_states(self, tokens, positions, cache, layers: int | None = None, live=None, nodes=None):
+        """Feeds `tokens [B, T]` at `positions [B]` onwards, or where `nodes` are; returns states `[B, T, D]`
+        after the last of the first `layers` layers and the last norm, and the new cache. `live [B, T]` as in
         `Network.decode`."""
-        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live)
+        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live, nodes)
+
+    def node_cache(self, cache, slots: int, positions: int):
+        """As `Network.node_cache`."""
+        return self.decoder.node_cache(cache, slots, positions)
 
     def head(self, states, live=None):
         """Logits `[B, T, V]` float32 of what `decode_states` gives."""

@@ -125,6 +125,10 @@ class GPTCache:
 
     layers: tuple[KVCache, ...]
 
+    def move_nodes(self, sources, starts) -> "GPTCache":
+        """As `KVCache.move`, in every layer."""
+        return GPTCache(tuple(layer.move(sources, starts) for layer in self.layers))
+
     def repeated(self, copies: int) -> "GPTCache":
         """`copies` rows side by side for each row."""
         return GPTCache(tuple(layer.repeated(copies) for layer in self.layers))
@@ -145,11 +149,11 @@ class GPTLayer(nn.Module):
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def __call__(self, x, cache, positions, mask, deterministic=True, live=None):
+    def __call__(self, x, cache, positions, mask, deterministic=True, live=None, nodes=None):
         """One layer over T queries; with `cache` None over a whole sequence."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
-        x, cache = self.causal_attention.to_cache(x, norm, cache, positions, mask, None, divisor, live, drop)
+        x, cache = self.causal_attention.to_cache(x, norm, cache, positions, mask, None, divisor, live, drop, nodes)
         return self.mlp(x, self.pre_mlp_layer_norm, drop, live=live), cache
 
 
@@ -168,15 +172,22 @@ class GPTDecoder(nn.Module):
                 config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
             )
 
-    def step(self, x, positions, cache: GPTCache, layers: int | None = None, live=None):
+    def node_cache(self, cache: GPTCache, slots: int, positions: int) -> GPTCache:
+        """As `Network.node_cache`."""
+        return GPTCache(tuple(layer.widen(slots) for layer in cache.layers))
+
+    def step(self, x, positions, cache: GPTCache, layers: int | None = None, live=None, nodes=None):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after
-        writing T tokens at `positions [B]` of every row; the caches of the layers above stay as
-        they are. `live [B, T]` as in `Network.decode`."""
-        query_positions = positions[:, None] + jnp.arange(x.shape[1])
-        mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
+        writing T tokens at `positions [B]` of every row, or where `nodes` are; the caches of the layers
+        above stay as they are. `live [B, T]` as in `Network.decode`."""
+        if nodes is not None:
+            query_positions, mask = nodes.positions, nodes.distances(cache.layers[0].slots)[:, None] >= 0
+        else:
+            query_positions = positions[:, None] + jnp.arange(x.shape[1])
+            mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
         x, written = x + self.position_embedder(query_positions, live), list(cache.layers)
         for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.layers[i], positions, mask, live=live)
+            x, written[i] = layer(x, cache.layers[i], positions, mask, live=live, nodes=nodes)
         return self.decoder_norm(x), GPTCache(tuple(written))
 
     def __call__(self, x, deterministic=True):

@@ -15,6 +15,7 @@ import numpy as np
 from specdec_jax.models import panels
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.nodes import Nodes
 from specdec_jax.models.panels import Before, Panels
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
@@ -286,6 +287,7 @@ class Attention(nn.Module):
         divisor: float = 1.0,
         live=None,
         dropped=lambda y: y,
+        nodes: Nodes | None = None,
     ):
         """`x + dropped(self-attention of norm(x))`, `x [B, T, D]`, and the cache after keys and
         values were written to it.
@@ -297,15 +299,20 @@ class Attention(nn.Module):
             matter, and the bias is that of every query position, `[S, H, S]`.
           divisor: of the queries.
           live: `[B, T]`, as for `apply_kernel`; the live positions of a row come first.
+          nodes: where T nodes of trees lie, in place of `positions`; where this is native the bias is then `[H, P]`.
         """
         if self.native and cache is not None:
             # What is not live need not be cleared: the next kernel does not read it.
             qkv, caches = self.qkv.in_panels(x, live, norm.before(), clear=False), (cache.key, cache.value)
-            attended, key, value = panels.attend_to_cache(qkv, *caches, bias, positions, divisor, live, clear=False)
+            attend, where = (panels.attend_to_cache, positions) if nodes is None else (panels.attend_to_nodes, nodes)
+            attended, key, value = attend(qkv, *caches, bias, where, divisor, live, clear=False)
             return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
         query, key, value = self.project(norm(x))
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
-        cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
+        if nodes is not None:
+            cache = cache.append_nodes(key, value, nodes.starts)
+        else:
+            cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
         return x + dropped(self.attend(query, cache, mask, bias)), cache
 
     def to_encoded(

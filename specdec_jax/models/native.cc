@@ -652,18 +652,19 @@ static ffi::Error HeadOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, F
 
 // -------------------------------------------------------------------------------------------------------------- attention
 
-// One query over `live` keys and values, which lie `apart` values apart: out = Σ softmax(q · k / divisor + bias) v.
-// `scores`: room for `live` + kLanes numbers.
-static void attend(const float* q, const float* keys, const float* values, int64_t apart, int64_t live, int64_t K,
+// One query over `live` keys and values, the i-th of which lies at slot place(i), slots `apart` values apart:
+// out = Σ softmax(q · k / divisor + bias) v. `scores`: room for `live` + kLanes numbers.
+template <typename Place>
+static void attend(const Place& place, const float* q, const float* keys, const float* values, int64_t apart, int64_t live, int64_t K,
                    const float* bias, float divisor, float* scores, float* out) {
   const int64_t whole = K / kLanes * kLanes;
   float greatest = -INFINITY;
   for (int64_t s = 0; s < live; s++) {
-    const float* key = keys + s * apart;
+    const float* key = keys + place(s) * apart;
     // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
     for (int64_t k = 0; k < K; k += 16) {
       __builtin_prefetch(key + kSlotsAhead * apart + k, 0, 3);
-      __builtin_prefetch(values + s * apart + k, 0, 3);
+      __builtin_prefetch(values + place(s) * apart + k, 0, 3);
     }
     Vec sums = {};
     for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
@@ -687,7 +688,7 @@ static void attend(const float* q, const float* keys, const float* values, int64
     Vec sums[kCount] = {};
     for (int64_t s = 0; s < live; s++)
 #pragma GCC unroll 4
-      for (int j = 0; j < kCount; j++) sums[j] += scores[s] * load(values + s * apart + k + j * kLanes);
+      for (int j = 0; j < kCount; j++) sums[j] += scores[s] * load(values + place(s) * apart + k + j * kLanes);
 #pragma GCC unroll 4
     for (int j = 0; j < kCount; j++) store(out + k + j * kLanes, sums[j] * scale);
   };
@@ -696,10 +697,15 @@ static void attend(const float* q, const float* keys, const float* values, int64
   for (; k + kLanes <= K; k += kLanes) vectors(k, std::integral_constant<int, 1>());
   for (; k < K; k++) {
     float sum = 0;
-    for (int64_t s = 0; s < live; s++) sum += scores[s] * values[s * apart + k];
+    for (int64_t s = 0; s < live; s++) sum += scores[s] * values[place(s) * apart + k];
     out[k] = sum * scale;
   }
 }
+
+// Slots in their order.
+struct InOrder {
+  int64_t operator()(int64_t i) const { return i; }
+};
 
 static float* room_for(int64_t scores) {
   static thread_local std::vector<float> own;
@@ -760,7 +766,7 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
       const int64_t at = begin + t;
       float* to = y + (b * T + t) * width + h * K;
       if (counts(b, t))
-        attend(x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
+        attend(InOrder(), x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
                biased ? table + (at * H + h) * S : nullptr, divisor, scores, to);
       else if (clear) std::memset(to, 0, sizeof(float) * K);
     }
@@ -804,8 +810,57 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> que
     float* scores = room_for(L);
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
-      if (counts(b, t)) attend(x + at, key + own, value + own, K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
+      if (counts(b, t))
+        attend(InOrder(), x + at, key + own, value + own, K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
       else if (clear) std::memset(y + at, 0, sizeof(float) * K);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// As SelfAttention, for nodes of a tree: node t of a row is written to slot starts[b] + t, stands at positions[b, t] of its
+// sequence, and sees the slots paths[b, t, 0 .. positions[b, t]], its ancestors from the first position to itself.
+// `bias [H, P]`: of the last of P positions, so that a key i positions back has the i-th from the end; or of no elements.
+static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, Floats values, Floats bias, Integers starts,
+                                Integers positions, Integers paths, Flags live, ffi::ResultBuffer<ffi::F32> out,
+                                ffi::ResultBuffer<ffi::F32> new_keys, ffi::ResultBuffer<ffi::F32> new_values, float divisor,
+                                bool clear) {
+  const auto qs = qkv.dimensions(), cs = keys.dimensions(), ps = paths.dimensions();
+  if (qs.size() != 3 || cs.size() < 3 || ps.size() != 3)
+    return unfit("node attention: expected queries [B, T, 3·H·K], caches [.., H, S, K] and paths [B, T, P]");
+  const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
+  const int64_t P = ps[2];
+  if (qs[2] != 3 * width || T > S || !has(keys, B * S * width) || !has(values, B * S * width) || !has(*new_keys, B * S * width) ||
+      !has(*new_values, B * S * width) || !has(*out, B * T * width) || !may_have(bias, H * P) || !has(starts, B) ||
+      !has(positions, B * T) || !has(paths, B * T * P) || !may_have(live, B * T))
+    return unfit("node attention: shapes do not fit");
+  float *key = new_keys->typed_data(), *value = new_values->typed_data();
+  if (key != keys.typed_data()) std::memcpy(key, keys.typed_data(), sizeof(float) * B * S * width);
+  if (value != values.typed_data()) std::memcpy(value, values.typed_data(), sizeof(float) * B * S * width);
+  const float *x = qkv.typed_data(), *table = bias.element_count() ? bias.typed_data() : nullptr;
+  const int32_t *begins = starts.typed_data(), *at = positions.typed_data(), *path = paths.typed_data();
+  const Live counts = Live::read(live, T);
+  float* y = out->typed_data();
+  int64_t longest = 0;
+  for (int64_t i = 0; i < B * T; i++) longest = at[i] > longest ? at[i] : longest;
+  for_heads(pool, B, H, T * (longest + 1) * K * 2, [=](int64_t b, int64_t h) {
+    const int64_t begin = within(begins[b], S - T);
+    float *own_keys = key + (b * H + h) * S * K, *own_values = value + (b * H + h) * S * K;
+    for (int64_t t = 0; t < T && counts(b, t); t++) {
+      const float* from = x + (b * T + t) * 3 * width + h * K;
+      std::memcpy(own_keys + (begin + t) * K, from + width, sizeof(float) * K);
+      std::memcpy(own_values + (begin + t) * K, from + 2 * width, sizeof(float) * K);
+    }
+    float* scores = room_for(P);
+    for (int64_t t = 0; t < T; t++) {
+      const int64_t i = b * T + t, last = within(at[i], P - 1);
+      const int32_t* own_path = path + i * P;
+      const auto place = [own_path, S](int64_t p) { return within(own_path[p], S - 1); };
+      float* to = y + i * width + h * K;
+      if (counts(b, t))
+        attend(place, x + i * 3 * width + h * K, own_keys, own_values, K, last + 1, K,
+               table ? table + h * P + P - 1 - last : nullptr, divisor, scores, to);
+      else if (clear) std::memset(to, 0, sizeof(float) * K);
     }
   });
   return ffi::Error::Success();
@@ -829,7 +884,9 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
     for (int64_t t = 0; t < L; t++) {
       float* to = y + (b * L + t) * width + h * K;
       if (t >= live) std::memset(to, 0, sizeof(float) * K);
-      else attend(own + t * 3 * width, own + width, own + 2 * width, 3 * width, live, K, table + (t * H + h) * L, 1.0f, scores, to);
+      else
+        attend(InOrder(), own + t * 3 * width, own + width, own + 2 * width, 3 * width, live, K, table + (t * H + h) * L, 1.0f,
+               scores, to);
     }
   });
   return ffi::Error::Success();
@@ -863,6 +920,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecSelfAttention, SelfAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                                   .Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
                                   .Attr<float>("divisor").Attr<bool>("clear"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecNodeAttention, NodeAttention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
+                                  .Arg<Integers>().Arg<Integers>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>()
+                                  .Ret<Floats>().Attr<float>("divisor").Attr<bool>("clear"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                                   .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<bool>("clear"));

@@ -39,6 +39,7 @@ TARGETS = {
     "specdec_head_f32": "SpecdecHeadF32",
     "specdec_head_s8": "SpecdecHeadS8",
     "specdec_self_attention": "SpecdecSelfAttention",
+    "specdec_node_attention": "SpecdecNodeAttention",
     "specdec_cross_attention": "SpecdecCrossAttention",
     "specdec_encoder_attention": "SpecdecEncoderAttention",
 }

@@ -10,6 +10,7 @@ import numpy as np
 from specdec_jax.models import layouts
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
+from specdec_jax.models.nodes import Nodes
 from specdec_jax.models.sharding import ShardingRules, pinned, read
 
 
@@ -102,6 +103,28 @@ class Network:
         """As `decode`, without the head: states `[B, T, D]` after `layers` layers (None: all) and the last norm."""
         tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
         states, cache = apply({"params": self.params}, tokens, positions, cache, layers, live, method="decode_states")
+        return self._by_rows(states), pinned(cache, self.rules)
+
+    def node_cache(self, cache, slots: int, positions: int):
+        """Makes a cache for calls over nodes of trees out of one whose row is a sequence.
+
+        Args:
+          cache: what `prefill` made, with the tokens that were fed since in slots 0, 1 …, each at the position of the
+            same number.
+          slots: S, those of the new cache.
+          positions: P, the most that a sequence can have.
+        """
+        return pinned(
+            self.module.apply({"params": self.params}, cache, slots, positions, method="node_cache"), self.rules
+        )
+
+    def decode_nodes(self, tokens: jax.Array, nodes: Nodes, cache, live: jax.Array | None = None):
+        """Feeds `tokens [B, T]` as nodes of trees; the cache is one of `node_cache`, `live` as for `decode`.
+
+        Returns: states `[B, T, D]`, which `head` takes, and the new cache.
+        """
+        tokens, apply = self._by_rows(tokens), self.module.apply
+        states, cache = apply({"params": self.params}, tokens, None, cache, None, live, nodes, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
     def head(self, states: jax.Array, live: jax.Array | None = None) -> jax.Array:

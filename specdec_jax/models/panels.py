@@ -16,6 +16,7 @@ import numpy as np
 from specdec_jax.files.reading import shown
 from specdec_jax.models import native
 from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.nodes import Nodes
 
 QUANTIZE = ("int8", "none")  # see `checkpoints.load`
 _COLUMNS = 16  # of a panel
@@ -200,6 +201,21 @@ def attend_to_cache(
     )
     bias = jnp.zeros((0, 0, 0)) if bias is None else bias
     return tuple(call(qkv, keys, values, bias, positions, _flags(live), divisor=np.float32(divisor), clear=clear))
+
+
+def attend_to_nodes(
+    qkv, keys, values, bias, nodes: Nodes, divisor: float, live=None, clear: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `attend_to_cache`, for nodes of trees; `bias [H, P]` is that of the last of P positions, or None."""
+    batch, queries, width = qkv.shape
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
+    call = jax.ffi.ffi_call(
+        "specdec_node_attention", (output, *shapes), vmap_method="sequential", input_output_aliases={1: 1, 2: 2}
+    )
+    bias = jnp.zeros((0, 0)) if bias is None else bias
+    arguments = qkv, keys, values, bias, nodes.starts, nodes.positions, nodes.paths, _flags(live)
+    return tuple(call(*arguments, divisor=np.float32(divisor), clear=clear))
 
 
 def attend_to_encoded(query, keys, values, lengths, live=None, clear: bool = True) -> jax.Array:

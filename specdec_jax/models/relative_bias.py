@@ -46,6 +46,12 @@ def relative_position_bucket(
     return offset + np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))
 
 
+def node_biases(bias: jax.Array, distances: jax.Array) -> jax.Array:
+    """Returns `[B, H, T, S]` out of `bias [H, P]`, which is that of the last of P positions, for keys that stand
+    `distances [B, T, S]` positions before their queries."""
+    return jnp.take(bias, bias.shape[1] - 1 - jnp.maximum(distances, 0), axis=1).transpose(1, 0, 2, 3)
+
+
 def seen_from(positions, queries: int, slots: int) -> jax.Array:
     """Returns the mask `[B, 1, T, S]` of T = `queries` positions from `positions [B]` on, for a
     cache of S = `slots`."""

@@ -13,7 +13,8 @@ from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, RMSNorm, product
-from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, seen_from
+from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, node_biases, seen_from
+from specdec_jax.models.t5_shapes import t5_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class T5Config(ModelConfig):
         return T5(self, fused, native)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return _parameter_shapes(self)
+        return t5_shapes(self)
 
     @classmethod
     def presets(cls) -> dict[str, "T5Config"]:
@@ -126,39 +127,6 @@ PRESETS = {
 }
 
 
-def _parameter_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
-    width, inner = config.emb_dim, config.num_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
-    if not config.logits_via_embedding:
-        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
-    count = len(config.mlp_activations)
-    inputs = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
-    mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in inputs}
-    mlp["mlp/wo/kernel"] = (config.mlp_dim, width)
-    of_decoder = ("self_attention", "encoder_decoder_attention"), ("self_attention", "cross_attention", "mlp")
-    for stack, layers, (attentions, norms) in (
-        ("encoder", config.num_encoder_layers, (("attention",), ("attention", "mlp"))),
-        ("decoder", config.num_decoder_layers, of_decoder),
-    ):
-        layer: dict[str, tuple[int, ...]] = dict(mlp)
-        for attention in attentions:
-            layer |= {f"{attention}/{name}/kernel": (width, inner) for name in ("query", "key", "value")}
-            if attention == "encoder_decoder_attention" and config.encoder_dim is not None:
-                layer |= {f"{attention}/{name}/kernel": (config.encoder_dim, inner) for name in ("key", "value")}
-            layer[f"{attention}/out/kernel"] = (inner, width)
-        layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in norms}
-        if stack == "encoder" and config.encoder_dim is not None:
-            continue
-        table = {"relpos_bias/rel_embedding": (config.num_heads, config.num_buckets)}
-        if config.relative_bias_per_layer:
-            layer |= table
-        else:
-            shapes |= {f"{stack}/{name}": shape for name, shape in table.items()}
-        shapes[f"{stack}/{stack}_norm/scale"] = (width,)
-        shapes |= {f"{stack}/layers_{i}/{name}": shape for i in range(layers) for name, shape in layer.items()}
-    return shapes
-
-
 @flax.struct.dataclass
 class DecoderCache:
     """What the decoder keeps between calls.
@@ -176,6 +144,10 @@ class DecoderCache:
     cross_mask: jax.Array
     position_bias: tuple[jax.Array, ...]
 
+    def move_nodes(self, sources: jax.Array, starts: jax.Array) -> "DecoderCache":
+        """As `KVCache.move`, in every layer."""
+        return self.replace(layers=tuple(layer.move(sources, starts) for layer in self.layers))
+
     def pinned(self) -> "DecoderCache":
         """Itself, its layout on a mesh fixed; under jit."""
         rules = self.layers[0].rules
@@ -183,7 +155,8 @@ class DecoderCache:
             return self
         layers, cross = (tuple(layer.pinned() for layer in layers) for layers in (self.layers, self.cross))
         mask = rules.constrain(self.cross_mask, "batch", "length")
-        biases = tuple(rules.constrain(bias, "length", "heads", "length") for bias in self.position_bias)
+        axes = lambda bias: ("length", "heads", "length")[-bias.ndim :]
+        biases = tuple(rules.constrain(bias, *axes(bias)) for bias in self.position_bias)
         return DecoderCache(layers, cross, mask, biases)
 
 
@@ -266,11 +239,11 @@ class DecoderLayer(nn.Module):
     def cross_cache(self, encoded, mask=None) -> KVCache:
         return self.encoder_decoder_attention.project_key_value(encoded, mask)
 
-    def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True, live=None):
+    def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True, live=None, nodes=None):
         """One layer over T queries; with `cache` None over a whole sequence (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
-        norm = self.pre_self_attention_layer_norm
-        x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, live=live, dropped=drop)
+        norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes)
+        x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, **more)
         norm = self.pre_cross_attention_layer_norm
         x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, live, drop)
         return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, live), cache
@@ -316,17 +289,26 @@ class Decoder(nn.Module):
         cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask)) for layer in self.layers)
         return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.position_biases(slots))
 
-    def step(self, x, positions, cache: DecoderCache, layers: int | None = None, live=None):
+    def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
+        """As `Network.node_cache`: `position_bias` holds `[H, P]` then, the bias of the last of P = `positions`."""
+        layers = tuple(layer.widen(slots) for layer in cache.layers)
+        return cache.replace(layers=layers, position_bias=tuple(b[-1] for b in self.position_biases(positions)))
+
+    def step(self, x, positions, cache: DecoderCache, layers: int | None = None, live=None, nodes=None):
         """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after
-        writing T tokens at `positions [B]` of every row; the caches of the layers above stay as
-        they are. `live [B, T]` as in `Network.decode`."""
+        writing T tokens at `positions [B]` of every row, or where `nodes` are; the caches of the layers
+        above stay as they are. `live [B, T]` as in `Network.decode`."""
         mask, biases, written = None, list(cache.position_bias), list(cache.layers)
-        if not self.native:
+        if not self.native and nodes is not None:
+            distances = nodes.distances(cache.layers[0].slots)
+            mask, biases = distances[:, None] >= 0, [node_biases(bias, distances) for bias in biases]
+        elif not self.native:
             mask = seen_from(positions, x.shape[1], cache.layers[0].slots)
             biases = [biases_from(positions, x.shape[1], bias) for bias in biases]
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
             layer_cache, cross = cache.layers[i], cache.cross[i]
-            x, written[i] = layer(x, layer_cache, positions, mask, bias, cross, cache.cross_mask, live=live)
+            more = dict(live=live, nodes=nodes)
+            x, written[i] = layer(x, layer_cache, positions, mask, bias, cross, cache.cross_mask, **more)
         return self.decoder_norm(x), cache.replace(layers=tuple(written))
 
     def __call__(self, x, encoded, encoder_mask, deterministic=True):

@@ -1,7 +1,7 @@
 """The base class of drafters: what an iteration and the rest of the package ask of whatever proposes tokens."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -10,6 +10,10 @@ from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
+
+if TYPE_CHECKING:
+    from specdec_jax.speculative.beam_iteration import BeamTree
+    from specdec_jax.speculative.beams import BeamState
 
 
 class Drafter:
@@ -26,6 +30,7 @@ class Drafter:
       needs_target_state: it drafts from the target's cache or last state, so that it can only begin where the target
         stopped.
       scorable: the law that it draws from is its model's, so that acceptance can be had by scoring texts with both.
+      drafts_beams: it can draft for beam search, by the three methods whose names end so.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -34,6 +39,7 @@ class Drafter:
     observes: ClassVar[bool] = False
     needs_target_state: ClassVar[bool] = False
     scorable: ClassVar[bool] = False
+    drafts_beams: ClassVar[bool] = False
 
     # Traced.
 
@@ -59,6 +65,18 @@ class Drafter:
         For what keeps a cache. A part of a cascade that begins past the committed tokens cannot tell by itself.
         """
         return draft_state
+
+    def begin_beams(self, draft_state: Any, slots: int, positions: int) -> Any:
+        """Returns the state for a beam search out of that of `init`; arguments as for `Network.node_cache`."""
+        raise NotImplementedError
+
+    def draft_beams(self, draft_state: Any, state: "BeamState", tree: "BeamTree") -> tuple[Any, "BeamTree"]:
+        """Grows the tree of the live beams by γ levels of u nodes, as `state.program` says."""
+        raise NotImplementedError
+
+    def move_beams(self, draft_state: Any, sources: jax.Array, starts: jax.Array) -> Any:
+        """Returns the state in which the nodes in slots `sources [B, M]` lie in the slots from `starts [B]` on."""
+        raise NotImplementedError
 
     # On the host.
 

@@ -41,6 +41,11 @@ class HashCache:
     tokens: jax.Array
     inputs: jax.Array
 
+    def move_nodes(self, sources, starts):
+        row, slots = jnp.arange(len(starts))[:, None], starts[:, None] + jnp.arange(sources.shape[1])
+        moved = self.tokens.at[row, slots].set(jnp.take_along_axis(self.tokens, sources, axis=1), mode="drop")
+        return self.replace(tokens=moved)
+
 
 def _mix(h, value):
     """Returns one round of murmur3 over uint32."""
@@ -145,6 +150,20 @@ class HashNetwork(Headless):
         slots = positions[:, None] + jnp.arange(queries)
         stored = cache.tokens.at[row, slots].set(tokens)
         previous = jnp.where(slots > 0, stored[row, jnp.maximum(slots - 1, 0)], 0)
+        number = jnp.broadcast_to(cache.inputs[:, None], tokens.shape)
+        logits = self.law.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
+        return logits, cache.replace(tokens=stored)
+
+    def node_cache(self, cache, slots, positions):
+        room = ((0, 0), (0, slots - cache.tokens.shape[1]))
+        return cache.replace(tokens=jnp.pad(cache.tokens, room, constant_values=-1))
+
+    def decode_nodes(self, tokens, nodes, cache, live=None):
+        row, slots = jnp.arange(len(tokens))[:, None], nodes.starts[:, None] + jnp.arange(tokens.shape[1])
+        stored = cache.tokens.at[row, slots].set(tokens)
+        before = jnp.maximum(nodes.positions - 1, 0)[..., None]
+        parents = jnp.take_along_axis(nodes.paths, before, axis=2)[..., 0]
+        previous = jnp.where(nodes.positions > 0, jnp.take_along_axis(stored, parents, axis=1), 0)
         number = jnp.broadcast_to(cache.inputs[:, None], tokens.shape)
         logits = self.law.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
         return logits, cache.replace(tokens=stored)

@@ -1,0 +1,46 @@
+"""Flags of a beam search, which several commands have."""
+
+import dataclasses
+from typing import Any
+
+from specdec_jax.commands.options import option
+from specdec_jax.decoding.beams import beam_options
+from specdec_jax.speculative.beams import STYLES
+
+_EARLY = {"false": False, "true": True, "never": "never"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamFlags:
+    """Flags of a beam search; see `generate`."""
+
+    num_beams: int | None = option(
+        None, "search with so many beams instead of taking one token after another; with a drafter, in trees that it "
+        "drafts, to the same outputs",
+    )  # fmt: skip
+    length_penalty: float | None = option(
+        None, "with --num_beams: exponent of the length that scores are divided by (default: 0.6, or 1 with "
+        "--beam_style=huggingface)",
+    )  # fmt: skip
+    beam_style: str = option("t5x", f"with --num_beams: whose search it is to the token and score: {', '.join(STYLES)}")
+    early_stopping: str = option(
+        "false", "with --beam_style=huggingface, when a search ends: true (there are num_beams hypotheses), false (the "
+        "best beam would not make it, were it to end here) or never (only when it cannot, whatever its length)",
+    )  # fmt: skip
+    num_return_sequences: int = option(1, "with --num_beams: outputs for every sentence, the best first")
+    beam_width: int | None = option(
+        None, "with --num_beams and a drafter: nodes in each level of the tree (default: twice num_beams); --gamma is "
+        "the number of levels (auto: 3)",
+    )  # fmt: skip
+
+    def beams(self) -> dict[str, Any]:
+        """Returns the arguments of `generate` for a beam search, none without one.
+
+        Raises:
+          ValueError: values outside their range, or options that mean nothing without `num_beams`.
+        """
+        if self.early_stopping not in _EARLY:
+            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {', '.join(_EARLY)}")
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(BeamFlags)}
+        given["early_stopping"] = _EARLY[self.early_stopping]
+        return {} if beam_options(**given) is None else given

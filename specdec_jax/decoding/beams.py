@@ -1,0 +1,265 @@
+"""Decodes with beam search: what `generate` does with `num_beams`."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.request import Plan, plan
+from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, finish, stats_of
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
+from specdec_jax.speculative.beam_iteration import search
+from specdec_jax.speculative.beams import STYLES, BeamConfig, BeamState, best_first, first_hypotheses
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.prefill import fill_cache
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.state import Counts
+
+# T5X's default, and transformers'.
+_PENALTIES = {"t5x": 0.6, "huggingface": 1.0}
+# Levels of the tree that is drafted where none are asked for.
+LEVELS = 3
+# What `generate` takes beside a beam search, and what each must be left at.
+_OTHERS = {
+    "verifier": "block", "lenience": None, "typical_epsilon": None, "typical_delta": None, "forced_alpha": None,
+    "num_samples": 1, "stop": (), "deadline": None,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamOptions:
+    """How to search.
+
+    Attributes:
+      num_beams: K ≥ 1.
+      length_penalty: exponent of the length by which sums of log-probabilities are divided; None: 0.6 in T5X's form,
+        1 in Hugging Face's.
+      beam_style: "t5x" or "huggingface", whose search it is to the token and score.
+      early_stopping: of "huggingface": False, True or "never".
+      num_return_sequences: the best so many hypotheses come back for each input, at most K.
+      beam_width: u, nodes in each level of the tree that is drafted, at least K; None: 2·K.
+
+    Raises:
+      ValueError: a field outside its range.
+    """
+
+    num_beams: int
+    length_penalty: float | None = None
+    beam_style: str = "t5x"
+    early_stopping: bool | str = False
+    num_return_sequences: int = 1
+    beam_width: int | None = None
+
+    def __post_init__(self):
+        if self.beam_style not in STYLES:
+            raise ValueError(f"beam_style: got {self.beam_style!r}, expected one of {', '.join(STYLES)}")
+        _expect_integer("num_beams", self.num_beams, 1, 1024)
+        _expect_integer("num_return_sequences", self.num_return_sequences, 1, self.num_beams, " = num_beams")
+        if self.beam_width is not None:
+            _expect_integer("beam_width", self.beam_width, self.num_beams, 4096)
+        least = 0 if self.beam_style == "t5x" else -np.inf
+        if not least <= self.penalty < np.inf:
+            expected = "a finite number of at least 0" if self.beam_style == "t5x" else "a finite number"
+            raise ValueError(f"length_penalty: got {self.length_penalty}, expected {expected}")
+        if self.early_stopping not in (False, True, "never"):
+            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected False, True or 'never'")
+        if self.early_stopping and self.beam_style == "t5x":
+            raise UnsupportedCombination(
+                f"early_stopping: got {self.early_stopping!r} with beam_style 't5x', which has a rule of its own, "
+                "expected False"
+            )
+
+    @property
+    def penalty(self) -> float:
+        """The length penalty that is meant."""
+        return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
+
+    @property
+    def width(self) -> int:
+        """u."""
+        return 2 * self.num_beams if self.beam_width is None else self.beam_width
+
+
+def _expect_integer(name: str, value, least: int, most: int, what: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}{what}")
+
+
+def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
+    """Returns the options of a search; None where `num_beams` is None, with which the others mean nothing."""
+    if num_beams is not None:
+        return BeamOptions(num_beams, **others)
+    for field in dataclasses.fields(BeamOptions)[1:]:
+        if others.get(field.name, field.default) != field.default:
+            raise UnsupportedCombination(
+                f"{field.name}: got {others[field.name]!r} without num_beams, expected {field.default!r}"
+            )
+    return None
+
+
+class Search(NamedTuple):
+    """What a plan has beside the rest if it is one of a search: what is compiled, and the options."""
+
+    program: BeamConfig
+    options: BeamOptions
+
+
+def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
+    """Checks the arguments of `generate`, as `plan` does, those of a beam search included."""
+    names = [field.name for field in dataclasses.fields(BeamOptions)]
+    beams = beam_options(**{name: options.pop(name) for name in names if name in options})
+    return plan(target, inputs, **options) if beams is None else _plan_search(target, inputs, beams, **options)
+
+
+def _plan_search(
+    target: LanguageModel, inputs, beams: BeamOptions, *, drafter: Drafter | None = None, gamma="auto",
+    sampling: SamplingConfig = SamplingConfig(), first=False, **options,
+) -> Plan:  # fmt: skip
+    """Checks what goes with a beam search.
+
+    Raises:
+      UnsupportedCombination: options that mean nothing here, or a drafter that cannot draft for beams.
+    """
+    del first  # nothing is learned from requests
+    for name, unset in _OTHERS.items():
+        value = options.pop(name, unset)
+        if value != unset and value is not None and not (unset == () and not len(value)):
+            raise UnsupportedCombination(f"{name}: got {value!r} with num_beams, expected {unset!r}")
+    if not sampling.mode.greedy:
+        raise UnsupportedCombination(
+            f"temperature: got {sampling.temperature} with num_beams, expected 0: beam search draws nothing"
+        )
+    if isinstance(gamma, Policy) or np.ndim(gamma):
+        raise UnsupportedCombination(
+            f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, the levels of the tree"
+        )
+    if drafter is not None and isinstance(drafter, Drafter) and not drafter.drafts_beams:
+        raise UnsupportedCombination(
+            f"drafter: got {type(drafter).__name__} with num_beams, expected a ModelDrafter, or None: it drafts no trees"
+        )
+    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
+    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
+    ends, vocab = max(1, len(job.eos_ids)), target.config.vocab_size
+    if beams.num_beams > vocab or ends >= vocab:
+        raise ValueError(
+            f"num_beams: got {beams.num_beams} for {vocab} ids, of which {ends} end a sequence, expected at most as many "
+            "beams as ids, and an id that ends none"
+        )
+    levels = job.program.gamma
+    width = min(beams.width, beams.num_beams * (vocab - 1)) if levels else 0
+    program = BeamConfig(
+        beams.num_beams, ends, sampling.mode, vocab, beams.beam_style, beams.early_stopping, levels, width
+    )
+    return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
+
+
+def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
+    """Searches for the inputs at `places`, as for `Plan.start`."""
+    network, drafter, program, *others = _arguments(job, places)
+    found = _search(network, drafter, program, job.search.options.num_return_sequences, *others)
+    return _result(target, job, jax.device_get(found), places)
+
+
+def start(job: Plan, places=None) -> BeamState:
+    """Makes the state that the search of `run_search` begins with, for callers that look at its iterations."""
+    return begin(*_arguments(job, places))
+
+
+def _arguments(job: Plan, places) -> tuple:
+    """Returns the arguments of `begin` for the inputs at `places`."""
+    program, beams = job.search
+    arguments = dataclasses.replace(job, samples=1).arguments(places)
+    network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = arguments
+    most = bucket(int(max(job.limits)))
+    eos_ids = np.broadcast_to(np.array(job.eos_ids or (-1,), np.int32), (len(lengths), program.ends))
+    return (
+        network, drafter, program, most, inputs, lengths, tokens, starts, (ends - starts).astype(np.int32), eos_ids,
+        np.float32(beams.penalty), rows, done,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("program", "returned", "most"))
+def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, *arguments) -> dict:
+    """Prefill and search in one program; returns what the host reads of it.
+
+    Args:
+      returned: hypotheses for each input.
+      The others are those of `begin`.
+    """
+    state = begin(target, drafter, program, most, *arguments)
+    state = search(target, drafter, state)
+    best, there = best_first(state)
+    first = lambda x: x[:, :returned]
+    return dict(
+        best=jax.tree.map(first, best), there=first(there), steps=state.steps, done=state.done, failed=state.failed,
+        counts=state.counts,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("program", "most"))
+def begin(
+    target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
+    eos_ids, penalty, sampling, done,
+) -> BeamState:  # fmt: skip
+    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
+
+    Args:
+      most: the most new tokens of a row, or more.
+      The others are as for `prefill.prefill`, and in `BeamState`.
+    """
+    batch, prefix = tokens.shape
+    positions = prefix + most + program.gamma
+    # K slots that stay empty, where the tokens before the live beams' last ones would be.
+    slots = prefix - 1 + program.beams * (1 + most) + program.gamma * max(program.width, program.beams)
+    shared = {}
+    if drafter is not None and drafter.reads_encoder:
+        shared = {"encoded": target.encode(inputs, input_lengths)}
+    cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
+    cache, draft_state = target.node_cache(cache, slots, positions), None
+    if drafter is not None:
+        draft_state = drafter.init(inputs, input_lengths, tokens, prefix, **shared)
+        draft_state = drafter.begin_beams(draft_state, slots, positions)
+    live, finished = first_hypotheses(tokens, positions, program)
+    zeros = jnp.zeros(batch, jnp.int32)
+    return BeamState(
+        live=live, finished=finished, is_finished=jnp.zeros((batch, program.beams), bool),
+        prefix_lengths=prefix_lengths, steps=zeros, limits=limits, done=done, failed=zeros, eos_ids=eos_ids,
+        penalty=penalty, sampling=sampling,
+        paths=jnp.broadcast_to(jnp.arange(positions, dtype=jnp.int32), live.tokens.shape),
+        starts=prefix_lengths - 1 + program.beams, target_cache=cache, draft_state=draft_state,
+        counts=Counts.zero(batch, program.gamma), program=program,
+    )  # fmt: skip
+
+
+def _result(target: LanguageModel, job: Plan, found: dict, places) -> GenerationResult:
+    """Trims and detokenises what was found.
+
+    Raises:
+      NotNumbers: logits were met that are not.
+    """
+    request, best, there = job.request(places), found["best"], found["there"].reshape(-1)
+    for (row,) in np.argwhere(found["failed"])[:1]:
+        source = f"the target {target.name}" + (" or the processor" if job.program.mode.processor else "")
+        raise NotNumbers(source, int(request.inputs[row * job.samples]), int(found["failed"][row]) - 1)
+    flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+    lengths = np.where(there & ~request.empty, flat(best.lengths), 0)
+    log_probs, adjusted = flat(best.log_probs), flat(best.adjusted_log_probs)
+    none = np.zeros(len(lengths), np.int32)
+    committed = Committed(
+        tokens=flat(best.tokens), lengths=request.prefix_lengths + lengths, done=np.repeat(found["done"], job.samples),
+        log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else adjusted, draft_failed=none,
+        counts=jax.tree.map(lambda x: np.repeat(x, job.samples, axis=0), found["counts"]), program=job.program,
+    )  # fmt: skip
+    result = finish(target, committed, request)
+    reasons = [reason if here else "none" for reason, here in zip(result.finish_reasons, there)]
+    stats = stats_of(found["counts"], found["steps"], token_by_token=True)
+    return result._replace(
+        stats=stats, scores=np.where(request.empty, 0, flat(best.scores)).astype(np.float32), finish_reasons=reasons
+    )

@@ -1,0 +1,49 @@
+"""Beam search of models saved by transformers is that of transformers, to the token and score, drafted for or not."""
+
+import json
+
+import numpy as np
+import pytest
+from golden_models import GOLDEN
+
+import specdec_jax as sd
+
+pytestmark = pytest.mark.usefixtures("quick")
+ARRAYS = dict(np.load(GOLDEN / "hf_beams.npz"))  # scripts/write_golden_beams.py says what they are
+SEARCHES = json.loads(str(ARRAYS["searches"]))
+MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_gpt2")
+# transformers' names of what is a field of SamplingConfig here.
+PROCESSORS = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram",
+              "min_new_tokens": "min_new_tokens"}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def golden(request):
+    folder = GOLDEN / request.param
+    return request.param, sd.load(folder, dtype="float32"), dict(np.load(folder / "io.npz"))
+
+
+DRAFTED = ("beams4", "early5", "repetition", "ngram")
+
+
+@pytest.mark.parametrize("search, drafting", [(name, {}) for name in SEARCHES] + [(n, dict(gamma=2)) for n in DRAFTED])
+def test_search_is_that_of_transformers(golden, search, drafting):
+    name, model, io = golden
+    tokens, scores, sound = (ARRAYS[f"{name}/{search}/{what}"] for what in ("tokens", "scores", "sound"))
+    given = dict(SEARCHES[search])
+    ends = (int(io["early_eos_id"]),) if given.pop("ends", None) else model.eos_ids
+    sampling = sd.SamplingConfig(**{ours: given.pop(theirs) for theirs, ours in PROCESSORS.items() if theirs in given})
+    if drafting:
+        drafting = dict(drafting, drafter=sd.ModelDrafter(model))
+    beams = given.pop("num_beams")
+    found = sd.generate(
+        model, io["inputs"], input_lengths=io["input_lengths"], num_beams=beams, num_return_sequences=beams,
+        beam_style="huggingface", eos_ids=ends, sampling=sampling, max_new_tokens=tokens.shape[2], **given, **drafting,
+    )  # fmt: skip
+    live = np.arange(tokens.shape[2]) < found.lengths[:, None]
+    ours = np.where(live, found.tokens, -1).reshape(tokens.shape)
+    assert sound.sum() >= len(sound) - 1
+    np.testing.assert_array_equal(ours[sound], tokens[sound])
+    np.testing.assert_allclose(found.scores.reshape(scores.shape)[sound], scores[sound], rtol=1e-4, atol=1e-4)
+    if drafting:
+        assert found.stats.tokens_per_target_call > 1

@@ -1,0 +1,168 @@
+"""Beam search on toys whose law is known: equal to a reference in lists, plain and speculative, token for token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from beam_reference import Search
+from toy_models import HashModel
+
+import specdec_jax as sd
+from specdec_jax.models.nodes import node_paths
+from specdec_jax.speculative import beam_iteration
+
+pytestmark = pytest.mark.usefixtures("quick")
+MARGIN = 1e-5
+LIMIT = 12
+
+
+def law_of(model, inputs):
+    """Log-probabilities of a row's next token, by its new tokens."""
+    known = {}
+
+    def log_probs(tokens):
+        if tuple(tokens) not in known:
+            fed = np.array([[model.start_token, *tokens]])
+            logits = model.logits(inputs[None], fed)[0, -1]
+            shifted = logits - logits.max()
+            known[tuple(tokens)] = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
+        return known[tuple(tokens)]
+
+    return log_probs
+
+
+def cases(seed: int, count: int):
+    """Random searches: a model, inputs, limits and options."""
+    rng = np.random.default_rng(seed)
+    vocab = int(rng.integers(5, 14))
+    eos_ids = tuple(int(i) for i in rng.choice(np.arange(1, vocab), int(rng.integers(1, 4)), replace=False))
+    style = ("t5x", "huggingface")[seed % 2]
+    if style == "t5x":
+        eos_ids = eos_ids[:1]
+    beams = int(rng.integers(1, min(8, vocab) + 1))
+    options = dict(num_beams=beams, beam_style=style, num_return_sequences=beams, max_new_tokens=None)
+    options["length_penalty"] = float(rng.choice([0.0, 0.6, 1.0, 2.0]))
+    if style == "huggingface":
+        options["early_stopping"] = (False, True, "never")[int(rng.integers(3))]
+    inputs = rng.integers(1, vocab, (count, 3))
+    limits = rng.integers(1, LIMIT + 1, count)
+    spread = float(rng.choice([1.0, 4.0]))
+    target = HashModel(vocab, 0, eos_ids=eos_ids, spread=spread)
+    drafter = HashModel(vocab, 7, eos_ids=eos_ids, spread=spread, likeness=0.9)
+    gamma, width = int(rng.integers(1, 5)), int(rng.integers(beams, 2 * beams + 3))
+    options["max_new_tokens"] = limits
+    return target, drafter, inputs, options, dict(gamma=gamma, beam_width=width)
+
+
+def reference(target, inputs, options):
+    search = Search(
+        options["num_beams"], target.eos_ids, options["length_penalty"], options["beam_style"],
+        options.get("early_stopping", False),
+    )  # fmt: skip
+    return [search.run(law_of(target, row), int(limit)) for row, limit in zip(inputs, options["max_new_tokens"])]
+
+
+def rows_of(result, row, beams):
+    """Tokens of each hypothesis of an input, None for a place that nothing filled."""
+    found = []
+    for place in range(row * beams, (row + 1) * beams):
+        there = result.finish_reasons[place] != "none"
+        found.append(result.tokens[place, : result.lengths[place]].tolist() if there else None)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_search_of_toys(seed):
+    check_search(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8, 134))
+def test_search_of_more_toys(seed):
+    """2,000 searches more."""
+    check_search(seed)
+
+
+def check_search(seed):
+    target, drafter, inputs, options, drafting = cases(seed, 16)
+    beams = options["num_beams"]
+    plain = sd.generate(target, inputs, **options)
+    speculative = sd.generate(target, inputs, drafter=sd.ModelDrafter(drafter), **drafting, **options)
+    np.testing.assert_array_equal(speculative.tokens, plain.tokens)
+    np.testing.assert_allclose(speculative.scores, plain.scores, rtol=1e-6, atol=1e-7)  # sums of a logsumexp
+    assert speculative.finish_reasons == plain.finish_reasons
+    steps = lambda result: [round(row.tokens_per_target_call * row.target_calls) for row in result.stats.per_row]
+    assert steps(speculative) == steps(plain)
+    judged = 0
+    for row, expected in enumerate(reference(target, inputs, options)):
+        if expected.margin < MARGIN:
+            continue
+        judged += 1
+        assert rows_of(plain, row, beams) == expected.tokens
+        np.testing.assert_allclose(plain.scores[row * beams : (row + 1) * beams], expected.scores, rtol=1e-5, atol=1e-5)
+        assert steps(plain)[row] == expected.steps
+    assert judged > len(inputs) / 2
+    assert speculative.stats.target_calls <= plain.stats.target_calls
+
+
+MUTANTS = {
+    "as many candidates as beams": dict(kept=1),
+    "length off by one": dict(brevity_offset=-1),
+    "best instead of worst finished": dict(worst=max),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_reference_finds(mutant):
+    """A search with this mistake differs somewhere; so the comparison above would see it."""
+    model = HashModel(7, 0, eos_ids=(4,))
+    inputs = np.random.default_rng(3).integers(1, 7, (40, 3))
+    search = Search(3, (4,), 0.6)
+    wrong = dataclasses.replace(search, **MUTANTS[mutant])
+    both = [[one.run(law_of(model, row), LIMIT) for one in (search, wrong)] for row in inputs]
+    assert any((a.tokens, a.scores, a.steps) != (b.tokens, b.scores, b.steps) for a, b in both if a.margin > MARGIN)
+
+
+@pytest.fixture
+def pair():
+    target = HashModel(9, 0, eos_ids=(4,))
+    drafter = sd.ModelDrafter(HashModel(9, 7, eos_ids=(4,), likeness=0.9))
+    inputs = np.random.default_rng(3).integers(1, 9, (40, 3))
+    options = dict(num_beams=4, num_return_sequences=4, max_new_tokens=LIMIT)
+    return target, inputs, options, dict(drafter=drafter, gamma=3, beam_width=6)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Replaces a function of the iteration; what was compiled with the right one, and then with it, is forgotten."""
+
+    def replace(name, replacement):
+        monkeypatch.setattr(beam_iteration, name, replacement)
+        jax.clear_caches()
+
+    yield replace
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"])
+def test_identity_finds(pair, mistake, broken):
+    """Speculative search with this mistake is not plain search: mistakes of trees that others have made."""
+    target, inputs, options, drafting = pair
+    plain = sd.generate(target, inputs, **options)
+    walk = beam_iteration._walk
+    if mistake == "unscored beam":  # a step goes on although a live beam is no node
+        broken("_all_scored", lambda same: jnp.any(same, axis=(1, 2)))
+    elif mistake == "siblings seen":  # the node before in the call, instead of the parent
+        broken("node_paths", lambda paths, positions, slots: node_paths(paths, positions, slots - 1))
+    else:
+
+        def wrong(state, tree, found):
+            after, levels = walk(state, tree, found)
+            own = jnp.arange(levels.shape[1], dtype=jnp.int32) + state.program.beams
+            return after, jnp.broadcast_to(own, levels.shape) if mistake == "nothing moved" else levels + 1
+
+        broken("_walk", wrong)
+    found = sd.generate(target, inputs, **drafting, **options)
+    assert np.any(found.tokens != plain.tokens)
