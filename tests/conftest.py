@@ -1,4 +1,5 @@
-"""Tests run on the CPU, in float32 unless a test asks for more, and with the same examples every time."""
+"""Runs tests on the CPU, in float32 unless a test asks for more, and with the same examples every
+time."""
 
 import contextlib
 import gc
@@ -18,8 +19,11 @@ hypothesis.settings.load_profile("project")
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
-    """Frees the compiled programs of a file: each holds memory mappings, and where a process has no more of them (Linux
-    allows some 65,000) XLA's compiler crashes."""
+    """Frees the compiled programs of a test file at its end.
+
+    Each holds memory mappings, and XLA's compiler crashes when a process has no more of them (Linux
+    allows some 65,000).
+    """
     yield
     import jax
 
@@ -29,7 +33,8 @@ def few_programs():
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel():
-    """The CPU's kernels are compiled before a test reads what a command says: that they are is a line."""
+    """Compiles the CPU's kernels before any test reads what a command prints, since compiling them
+    prints a line."""
     from specdec_jax.models import native
 
     native.available()
@@ -37,8 +42,11 @@ def kernel():
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_measured():
-    """`gamma="auto"` is 4, as on a mesh: to measure every toy model would take most of the time.
-    `test_auto.py` does."""
+    """Makes `gamma="auto"` mean 4, as on a mesh, since measuring every toy model would take most of
+    the time.
+
+    `test_auto.py` measures.
+    """
     from specdec_jax.decoding import costs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -46,13 +54,13 @@ def nothing_measured():
         yield
 
 
-# XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
+# XLA's newer fusion emitters take more than half of the time of a compilation without optimisation.
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 @pytest.fixture(scope="session")
 def quick_options():
-    """Those of `QUICK` that this version of XLA has; they hold for every program that is
+    """Yields those options of `QUICK` that this version of XLA has; they hold for every program
     compiled without optimisation."""
     import jax
 
@@ -80,14 +88,14 @@ def quick_options():
 
 @pytest.fixture(scope="session")
 def quick_environment(quick_options):
-    """Environment of a process of its own that compiles as with `quick`."""
+    """Returns the environment of a separate process that compiles as with `quick`."""
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in quick_options.items())
     return {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
 
 
 @pytest.fixture(scope="module")
 def quick(quick_options):
-    """Programs that run for milliseconds are compiled without optimisation."""
+    """Compiles without optimisation; for programs that run for milliseconds."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -97,7 +105,7 @@ def quick(quick_options):
 
 @pytest.fixture(scope="module")
 def quick_draws(quick, quick_options):
-    """As `quick`, for programs that run for seconds, which pays for one level of optimisation."""
+    """Compiles with one level of optimisation, which pays for programs that run for seconds."""
     quick_options["xla_backend_optimization_level"] = 1
     yield
     del quick_options["xla_backend_optimization_level"]
@@ -105,7 +113,8 @@ def quick_draws(quick, quick_options):
 
 @pytest.fixture
 def optimised():
-    """As users' programs are compiled, in a file whose others are `quick`: for tests that read what was compiled."""
+    """Compiles as for users, in a file whose other tests are `quick`; for tests that read compiled
+    programs."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", False)
@@ -115,7 +124,7 @@ def optimised():
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory):
-    """Folder with the tiny language's files for training and validation."""
+    """Returns a folder with the tiny language's files for training and validation."""
     from toy_training import write_language
 
     return write_language(tmp_path_factory.mktemp("text"))
@@ -123,7 +132,8 @@ def language(tmp_path_factory):
 
 @pytest.fixture
 def load_script():
-    """Loads `scripts/<name>.py` as a module; the flags that it defines go again afterwards."""
+    """Returns a function that loads `scripts/<name>.py` as a module; the flags it defines are
+    removed afterwards."""
     before = set(FLAGS)
 
     def load(name: str):

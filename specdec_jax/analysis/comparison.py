@@ -9,14 +9,14 @@ from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.models.language_model import LanguageModel
 
-# Two implementations add up in other orders; a float32 argmax may differ where the two largest
-# logits are as close as this.
+# Two implementations add up in different orders; a float32 argmax may differ if the two largest logits are as
+# close as this.
 MARGIN = 1e-3
 
 
 def compare(name: str, arms: Mapping[str, Arm], target: LanguageModel, batches: Sequence[Batch]) -> dict[str, Any]:
-    """What is kept of the comparison: the arm's time, how many times as fast ours are, and every
-    input with other tokens."""
+    """Returns the record of the comparison: the arm's time, how many times as fast ours are, and
+    every input with other tokens."""
     theirs = arms[name]
     faster = lambda ours: Spread.of(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
     return {
@@ -45,7 +45,7 @@ def _differences(theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequen
 
 
 def problems(record: Mapping[str, Any], dtype: str) -> list[str]:
-    """Says where float32 tokens differ that are no near-ties."""
+    """Returns a message if float32 tokens differ that are no near-ties."""
     wrong = [item["input"] for item in record["differences"] if item["margin"] > MARGIN]
     if dtype != "float32" or not wrong:
         return []

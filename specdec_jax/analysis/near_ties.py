@@ -1,4 +1,5 @@
-"""Measures how far a call over several positions is from calls over one: what a near-tie is."""
+"""Measures how far logits from a call over several positions are from those of calls over one: what
+makes a near-tie."""
 
 from typing import NamedTuple
 
@@ -14,8 +15,9 @@ class Difference(NamedTuple):
     """How far one token's choice is from a tie.
 
     Attributes:
-      margin: between the target's two largest logits.
-      noise: largest difference between logits from calls over one position and over several, along the prefix.
+      margin: difference between the target's two largest logits.
+      noise: the largest difference, along the prefix, between logits from calls over one position
+        and over several.
     """
 
     margin: float
@@ -23,7 +25,8 @@ class Difference(NamedTuple):
 
     @property
     def near_tie(self) -> bool:
-        """Either token can be the argmax in exact arithmetic: each of two logits may be off by `noise`."""
+        """Whether either token can be the argmax in exact arithmetic: each of the two logits may be
+        off by `noise`."""
         return self.margin < 2 * self.noise
 
 
@@ -31,13 +34,14 @@ _decode = jax.jit(Network.decode)
 
 
 def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1) -> Difference:
-    """`Difference` at the token after `prefix`.
+    """Returns the `Difference` at the token after `prefix`.
 
     Args:
-      inputs: ids of one encoder input; they do not matter for a decoder-only model.
-      prefix: decoder tokens, start token first; of a decoder-only model prompt and new tokens.
-      width: positions of the wider call (γ + 1).
-      batch: rows; the input is repeated, since kernels differ with the number of rows.
+      model: the target.
+      inputs: ids of one encoder input; ignored for a decoder-only model.
+      prefix: decoder tokens, start token first; for a decoder-only model, prompt and new tokens.
+      width: number of positions of the wider call (γ + 1).
+      batch: number of rows; the input is repeated, since kernels differ with the number of rows.
     """
     inputs = np.tile(np.asarray(inputs, np.int32), (batch, 1))
     lengths = np.full(batch, inputs.shape[1], np.int32)

@@ -1,4 +1,4 @@
-"""What a measurement is asked for: the part of a command's options that `analysis` reads."""
+"""Defines what a measurement is asked for: the part of a command's options that `analysis` reads."""
 
 from typing import Any, Protocol
 
@@ -7,15 +7,16 @@ from specdec_jax.speculative.sampling import SamplingConfig
 
 
 class Setup(Protocol):
-    """How sentences are decoded and timed; every measuring command's options are one, and go into its record whole.
+    """How sentences are decoded and timed. The options of every measuring command are one, and go
+    into its record whole.
 
     Attributes:
       verifier: name of the verifier.
       temperature: 0 is argmax.
-      max_new_tokens, max_input_length: in tokens.
-      batch_size: sentences decoded together.
-      repeats: passes over the sentences.
-      seed: of the sampling.
+      max_new_tokens, max_input_length: limits in tokens.
+      batch_size: number of sentences decoded together.
+      repeats: number of passes over the sentences.
+      seed: seed of the sampling.
     """
 
     verifier: str
@@ -30,16 +31,17 @@ class Setup(Protocol):
         """Returns how tokens are chosen."""
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
-        """Returns the arguments of `generate` but for the drafter's; with `plain`, those of decoding without one."""
+        """Returns the arguments of `generate` except the drafter's; with `plain`, those of plain
+        decoding."""
 
 
 class BenchmarkSetup(Setup, Protocol):
-    """What `benchmark` reads beside.
+    """What `benchmark` reads besides.
 
     Attributes:
-      gamma: numbers of drafted tokens that are timed.
+      gamma: the γ that are timed.
       gamma_policy: name of the policy of γ.
-      forced_alpha: acceptance by coin; (): as the models say.
+      forced_alpha: acceptance rates forced by coin; (): as the models say.
       preset: shape of a target with random weights, or None.
       samples_preset: whether the cost of sampling is measured.
     """
@@ -58,11 +60,11 @@ class BenchmarkSetup(Setup, Protocol):
 
 
 class MeasureSetup(Setup, Protocol):
-    """What `expectations.measure` reads beside.
+    """What `expectations.measure` reads besides.
 
     Attributes:
-      gamma_max: the largest γ of the table.
-      timed_gammas: those whose target call is timed.
+      gamma_max: the greatest γ of the table.
+      timed_gammas: the γ whose target call is timed.
       compare_alpha: whether Σ min(p, q) is compared with what token verification accepts.
     """
 
@@ -71,14 +73,15 @@ class MeasureSetup(Setup, Protocol):
 
     @property
     def timed_gammas(self) -> tuple[int, ...]:
-        """Numbers of drafted tokens whose target call is timed."""
+        """The γ whose target call is timed."""
 
 
 class TuneSetup(Setup, Protocol):
-    """What `tuning.tune` reads beside.
+    """What `tuning.tune` reads besides.
 
     Attributes:
-      gamma: the numbers of drafted tokens to choose from.
+      gamma: the γ to choose from.
+      verifiers: the verifiers to choose from.
     """
 
     gamma: tuple[int, ...]

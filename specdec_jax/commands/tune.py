@@ -1,4 +1,5 @@
-"""Runs `specdec tune`: picks γ, and the verifier where it matters, and writes it down for the other commands."""
+"""Runs `specdec tune`: chooses γ, and above temperature 0 the verifier, and writes the choice for
+other commands."""
 
 import dataclasses
 import json
@@ -21,19 +22,19 @@ from specdec_jax.speculative.verifiers import LOSSY
 class TuneOptions(DecodingOptions):
     """Options of `specdec tune`."""
 
-    gamma: tuple[int, ...] = option((1, 2, 3, 4, 5, 6, 7, 8), "the numbers of drafted tokens to choose from")
+    gamma: tuple[int, ...] = option((1, 2, 3, 4, 5, 6, 7, 8), "numbers of drafted tokens to choose from")
     choose_verifier: bool = option(
-        True, "above temperature 0, choose between block and token verification where --verifier is one of them"
+        True, "above temperature 0, choose between block and token verification if --verifier is one of them"
     )
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(64, "tune on the first lines of the input; 0: on all")
+    limit: int = option(64, "tune on the first lines of the input, this many; 0: on all")
     sweep: int = option(
-        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not"
+        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not check"
     )
     batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(3, "passes over steps and sentences; medians and spread are over them")
+    repeats: int = option(3, "passes over steps and sentences, of which the median and the spread are reported")
     config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
@@ -47,7 +48,7 @@ class TuneOptions(DecodingOptions):
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
         at_least(0, sweep=self.sweep)
         if self.sweep and not (self.limit and self.input_file):
-            raise ValueError(f"got --sweep={self.sweep}, expected it with --input_file and a --limit above 0")
+            raise ValueError(f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too")
         if not self.config:
             raise ValueError("config: got nothing, expected the name of a gin file to write")
         check_output(self.config, "config")
@@ -59,7 +60,7 @@ class TuneOptions(DecodingOptions):
 
 
 def run(options: TuneOptions) -> None:
-    """`specdec tune`."""
+    """Runs `specdec tune`."""
     options.check()
     sentences = sentences_of(options.input_file, 0)
     sample = sentences[: options.limit or None]
@@ -80,13 +81,14 @@ def run(options: TuneOptions) -> None:
         if alpha is not None and drafter is not None:
             keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
         print(text if options.json else tune_summary(record))
-    finally:  # if one fails, the record is in another
+    finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")
 
 
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
-    """Settings of `generate` and `benchmark`: all that tuning was asked for, with the choice."""
+    """Returns a gin file for `generate` and `benchmark`: everything that tuning was asked for, with
+    the choice."""
     chosen, gain, host = Choice(**record["chosen"]), record["improvement"], record["machine"]
     of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
     skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())

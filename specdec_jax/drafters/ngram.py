@@ -23,16 +23,18 @@ from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 
 @flax.struct.dataclass
 class NGramDrafter(ChainDrafter):
-    """Drafts what followed the last n − 1 tokens in texts that were counted before; n = 1 is a
-    unigram, 2 a bigram model.
+    """A drafter that proposes what followed the last n − 1 tokens in texts that were counted
+    before.
 
-    The longest context that was seen counts; if none was, the frequencies of single ids. Contexts that reach beyond the
-    beginning are filled up with the start token, in counting and in drafting.
+    n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
+    none was, the frequencies of single ids. In counting and in drafting, contexts that reach beyond
+    the beginning are filled up with the start token.
 
     Attributes:
       table: the counts.
-      sampled: False drafts the most frequent id, a point mass; True draws from the relative frequencies (for a context,
-        of the continuations kept), under the same processors, temperature and filters as the target.
+      sampled: False drafts the most frequent id, a point mass. True draws from the relative
+        frequencies (after a context, those of the continuations that are kept), under the same
+        processors, temperature and filters as the target.
     """
 
     table: NGramTable
@@ -43,16 +45,16 @@ class NGramDrafter(ChainDrafter):
         cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token: int = 0,
         continuations: int = 8, sampled: bool = False, vocabulary: Vocabulary | None = None,
     ) -> "NGramDrafter":  # fmt: skip
-        """Counts `sequences` of ids, each with its EOS.
+        """Returns a drafter that has counted `sequences` of ids.
 
         Args:
-          sequences: of outputs; an empty one counts for nothing.
+          sequences: ids of outputs, each with its EOS; an empty one counts for nothing.
           vocab_size: V; all ids lie below it.
-          order: n ≥ 1, one more than the longest context.
-          start_token: the target's.
+          order: n ≥ 1, one more than the length of the longest context.
+          start_token: the target's start token.
           continuations: M ≥ 1, how many ids are kept for a context, the most frequent ones.
-          sampled: as the attribute.
-          vocabulary: of the ids; a drafter that knows it is refused where the target has another.
+          sampled: see the attribute.
+          vocabulary: the ids' vocabulary; if given, the drafter is refused for a target with another.
 
         Raises:
           ValueError: nothing to count, ids outside the vocabulary, or a number out of its range.
@@ -69,10 +71,12 @@ class NGramDrafter(ChainDrafter):
 
     @classmethod
     def load(cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None) -> "NGramDrafter":
-        """The drafter that `save` wrote; `sampled` overrides what it says.
+        """Returns the drafter that `save` wrote; `sampled`, if given, takes the place of what the
+        file says.
 
         Raises:
-          ValueError: not such a file, a truncated one, or one that was counted with another vocabulary.
+          ValueError: no such file, a truncated one, or one that was counted with another
+            vocabulary.
         """
         table, values = NGramTable.load(path)
         if not table.matches(vocabulary):

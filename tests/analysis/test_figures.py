@@ -263,7 +263,7 @@ def test_half_a_record_is_none(tmp_path, capsys, missing):
     path.write_text(json.dumps({name: value for name, value in BENCHMARK.items() if name != missing}))
     assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
-    assert str(path) in error and ": got nothing, expected it" in error
+    assert str(path) in error and ": got nothing, expected a value" in error
     assert not (tmp_path / "report.html").exists()
 
 
@@ -272,7 +272,10 @@ def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
     (tmp_path / "half.json").write_text(text, encoding="utf-8")
     assert main.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert f"{missing}: got nothing, expected it" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    assert (
+        f"{missing}: got nothing, expected a value" in capsys.readouterr().err
+        and not (tmp_path / "report.html").exists()
+    )
 
 
 @pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "arms": [{}, {}]}}])
@@ -281,7 +284,7 @@ def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
     path.write_text(json.dumps(BENCHMARK | change))
     assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
-    assert str(path) in error and "got nothing, expected it" in error and not (tmp_path / "report.html").exists()
+    assert str(path) in error and "got nothing, expected a value" in error and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])

@@ -74,7 +74,7 @@ def test_results_of_several_inputs():
     expected = np.where(reasons == "eos", sums / ((5 + found.lengths) / 6) ** 0.6, sums)
     np.testing.assert_allclose(found.scores, np.where(reasons == "none", -1e7, expected), rtol=1e-5)
     np.testing.assert_array_equal(found.adjusted_log_probs, found.log_probs)
-    assert set(found.finish_reasons[:-2]) == {"eos", "length", "none"}
+    assert set(found.finish_reasons[:-2]) == {"eos", "length", "none", "empty"}
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ ERRORS = [
     (dict(inputs=[[3, -1]]), "inputs: got ids outside the vocabulary"),
     (dict(inputs=np.zeros(3, np.int32)), r"inputs: got an array of shape \(3,\) and type int32"),
     (dict(inputs=np.zeros((2, 3))), "type float64, expected integers"),
-    (dict(input_lengths=[1, 1]), "input_lengths: got them with a list"),
+    (dict(input_lengths=[1, 1]), "input_lengths: got lengths with a list"),
     (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1]), r"input_lengths: got \[1\], expected 2 numbers"),
     (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1, 4]), "expected 2 numbers from 0 to 3"),
     (dict(max_input_length=2), "input 0: got 3 tokens, expected at most max_input_length = 2"),
