@@ -32,9 +32,11 @@ def machine() -> dict[str, Any]:
 
 
 def hardware(machine: Mapping[str, Any]) -> str:
-    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels."""
+    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels,
+    and a CPU is named by its processor."""
     kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
-    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}{kernel}"
+    device = "" if machine["device"].startswith("cpu") else f", {machine['device']}"
+    return f"{machine['processor']}, {machine['cores']} cores{device}{kernel}"
 
 
 def model(model: LanguageModel) -> dict[str, Any]:

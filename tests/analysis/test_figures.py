@@ -85,7 +85,7 @@ def test_rows_of_every_kind_of_record():
     ]
     assert rows.rows(MEASURE) == [
         rows.Row(
-            "big", "small", "7 of built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
+            "big", "small", "7 built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
         )
     ]
     assert rows.rows(COMPARED) == [
@@ -186,7 +186,7 @@ def test_the_page_says_what_the_records_say(page):
     # Table 3: the paper's, and ours at the temperature that was measured.
     assert ["T5-XXL (EnDe)", "bigram", "paper", "0.20", "0.19"] in cells
     assert ["big", "small", "7 of ende/test.tsv.gz", "0.812", "-"] in cells
-    assert ["big", "small", "7 of built-in sentences", "-", "0.625"] in cells
+    assert ["big", "small", "7 built-in sentences", "-", "0.625"] in cells
     assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
     # Figures 1 and 5.
     assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
@@ -213,7 +213,7 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
     record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
     record["speculative"][0]["forced_alpha"] = 0.8
     (row,) = rows.rows(record)
-    assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 of random ids")
+    assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 rows of random ids")
     text = report_page.report([(pathlib.Path("forced.json"), record)])
     assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
     assert ">big</td><td class=" not in text

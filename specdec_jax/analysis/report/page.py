@@ -39,7 +39,8 @@ table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
 caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25em 0.6em; text-align: right; font-size: 0.85em }
 th { background: var(--head) } td { font-variant-numeric: tabular-nums }
-td.text, th.text { text-align: left; overflow-wrap: anywhere }
+td.text, th.text { text-align: left }
+@media (max-width: 60em) { table { display: block; overflow-x: auto } }
 svg { max-width: 100%; height: auto; background: #fff } p.note { color: var(--faint) }
 pre { white-space: pre-wrap } .committed { color: var(--faint) } .accepted { color: var(--accepted) }
 .corrected, .bonus { color: var(--own); font-weight: bold } .bonus { text-decoration: underline }

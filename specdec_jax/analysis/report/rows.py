@@ -63,7 +63,8 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         return [_compared(record, arm) for arm in record["arms"]]
     options = record["options"]
     preset = options.get("preset")
-    files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
+    count = record["sentences"]
+    files = f"{count} " + (f"row{'s' * (count != 1)} of random ids" if preset else _short(options["input_file"]))
     named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
     if kind is record_types.Benchmark:
         bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
@@ -103,7 +104,7 @@ def _named(options: Mapping[str, Any]) -> str:
 
 
 def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
-    files = f"{record['sentences']} of {_short(record['input_file'])}"
+    files = f"{record['sentences']} {_short(record['input_file'])}"
     return Row(
         record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
         arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]),
@@ -113,7 +114,7 @@ def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
 
 def _short(path: str | None) -> str:
     """Returns the file and its folder, and no more of the path on the machine that measured."""
-    return "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
+    return "of " + "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
 
 
 def estimated(record: Mapping[str, Any]) -> bool:
