@@ -1,16 +1,29 @@
 """Tests run on the CPU, in float32 unless a test asks for more, and with the same examples every time."""
 
-import contextlib
 import gc
 import importlib.util
 import os
 import pathlib
+import subprocess
+import sys
 
 import hypothesis
 import pytest
 from absl.flags import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def known(flags: str) -> bool:
+    """Returns whether XLA has these flags: a process that asks for others ends where XLA starts."""
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    return not subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ and known(QUICK):  # workers have the environment of the process that asked
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("project")
@@ -46,47 +59,14 @@ def nothing_measured():
         yield
 
 
-# XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-
-
 @pytest.fixture(scope="session")
-def quick_options():
-    """Those of `QUICK` that this version of XLA has; they hold for every program that is
-    compiled without optimisation."""
-    import jax
-
-    try:
-        from jax._src import compiler  # no public setting holds for every compilation of some files only
-
-        whole = compiler.get_compile_options
-    except (ImportError, AttributeError):  # slower, not wrong
-        yield {}
-        return
-    options = {}
-    for name, value in QUICK.items():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
-            options[name] = value
-
-    def less(*arguments, env_options_overrides=None, **more):
-        others = options if jax.config.read("jax_disable_most_optimizations") else {}
-        return whole(*arguments, env_options_overrides={**others, **(env_options_overrides or {})}, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", less)
-        yield options
-
-
-@pytest.fixture(scope="session")
-def quick_environment(quick_options):
-    """Environment of a process of its own that compiles as with `quick`."""
-    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in quick_options.items())
-    return {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
+def quick_environment():
+    """What the environment of a process has beside ours that compiles as with `quick`."""
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="module")
-def quick(quick_options):
+def quick():
     """Programs that run for milliseconds are compiled without optimisation."""
     import jax
 
@@ -95,21 +75,13 @@ def quick(quick_options):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture(scope="module")
-def quick_draws(quick, quick_options):
-    """As `quick`, for programs that run for seconds, which pays for one level of optimisation."""
-    quick_options["xla_backend_optimization_level"] = 1
-    yield
-    del quick_options["xla_backend_optimization_level"]
-
-
 @pytest.fixture
 def optimised():
-    """As users' programs are compiled, in a file whose others are `quick`: for tests that read what was compiled."""
+    """Options with which to compile as users' programs are, in a file whose others are `quick`."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    yield {"xla_cpu_use_fusion_emitters": True} if QUICK in os.environ.get("XLA_FLAGS", "") else {}
     jax.config.update("jax_disable_most_optimizations", True)
 
 

@@ -248,7 +248,9 @@ def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimise
     state, request = prepare(
         target, INPUTS[:batch], drafter=ModelDrafter(draft), gamma=3, sampling=config, max_new_tokens=40
     )
-    bodies = loop_bodies(advance.lower(target.network, request.drafter, state, np.int32(9)).compile().as_text())
+    bodies = loop_bodies(
+        advance.lower(target.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+    )
     arrays = jax.tree.leaves((state.target_cache, state.draft_state.cache, target.network.params))
     shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
     assert any(f"[{shape}]" in bodies for shape in shapes)
