@@ -53,6 +53,7 @@ def expected_seconds(
         return seconds + iteration * sum(int(lengths.max()) for lengths in accepted.lengths)
     seconds += sum(times[f"drafter encoder {size}"].median for size in padded if f"drafter encoder {size}" in times)
     for work in accepted.work[choice.verifier, choice.gamma]:
+        assert work.draft_calls is not None
         seconds += work.calls * iteration + (work.draft_calls - choice.gamma * work.calls) * step
     return seconds
 
@@ -83,8 +84,8 @@ def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
 def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str, Any]) -> None:
     """Lets `gamma="auto"` begin with the acceptance that was measured, wherever it chooses γ for such inputs."""
     key = plan(target, inputs, drafter=drafter, **decoding).costs_key
-    if key is not None:
-        costs.keep(key, costs.known(key)._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
+    if key is not None and (known := costs.known(key)) is not None:
+        costs.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 
 
 def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
 
 def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
     """The examples of a seqio task instead of sentences, then its metrics."""
+    assert options.task
     if arguments:
         raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
     try:
@@ -217,6 +218,7 @@ def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
 def _line(output: Output, as_json: bool) -> str:
     if as_json:
         return _json({**output._asdict(), "stats": stats_record(output.stats)})
+    assert output.text is not None, "the inputs were text"
     return _one_line(output.text)
 
 
@@ -228,6 +230,7 @@ def _write_file(
 
     `finish` is called with all lines before, so that a kill does not spare it; the file is written even if it fails.
     """
+    assert options.output_file
     inputs = job.inputs
     rows = rows_for(target, options.rows, len(inputs))
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)

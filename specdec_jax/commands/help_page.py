@@ -100,7 +100,7 @@ def page(name: str, summary: str, arguments: str, cls: type, names: Sequence[str
 
 def _attributes(cls: type, width: int) -> list[str]:
     """Returns what the docstring of a dataclass says of its fields."""
-    items = re.split(r"\n  (?=\S)", inspect.getdoc(cls).partition("Attributes:\n  ")[2])
+    items = re.split(r"\n  (?=\S)", (inspect.getdoc(cls) or "").partition("Attributes:\n  ")[2])
     return [
         line
         for item in items

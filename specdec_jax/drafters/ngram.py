@@ -1,6 +1,7 @@
 """Drafts by a table of counted n-grams."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import flax.struct
 import numpy as np
@@ -37,6 +38,8 @@ class NGramDrafter(Drafter):
 
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
+
+    tells_law: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
     def count(
@@ -75,7 +78,7 @@ class NGramDrafter(Drafter):
           ValueError: not such a file, a truncated one, or one that was counted with another vocabulary.
         """
         table, values = NGramTable.load(path)
-        if not table.matches(vocabulary):
+        if vocabulary is not None and not table.matches(vocabulary):
             raise ValueError(
                 f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
                 f"target ({vocabulary.size} pieces)"
@@ -85,10 +88,6 @@ class NGramDrafter(Drafter):
     @property
     def name(self) -> str:
         return f"{self.table.order}-gram table"
-
-    @property
-    def tells_law(self) -> bool:
-        return self.sampled
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)

@@ -138,7 +138,7 @@ def config_of(module: Any) -> T5Config:
       ValueError: another module than `t5x.examples.t5.network.Transformer` and what has its
         configuration and parameters.
     """
-    theirs = getattr(module, "config", None)
+    theirs: Any = getattr(module, "config", None)
     names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
     # What has the field at all is `scalable_t5`, whose layers have a position table each even where
     # they are not scanned.
@@ -236,6 +236,7 @@ def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
         lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1]) * filled
         texts = [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)] if vocabulary else None
         nothing = np.zeros(tokens.shape, np.float32)
-        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, None, nothing, [])
+        stats: Any = None  # T5X counts nothing
+        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [])
 
     return Arm(0, decode)
