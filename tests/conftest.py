@@ -12,6 +12,7 @@ import pytest
 from absl.flags import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # no number changes its type unasked
 # XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 

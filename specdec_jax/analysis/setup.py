@@ -9,6 +9,8 @@ from specdec_jax.speculative.sampling import SamplingConfig
 class Setup(Protocol):
     """How sentences are decoded and timed; every measuring command's options are one, and go into its record whole.
 
+    Its members are properties since options are frozen, as in the protocols below.
+
     Attributes:
       verifier: name of the verifier.
       temperature: 0 is argmax.

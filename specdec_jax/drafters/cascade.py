@@ -39,6 +39,7 @@ class _Cascade(Drafter):
         cascade.parts, cascade.number = tuple(parts), number
         return cascade
 
+    # What the base class has as class attributes depends on the parts here.
     reads_encoder: ClassVar[Any] = property(lambda self: any(part.reads_encoder for part in self.parts))
     observes: ClassVar[Any] = property(lambda self: any(part.observes for part in self.parts))
     needs_target_state: ClassVar[Any] = property(lambda self: any(part.needs_target_state for part in self.parts))

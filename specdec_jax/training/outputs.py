@@ -15,7 +15,7 @@ from specdec_jax.training.run_folder import deferred_signals
 
 
 class OutputSettings(Protocol):
-    """What decides the outputs: `DistillConfig`, which says what each field is."""
+    """What decides the outputs: `DistillConfig`, which says what each field is and is frozen, hence the properties."""
 
     @property
     def output_dir(self) -> str | None: ...

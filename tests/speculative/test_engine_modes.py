@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 from engine_inputs import loop_bodies
+from enumerations import float64
 from toy_models import HashModel, Words, compilations, tiny_t5
 
 from specdec_jax.decoding.generate import generate, warm_up
@@ -63,7 +64,7 @@ def test_full_product_of_modes(vocab, gamma):
     wanted = np.array([n for _, n in cases], np.int32)
     drafted_at, accept = rng.random((2, size, gamma))
     final = rng.random((size, gamma + 1))
-    with jax.enable_x64():
+    with float64():
         rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
         at = toy.words(drafted_at), wanted, accept, toy.words(final)
         found = one_iteration(p_logits, q_logits, rows, *at, mode=config.mode)
