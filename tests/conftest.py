@@ -1,17 +1,31 @@
 """Runs tests on the CPU, in float32 unless a test asks for more, and with the same examples every
 time."""
 
-import contextlib
 import gc
 import importlib.util
 import os
 import pathlib
+import subprocess
+import sys
 
 import hypothesis
 import pytest
 from absl.flags import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # no number changes its type unasked
+# XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def known(flags: str) -> bool:
+    """Returns whether XLA has these flags: a process that asks for others ends where XLA starts."""
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    return not subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ and known(QUICK):  # workers have the environment of the process that asked
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("project")
@@ -54,48 +68,15 @@ def nothing_measured():
         yield
 
 
-# XLA's newer fusion emitters take more than half of the time of a compilation without optimisation.
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-
-
 @pytest.fixture(scope="session")
-def quick_options():
-    """Yields those options of `QUICK` that this version of XLA has; they hold for every program
-    compiled without optimisation."""
-    import jax
-
-    try:
-        from jax._src import compiler  # no public setting holds for every compilation of some files only
-
-        whole = compiler.get_compile_options
-    except (ImportError, AttributeError):  # slower, not wrong
-        yield {}
-        return
-    options = {}
-    for name, value in QUICK.items():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
-            options[name] = value
-
-    def less(*arguments, env_options_overrides=None, **more):
-        others = options if jax.config.read("jax_disable_most_optimizations") else {}
-        return whole(*arguments, env_options_overrides={**others, **(env_options_overrides or {})}, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", less)
-        yield options
-
-
-@pytest.fixture(scope="session")
-def quick_environment(quick_options):
-    """Returns the environment of a separate process that compiles as with `quick`."""
-    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in quick_options.items())
-    return {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
+def quick_environment():
+    """What the environment of a process has beside ours that compiles as with `quick`."""
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="module")
-def quick(quick_options):
-    """Compiles without optimisation; for programs that run for milliseconds."""
+def quick():
+    """Programs that run for milliseconds are compiled without optimisation."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -103,22 +84,13 @@ def quick(quick_options):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture(scope="module")
-def quick_draws(quick, quick_options):
-    """Compiles with one level of optimisation, which pays for programs that run for seconds."""
-    quick_options["xla_backend_optimization_level"] = 1
-    yield
-    del quick_options["xla_backend_optimization_level"]
-
-
 @pytest.fixture
 def optimised():
-    """Compiles as for users, in a file whose other tests are `quick`; for tests that read compiled
-    programs."""
+    """Options with which to compile as users' programs are, in a file whose others are `quick`."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    yield {"xla_cpu_use_fusion_emitters": True} if QUICK in os.environ.get("XLA_FLAGS", "") else {}
     jax.config.update("jax_disable_most_optimizations", True)
 
 

@@ -91,14 +91,13 @@ def expectations(accepted: Acceptance, c: float, v: Mapping[int, float], gamma_m
     }
     for gamma in range(1, gamma_max + 1):
         width = verify_cost[gamma]
-        known = alpha is not None
         table.append({
             "gamma": gamma,
             "verify_cost": width,
             "timed": gamma + 1 in v,
-            "tokens": formulas.expected_tokens(alpha, gamma) if known else None,
-            "theorem_3_8": formulas.improvement(alpha, gamma, c) if known else None,
-            "with_verify_cost": formulas.improvement(alpha, gamma, c, width) if known else None,
+            "tokens": None if alpha is None else formulas.expected_tokens(alpha, gamma),
+            "theorem_3_8": None if alpha is None else formulas.improvement(alpha, gamma, c),
+            "with_verify_cost": None if alpha is None else formulas.improvement(alpha, gamma, c, width),
             "by_position": {
                 name: {"tokens": per_call[gamma], "with_verify_cost": per_call[gamma] / (gamma * c + width)}
                 for name, per_call in tokens.items()

@@ -10,6 +10,8 @@ class Setup(Protocol):
     """How sentences are decoded and timed. The options of every measuring command are one, and go
     into its record whole.
 
+    Its members are properties since options are frozen, as in the protocols below.
+
     Attributes:
       verifier: name of the verifier.
       temperature: 0 is argmax.
@@ -19,13 +21,20 @@ class Setup(Protocol):
       seed: seed of the sampling.
     """
 
-    verifier: str
-    temperature: float
-    max_new_tokens: int
-    max_input_length: int
-    batch_size: int
-    repeats: int
-    seed: int
+    @property
+    def verifier(self) -> str: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def max_input_length(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def repeats(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
     def sampling(self) -> SamplingConfig:
         """Returns how tokens are chosen."""
@@ -46,14 +55,16 @@ class BenchmarkSetup(Setup, Protocol):
       samples_preset: whether the cost of sampling is measured.
     """
 
-    gamma: tuple[int, ...]
-    gamma_policy: str
-    forced_alpha: tuple[float, ...]
-    preset: str | None
-
     @property
-    def samples_preset(self) -> bool:
-        """Whether the cost of sampling is measured."""
+    def gamma(self) -> tuple[int, ...]: ...
+    @property
+    def gamma_policy(self) -> str: ...
+    @property
+    def forced_alpha(self) -> tuple[float, ...]: ...
+    @property
+    def preset(self) -> str | None: ...
+    @property
+    def samples_preset(self) -> bool: ...
 
     def gamma_of(self, gamma: int | str) -> int | str | Policy:
         """Returns what `generate` takes as γ."""
@@ -66,14 +77,23 @@ class MeasureSetup(Setup, Protocol):
       gamma_max: the greatest γ of the table.
       timed_gammas: the γ whose target call is timed.
       compare_alpha: whether Σ min(p, q) is compared with what token verification accepts.
+      drafter, shortlist, shortlist_size, drafter_int8: what drafts, for a message.
     """
 
-    gamma_max: int
-    compare_alpha: bool
-
     @property
-    def timed_gammas(self) -> tuple[int, ...]:
-        """The γ whose target call is timed."""
+    def gamma_max(self) -> int: ...
+    @property
+    def compare_alpha(self) -> bool: ...
+    @property
+    def drafter(self) -> str | None: ...
+    @property
+    def shortlist(self) -> str | None: ...
+    @property
+    def shortlist_size(self) -> int: ...
+    @property
+    def drafter_int8(self) -> bool: ...
+    @property
+    def timed_gammas(self) -> tuple[int, ...]: ...
 
 
 class TuneSetup(Setup, Protocol):
@@ -84,8 +104,7 @@ class TuneSetup(Setup, Protocol):
       verifiers: the verifiers to choose from.
     """
 
-    gamma: tuple[int, ...]
-
     @property
-    def verifiers(self) -> tuple[str, ...]:
-        """The verifiers to choose from."""
+    def gamma(self) -> tuple[int, ...]: ...
+    @property
+    def verifiers(self) -> tuple[str, ...]: ...

@@ -52,13 +52,14 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
       times: seconds by the names of `timing.step_arms`.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
-    draft = predictions.draft_seconds(gamma, times) if gamma and "draft step" in times else None
-    pair = draft and draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median
+    drafts = gamma > 0 and "draft step" in times
+    draft = predictions.draft_seconds(gamma, times) if drafts else 0.0
+    pair = draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median if drafts else 0.0
     encoders = ("target encoder", "drafter encoder") if gamma else ("target encoder",)
     found = [(name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times]
     whole = False
     for step in steps:
-        if draft is not None and step.gamma:
+        if drafts and step.gamma:
             found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (step.gamma - 1)
         found.append(("target call", call))
         whole = 0 < step.gamma == len(step.accepted)

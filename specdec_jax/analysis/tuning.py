@@ -57,6 +57,7 @@ def expected_seconds(
         return seconds + iteration * sum(int(lengths.max()) for lengths in accepted.lengths)
     seconds += sum(times[f"drafter encoder {size}"].median for size in padded if f"drafter encoder {size}" in times)
     for work in accepted.work[choice.verifier, choice.gamma]:
+        assert work.draft_calls is not None
         seconds += work.calls * iteration + (work.draft_calls - choice.gamma * work.calls) * step
     return seconds
 
@@ -90,8 +91,8 @@ def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str
     """Lets `gamma="auto"` begin with the measured acceptance rate, wherever it chooses γ for such
     inputs."""
     key = plan(target, inputs, drafter=drafter, **decoding).costs_key
-    if key is not None:
-        costs.keep(key, costs.known(key)._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
+    if key is not None and (known := costs.known(key)) is not None:
+        costs.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 
 
 def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup) -> dict[str, Any]:

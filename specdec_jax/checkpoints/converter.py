@@ -153,6 +153,7 @@ def _write(
             huggingface.write_folder(checkpoint, dtype, folder, track)
         else:
             number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
+            assert number is not None
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             own.write_description(checkpoint, folder, "t5x")
             leaves = t5x.leaves_by_their_names(checkpoint.leaves, t5_only("format", checkpoint.config))

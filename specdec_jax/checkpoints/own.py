@@ -140,6 +140,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
     """Writes config.json with everything but the parameters, and the vocabulary's file unless the
     folder above holds the same."""
+    assert checkpoint.eos_ids is not None
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
     described = describe(checkpoint.config)
     record = {
@@ -150,7 +151,7 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
     if checkpoint.encoder_fingerprint is not None:
         record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
     _write_record(record, folder)
-    if contents and not _same(folder.parent / entry["file"], contents):
+    if entry and contents and not _same(folder.parent / entry["file"], contents):
         write_file(folder / entry["file"], contents)
 
 

@@ -30,8 +30,9 @@ def find(folder: pathlib.Path) -> pathlib.Path | None:
     """Returns the `checkpoint_<step>` directory that `folder` is, or the newest in it, or None."""
     if _is_step(folder):
         return folder
-    steps = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and _is_step(child)]
-    return max(steps, key=lambda child: int(_STEP.fullmatch(child.name)[1]), default=None)
+    found = ((_STEP.fullmatch(child.name), child) for child in folder.iterdir())
+    steps = {int(name[1]): child for name, child in found if name and _is_step(child)}
+    return steps[max(steps)] if steps else None
 
 
 def why_not(config: ModelConfig) -> str | None:

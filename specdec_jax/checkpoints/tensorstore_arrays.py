@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) ->
     shape, stored = tuple(store.shape), store.dtype.name
     if stored not in dtypes:
         raise ValueError(f"{path}: parameter {name}: got dtype {stored}, expected one of {', '.join(dtypes)}")
-    chunk = store.chunk_layout.read_chunk.shape
+    chunk: Any = store.chunk_layout.read_chunk.shape  # whole, of a store that is open
     if any(part > max(size, 1) for part, size in zip(chunk, shape)):
         raise ValueError(f"{path}: parameter {name}: got chunks of shape {tuple(chunk)}, expected at most {shape}")
 

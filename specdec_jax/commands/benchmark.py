@@ -85,11 +85,11 @@ class BenchmarkOptions(DecodingOptions):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
-            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter)):
+            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter or "")):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
-        if self.drafter_preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
+        if self.drafter_preset and self.preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
             got, expected = (
                 f"drafter_preset: got {self.drafter_preset!r}",
                 f"a shape of the same family as {self.preset!r}",

@@ -49,6 +49,7 @@ class ConvertOptions:
 def run(options: ConvertOptions) -> None:
     """Runs `specdec convert`."""
     options.check()
+    assert options.source and options.output and options.format
     config = None
     if options.gated_activation:
         if options.gated_activation not in ACTIVATIONS:

@@ -190,9 +190,10 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
     with alone(output):
-        _record(config, parts, contents)
+        _record(output / _RECORD, config, parts, contents)
         target_model = loader.load(config.target, config.dtype)
-        _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
+        contents |= {"target's contents": digest([target_model.contents.encode()])}
+        _record(output / _RECORD, config, parts, contents)
         if not all(job.path.exists() for job in jobs):
             begun()
             write_outputs(config, target_model, jobs, console)
@@ -205,9 +206,11 @@ def _vocabulary(config: DistillConfig) -> vocabularies.Vocabulary:
     vocabulary, start_token = loader.load_vocabulary(config.target)
     corpus = Pairs(config.buckets, ())
     check_special("target", vocabulary, start_token, corpus)
+    assert vocabulary is not None
     if config.drafter:
         pieces, start_token = loader.load_vocabulary(config.drafter)
         check_special("drafter", pieces, start_token, corpus)
+        assert pieces is not None
         if pieces.fingerprint() != vocabulary.fingerprint():
             raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
         width, expected = (loader.load_shape(path).vocab_size for path in (config.drafter, config.target))
@@ -225,14 +228,13 @@ def _sources(config: DistillConfig, paths) -> list[str]:
     return sources
 
 
-def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]) -> None:
-    """Writes the settings that decide the outputs, or compares them with those of the run that is
-    resumed.
+def _record(path: pathlib.Path, config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]) -> None:
+    """Writes the settings that decide the outputs to `path`, or compares them with those of the run
+    that is resumed.
 
     `contents` are fingerprints of models and vocabulary, as far as they are known. If an earlier
     run did not record one, it is not compared.
     """
-    path = pathlib.Path(config.output_dir, _RECORD)
     settings: dict[str, Any] = {name: getattr(config, name) for name in _DECIDING}
     settings["longest bucket"] = config.buckets[-1]
     for part, texts in parts.items():

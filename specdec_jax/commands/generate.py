@@ -182,6 +182,7 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
 
 def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
     """Decodes the examples of a seqio task instead of sentences, then computes its metrics."""
+    assert options.task
     if arguments:
         raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
     try:
@@ -246,6 +247,7 @@ def _line(output: Output, as_json: bool) -> str:
     if as_json:
         record = {**output._asdict(), "stats": stats_record(output.stats)}
         return _json({name: value for name, value in record.items() if (name, value) != ("score", None)})
+    assert output.text is not None, "the inputs were text"
     return _one_line(output.text)
 
 
@@ -259,6 +261,7 @@ def _write_file(
     `finish` is called with all lines before the file is written, so that it is called even if a
     kill comes in between; the file is written even if `finish` fails.
     """
+    assert options.output_file
     inputs = job.inputs
     rows = rows_for(target, options.rows, len(inputs))
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)

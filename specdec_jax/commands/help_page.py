@@ -101,7 +101,7 @@ def page(name: str, summary: str, arguments: str, cls: type, names: Sequence[str
 
 def _attributes(cls: type, width: int) -> list[str]:
     """Returns the fields of a dataclass as its docstring describes them."""
-    items = re.split(r"\n  (?=\S)", inspect.getdoc(cls).partition("Attributes:\n  ")[2])
+    items = re.split(r"\n  (?=\S)", (inspect.getdoc(cls) or "").partition("Attributes:\n  ")[2])
     return [
         line
         for item in items

@@ -219,7 +219,7 @@ def _parsed(values: flags.FlagValues, arguments: list[str]) -> list[str]:
         kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
         found = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
         expected = kinds.get(values[found[1]].flag_type()) if found else None
-        if not expected:
+        if not found or not expected:
             raise
         raise UsageError(f"{found[1]}: got {found[2]!r}, expected {expected}") from None
 
@@ -249,7 +249,7 @@ def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
     given, kinds = {}, typing.get_type_hints(cls)
     for field in fields:
         if values[field.name].present:
-            value = values[field.name].value
+            value: Any = values[field.name].value
             if isinstance(values[field.name].parser, flags.ListParser):
                 value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
             if kinds[field.name] == int | str and re.fullmatch(r"[+-]?\d+", value):

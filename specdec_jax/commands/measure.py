@@ -52,10 +52,10 @@ class MeasureOptions(DecodingOptions):
             plots.check(self.plot)
 
     @property
-    def timed_gammas(self) -> list[int]:
+    def timed_gammas(self) -> tuple[int, ...]:
         """The γ whose target calls are timed: those of the widths up to γ_max + 1, and γ_max
         itself."""
-        return sorted({width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max})
+        return (*sorted({width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max}),)
 
 
 def check_measured(options) -> None:

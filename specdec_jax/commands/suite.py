@@ -111,6 +111,7 @@ def _names(text: str | None) -> list[str]:
 
 
 def _run(options: BenchmarkOptions) -> None:
+    assert options.output
     made = rows(options)
     target, contents = _opened(made)
     settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": machine.machine(),
@@ -159,6 +160,7 @@ def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, lis
         if row.drafter_preset:  # random weights, which the shape decides
             continue
         target, drafter, batches = benchmark_command.load(row, target)
+        assert drafter is not None, "every row has one"
         arms.check_prompts(target, drafter, batches, row)
         contents.append(drafter.contents)
         if len(contents) == 2:

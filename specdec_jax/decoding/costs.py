@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +266,8 @@ def _describe(node: Any) -> str:
     text = re.sub(r"0x[0-9a-f]+", "", f"{type(node).__name__} {structure} {shapes}")
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     if hasattr(node, "__weakref__"):
-        _described[id(node)] = weakref.ref(node, lambda _, number=id(node): _described.pop(number, None)), found
+        number = id(node)
+        _described[number] = weakref.ref(node, lambda _: _described.pop(number, None)), found
     return found
 
 
@@ -280,9 +281,7 @@ class _Full(Drafter):
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
 
-    @property
-    def observes(self) -> bool:
-        return self.drafter.observes
+    observes: ClassVar[Any] = property(lambda self: self.drafter.observes)
 
     def draft(self, draft_state, state: DecodeState, num_wanted):
         draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)

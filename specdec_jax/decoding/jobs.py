@@ -247,7 +247,8 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
 
 def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns both arrays padded to `count` values, so that one shape compiles."""
-    return tuple(np.pad(values.astype(np.int32), (0, count - len(values))) for values in (sources, targets))
+    padded = lambda values: np.pad(values.astype(np.int32), (0, count - len(values)))
+    return padded(sources), padded(targets)
 
 
 def _shared(job: Plan, width: int) -> tuple[bool, ...]:
@@ -291,7 +292,8 @@ def _place(
 
 def _outputs(result: GenerationResult) -> list[Output]:
     """Returns the output of each row."""
-    texts, rows = result.texts or [None] * len(result.lengths), []
+    texts: Sequence[str | None] = result.texts or [None] * len(result.lengths)
+    rows = []
     assert result.stats.per_row is not None
     for row, length in enumerate(result.lengths):
         tokens, log_probs, adjusted = (

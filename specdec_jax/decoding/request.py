@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -164,7 +164,7 @@ class Plan:
             prefix_lengths = np.where(filler, 1, prefix_lengths[places])
             keys = take_keys(keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1))
         repeat = lambda values: np.repeat(take(values), self.samples, axis=0)
-        per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
+        per_row: Callable[[Any], Any] = lambda node: None if node is None else jax.tree.map(repeat, node)
         inputs, prefix, room = take(self.tokens), take(self.prefix), self.slots
         if width is None:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
@@ -360,6 +360,7 @@ def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
 
     `first` is as for `plan`; `rows` is the number of rows that are decoded together.
     """
+    assert found.drafter is not None, "without one γ is 0"
     length, slots_ = bucket(int(max(found.input_lengths))), found.slots
     key = costs.key_of(found.network, found.drafter, found.program, rows, length, slots_)
     numbers = costs.known(key)

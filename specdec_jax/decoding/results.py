@@ -159,8 +159,8 @@ def _check_numbers(target: LanguageModel, state: Committed, request: Request) ->
         raise NotNumbers(source, int(request.inputs[row]), int(slot - request.prefix_lengths[row]))
     for (row,) in np.argwhere(state.draft_failed)[:1]:
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
-        name = request.drafter.name
-        raise NotNumbers(f"the drafter {name}", int(request.inputs[row]), token)
+        assert request.drafter is not None
+        raise NotNumbers(f"the drafter {request.drafter.name}", int(request.inputs[row]), token)
 
 
 def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:

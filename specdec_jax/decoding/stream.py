@@ -74,7 +74,9 @@ def _pieces(target, state: DecodeState, request: Request, every: int, begun: flo
 
 
 def _last_pieces(target, state: DecodeState, request: Request, rows, sent) -> Iterator[Piece]:
-    result = finish(target, state, request) if len(rows) else None
+    if not rows:
+        return
+    result = finish(target, state, request)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
         yield Piece(row, _after(target.vocabulary, ids, sent[row]), ids[sent[row] :], result.finish_reasons[row])

@@ -1,7 +1,7 @@
 """Drafters made of drafters (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +39,10 @@ class _Cascade(Drafter):
         cascade.parts, cascade.number = tuple(parts), number
         return cascade
 
-    @property
-    def reads_encoder(self) -> bool:
-        return any(part.reads_encoder for part in self.parts)
-
-    @property
-    def observes(self) -> bool:
-        return any(part.observes for part in self.parts)
-
-    @property
-    def needs_target_state(self) -> bool:
-        return any(part.needs_target_state for part in self.parts)
+    # What the base class has as class attributes depends on the parts here.
+    reads_encoder: ClassVar[Any] = property(lambda self: any(part.reads_encoder for part in self.parts))
+    observes: ClassVar[Any] = property(lambda self: any(part.observes for part in self.parts))
+    needs_target_state: ClassVar[Any] = property(lambda self: any(part.needs_target_state for part in self.parts))
 
     @property
     def models(self) -> tuple[LanguageModel, ...]:
@@ -135,8 +128,8 @@ class HorizontalCascade(_Cascade):
         law: Law | PointMass | None = None
         if program.asks_draft_law and isinstance(head.law, PointMass) and isinstance(tail.law, PointMass):
             law = PointMass(tokens, program.vocab_size)
-        elif program.asks_draft_law:
-            law = Law(*map(joined, empty_law(state), _as_law(head.law), _as_law(tail.law)))
+        elif (room := empty_law(state)) is not None:
+            law = Law(*map(joined, room, _as_law(head.law), _as_law(tail.law)))
         calls = head.calls + tail.calls
         draft = Draft(tokens, count + tail.num_drafted, law, calls, target_cache=head.target_cache)
         return CascadeState(own, other), draft
@@ -240,7 +233,7 @@ class VerticalCascade(_Cascade):
                 model=ModelDraftState(cache, jnp.where(left > 0, cached + jnp.minimum(lag + num_new, width + 1),
                 cached)),
                 inner=inner_state,
-                law=loop.law and Law(*map(place, loop.law, law)),
+                law=loop.law and law and Law(*map(place, loop.law, law)),
                 calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
             )  # fmt: skip
 

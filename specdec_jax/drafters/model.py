@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -48,6 +48,9 @@ class ModelDrafter(Drafter):
 
     tells_law = True
     drafts_beams = True
+    # Whether the model attends to the target's encoder output instead of having an encoder.
+    reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
+    scorable: ClassVar[Any] = property(lambda self: not self.reduced)
 
     def __init__(self, model: LanguageModel, shortlist: int | Sequence[int] | np.ndarray | None = None, int8=False):
         """A shortlist and 8 bits do not change the output law; both change what is proposed, and so
@@ -116,10 +119,6 @@ class ModelDrafter(Drafter):
     def second_model(self) -> LanguageModel | None:
         return self.model
 
-    @property
-    def scorable(self) -> bool:
-        return not self.reduced
-
     def steps(self) -> dict[str, Network]:
         return {"draft step": self.network} | {
             f"draft step, {name}": network for name, network in self.variants().items()
@@ -138,11 +137,6 @@ class ModelDrafter(Drafter):
         """Returns the network's logits as `[..., vocab_size]`, −inf for ids that it does not
         propose."""
         return match_width(logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size)
-
-    @property
-    def reads_encoder(self) -> bool:
-        """Whether the model attends to the target's encoder output instead of having an encoder."""
-        return self.network.encoder_dim is not None
 
     def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> ModelDraftState:
         batch, prefix = tokens.shape

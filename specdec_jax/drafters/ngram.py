@@ -1,6 +1,7 @@
 """Drafts by a table of counted n-grams."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import flax.struct
 import numpy as np
@@ -39,6 +40,8 @@ class NGramDrafter(ChainDrafter):
 
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
+
+    tells_law: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
     def count(
@@ -79,7 +82,7 @@ class NGramDrafter(ChainDrafter):
             vocabulary.
         """
         table, values = NGramTable.load(path)
-        if not table.matches(vocabulary):
+        if vocabulary is not None and not table.matches(vocabulary):
             raise ValueError(
                 f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
                 f"target ({vocabulary.size} pieces)"
@@ -89,10 +92,6 @@ class NGramDrafter(ChainDrafter):
     @property
     def name(self) -> str:
         return f"{self.table.order}-gram table"
-
-    @property
-    def tells_law(self) -> bool:
-        return self.sampled
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)

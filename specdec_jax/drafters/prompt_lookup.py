@@ -88,5 +88,5 @@ def match_lengths(source: jax.Array, lengths: jax.Array, ending: jax.Array) -> j
         # −2 is no id, and differs from the −1 that fills up a shorter ending.
         before = jnp.pad(source, ((0, 0), (back, 0)), constant_values=-2)[:, : source.shape[1]]
         matches &= before == ending[:, back - 1 : back]
-        total += matches
+        total += matches.astype(jnp.int32)
     return jnp.where(jnp.arange(source.shape[1]) < lengths[:, None], total, 0)

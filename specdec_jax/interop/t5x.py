@@ -144,7 +144,7 @@ def config_of(module: Any) -> T5Config:
       ValueError: a module without the configuration and parameters of
         `t5x.examples.t5.network.Transformer`.
     """
-    theirs = getattr(module, "config", None)
+    theirs: Any = getattr(module, "config", None)
     names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
     # Only `scalable_t5` has the field at all; its layers have a position table each, even if they are not scanned.
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
@@ -247,6 +247,7 @@ def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
         lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1]) * filled
         texts = [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)] if vocabulary else None
         nothing = np.zeros(tokens.shape, np.float32)
-        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, None, nothing, [])
+        stats: Any = None  # T5X counts nothing
+        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [])
 
     return Arm(0, decode)

@@ -15,7 +15,7 @@ def difference(ours: Vocabulary, theirs: Any) -> str | None:
     of other kinds only the sizes can be compared. One may have more pieces than the other if those
     are T5's sentinels.
     """
-    pieces = getattr(theirs, "tokenizer", None)
+    pieces: Any = getattr(theirs, "tokenizer", None)
     if isinstance(ours, SentencePieceVocabulary | TokenizerJsonVocabulary) and hasattr(pieces, "id_to_piece"):
         table = [_piece(pieces.id_to_piece(i).replace("▁", " ")) for i in range(pieces.get_piece_size())]
         mine = [_piece(ours.piece(i)) for i in range(ours.size)]

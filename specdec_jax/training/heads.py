@@ -163,7 +163,7 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
     total = Metrics(*[jnp.zeros((), jnp.float32)] * 3)
     for head in range(1, objective.heads.config.num_heads + 1):
         known = max(targets.shape[1] - head, 0)  # positions from which the predicted piece lies inside the batch
-        soft = own[:, head:] if objective.soft_weight else None
+        soft = own[:, head:] if own is not None and objective.soft_weight else None
         sums = _sums(logits[:, :known, head - 1], targets[:, head:], objective, soft)
         total = jax.tree.map(jnp.add, total, sums)
     loss = total.loss / jnp.maximum(total.pieces, 1)

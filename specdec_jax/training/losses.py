@@ -189,7 +189,8 @@ def train_step(state: TrainState, batch, teacher_params, seed, *, objective, opt
         key = jax.random.fold_in(jax.random.key(seed), state.step)
     gradient = jax.value_and_grad(loss, has_aux=True)
     (_, metrics), grads = gradient(state.params, batch, objective, teacher_params, key)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the number of a step, an integer
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
 

@@ -16,17 +16,26 @@ from specdec_jax.training.run_folder import deferred_signals
 
 
 class OutputSettings(Protocol):
-    """The settings that decide the outputs; `DistillConfig` documents them."""
+    """What decides the outputs: `DistillConfig`, which says what each field is and is frozen, hence the properties."""
 
-    output_dir: str | None
-    greedy: bool
-    samples: int
-    temperature: float
-    buckets: tuple[int, ...]
-    max_new_tokens: int
-    batch_size: int
-    shard_size: int
-    seed: int
+    @property
+    def output_dir(self) -> str | None: ...
+    @property
+    def greedy(self) -> bool: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def buckets(self) -> tuple[int, ...]: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def shard_size(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
 
 class Job(NamedTuple):
@@ -65,6 +74,7 @@ def plan_jobs(config: OutputSettings, vocabulary, parts: dict[str, list[str]]) -
     Raises:
       ValueError: no source of a part is left.
     """
+    assert config.output_dir
     output, end, first, jobs = pathlib.Path(config.output_dir), list(vocabulary.eos_ids[:1]), 0, []
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
@@ -123,5 +133,6 @@ def _lines(config: OutputSettings, target: LanguageModel, job: Job, start: int) 
     )  # fmt: skip
     texts = (text for text in job.texts[chosen] for _ in range(job.per_source))
     for text, output in zip(texts, outputs, strict=True):
+        assert output.text is not None, "the sources were text"
         columns = (text, " ".join(output.text.split()), " ".join(map(str, output.tokens)))
         yield "" if 0 in output.tokens else "\t".join(columns) + "\n"

@@ -84,9 +84,7 @@ def test_rows_of_every_kind_of_record():
         )
     ]
     assert rows.rows(MEASURE) == [
-        rows.Row(
-            "big", "small", "7 built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
-        )
+        rows.Row("big", "small", "7 built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None)
     ]
     assert rows.rows(COMPARED) == [
         rows.Row("big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0)

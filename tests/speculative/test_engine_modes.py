@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 from engine_inputs import loop_bodies
+from enumerations import float64
 from toy_models import HashModel, Words, compilations, tiny_t5
 
 from specdec_jax.decoding.generate import generate, warm_up
@@ -63,7 +64,7 @@ def test_full_product_of_modes(vocab, gamma):
     wanted = np.array([n for _, n in cases], np.int32)
     drafted_at, accept = rng.random((2, size, gamma))
     final = rng.random((size, gamma + 1))
-    with jax.enable_x64():
+    with float64():
         rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
         at = toy.words(drafted_at), wanted, accept, toy.words(final)
         found = one_iteration(p_logits, q_logits, rows, *at, mode=config.mode)
@@ -248,7 +249,9 @@ def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimise
     state, request = prepare(
         target, INPUTS[:batch], drafter=ModelDrafter(draft), gamma=3, sampling=config, max_new_tokens=40
     )
-    bodies = loop_bodies(advance.lower(target.network, request.drafter, state, np.int32(9)).compile().as_text())
+    bodies = loop_bodies(
+        advance.lower(target.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+    )
     arrays = jax.tree.leaves((state.target_cache, state.draft_state.cache, target.network.params))
     shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
     assert any(f"[{shape}]" in bodies for shape in shapes)

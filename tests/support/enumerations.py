@@ -1,5 +1,7 @@
 """Laws, grids and rules over which verifiers are enumerated."""
 
+import contextlib
+
 import jax
 import numpy as np
 import toy
@@ -16,6 +18,14 @@ def laws(vocab, zeros=0.0):
 
 
 # --- The JAX code on a grid of uniforms ---
+
+
+@contextlib.contextmanager
+def float64(on: bool = True):
+    """Numbers of 64 bits in JAX; there places have 64 and lengths 32, which only standard promotion brings together."""
+    with jax.enable_x64(on), jax.numpy_dtype_promotion("standard" if on else "strict"):
+        yield
+
 
 # Laws in sixteenths, one for each position. Uniforms in thirteenths then lie on no decision boundary but 0.
 TARGETS = np.array([[4, 8, 3, 1], [16, 0, 0, 0], [2, 6, 0, 8], [5, 0, 11, 0]]) / 16

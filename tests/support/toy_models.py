@@ -24,8 +24,8 @@ def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageMod
     """Returns `model` with noise of `scale` times each parameter's spread added: a drafter that is
     right most of the time."""
     rng = np.random.default_rng(seed)
-    noisy = lambda x: jnp.asarray(x + scale * np.std(x) * rng.normal(size=x.shape), x.dtype)
-    params = jax.tree.map(noisy, model.params)
+    noisy = lambda x: x + scale * jnp.std(x) * rng.normal(size=x.shape).astype(np.float32)
+    params = jax.tree.map(lambda x: noisy(jnp.asarray(x, jnp.float32)).astype(x.dtype), model.params)
     return LanguageModel(model.config, params, start_token=model.start_token, eos_ids=model.eos_ids)
 
 

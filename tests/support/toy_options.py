@@ -23,10 +23,12 @@ def brackets(prefixes, lengths, logits):
     """Applies a grammar: 2 opens, 3 closes what is open, and an EOS comes only when nothing is
     open."""
     live = jnp.arange(prefixes.shape[1]) < lengths[:, None]
-    depth = jnp.sum(jnp.where(live, (prefixes == 2) * 1 - (prefixes == 3), 0), axis=1, keepdims=True)
+    depth = jnp.sum(
+        jnp.where(live, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0), axis=1, keepdims=True
+    )
     ids = jnp.arange(logits.shape[1])
     wrong = (ids == 3) & (depth <= 0) | jnp.isin(ids, jnp.array(EOS)) & (depth > 0)
-    return jnp.where(wrong, -jnp.inf, logits + 3.0 * ((ids == 2) | (ids == 3)))
+    return jnp.where(wrong, -jnp.inf, logits + jnp.where((ids == 2) | (ids == 3), 3.0, 0.0))
 
 
 def brackets_in_numpy(prefix, logits):
