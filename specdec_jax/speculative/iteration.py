@@ -38,6 +38,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specdec_jax.models.network import Network
 from specdec_jax.models.sharding import pinned
@@ -108,13 +109,15 @@ def _no_draft(batch: int, program: StaticConfig) -> Draft:
     return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
 
 
-def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array, watched: bool):
-    """Returns the state after the target's call over `scored [B, G + 1]`, verification and commit, and what was seen.
+def _judged(
+    target: Network, state: DecodeState, draft: Draft, scored: Int[Array, "B T"], watched: bool
+) -> tuple[DecodeState, tuple[Float[Array, "B T D"], Float[Array, "B T V"]] | tuple[()]]:
+    """Returns the state after the target's call over the T = G + 1 tokens `scored`, verification and commit, and what
+    was seen.
 
     Where several widths are compiled, the narrowest that covers every row's draft is used for all
     of it: the call costs time by the position, and so do verification and log-probabilities. What
-    was seen is `()`, or with `watched` the states `[B, G + 1, D]` and logits `[B, G + 1, V]`, 0
-    past that width.
+    was seen is `()`, or with `watched` the states and logits, 0 past that width.
     """
 
     # What a row has not drafted, and all of one that is done, need not be computed.
@@ -157,9 +160,11 @@ def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array
     return carry[1:]
 
 
-def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.Array, jax.Array]:
-    """The argmax token after each of `states [B, T, D]` and its log-probability, both `[B, T]`; −1 and
-    NaN where the logits are not numbers. `live [B, T]` as in `Network.decode`."""
+def most_probable(
+    network: Network, states: Float[Array, "B T D"], live: Bool[Array, "B T"] | None = None
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The argmax token after each of `states` and its log-probability; −1 and NaN where the
+    logits are not numbers. `live` as in `Network.decode`."""
     if network.skips:
         return network.peak(states, live)
     logits = network.head(states, live)
@@ -167,7 +172,7 @@ def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.A
     return tokens, Law.of(logits).log_prob(tokens)
 
 
-def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verification, Law | None]:
+def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> tuple[Verification, Law | None]:
     """The outcome, and the target's adjusted law over the scored positions (None where every token is its argmax)."""
     program, keys, lengths = state.program, state.keys, state.lengths
     tokens, width = state.tokens, program.gamma + 1
@@ -203,15 +208,12 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
 
 
 def _commit(
-    state: DecodeState,
-    draft: Draft,
-    verified: Verification,
-    log_prob: Callable[[jax.Array], jax.Array],
-    adjusted: Law | None,
-) -> DecodeState:
+    state: DecodeState, draft: Draft, verified: Verification,
+    log_prob: Callable[[Int[Array, "B T"]], Float[Array, "B T"]], adjusted: Law | None,
+) -> DecodeState:  # fmt: skip
     """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
 
-    `log_prob` gives the log-probabilities of tokens `[B, G + 1]` under the target's own laws.
+    `log_prob` gives the log-probabilities of T = G + 1 tokens under the target's own laws.
 
     A row is complete at an EOS, at its limit, or where its law is not one of numbers. Such a law leaves −1 as token,
     and NaN as its log-probability.
@@ -259,8 +261,10 @@ def _commit(
     )  # fmt: skip
 
 
-def _write(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
-    """`buffer [B, S]` with the first `counts [B]` of `values [B, T]` written from slot `starts [B]` on.
+def _write(
+    buffer: Shaped[Array, "B S"], values: Shaped[Array, "B T"], starts: Int[Array, " B"], counts: Int[Array, " B"]
+) -> Shaped[Array, "B S"]:
+    """`buffer` with the first `counts` of `values` written from slot `starts` on.
 
     A select over the whole buffer: XLA expands a scatter into a loop on a CPU, which costs more than S elements do.
     """
