@@ -105,7 +105,10 @@ class HeadsNetwork:
     def logits(self, states: Float[Array, "B D"]) -> Float32[Array, "B N V"]:
         """Logits of the target's states."""
         outputs = self.module.apply({"params": self.params}, states)
-        return self.target.head(outputs) if self.config.share_head else outputs
+        if not self.config.share_head:
+            return outputs
+        assert self.target is not None
+        return self.target.head(outputs)
 
 
 def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Array, "D V"] | None = None) -> dict:

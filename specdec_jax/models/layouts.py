@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
@@ -97,7 +96,12 @@ def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dic
 def step_kernels(packed: dict) -> list[Kernel]:
     """Returns the kernels that a decoder step multiplies with."""
     found: list[Kernel] = []
-    _map_step_kernels(lambda kernel: found.append(kernel) or kernel, packed)
+
+    def note(kernel: Kernel) -> Kernel:
+        found.append(kernel)
+        return kernel
+
+    _map_step_kernels(note, packed)
     return found
 
 

@@ -99,8 +99,10 @@ class Panels:
     def of(cls, kernel: Float[ArrayLike, "D F"] | Int8Kernel, derived: bool = False) -> "Panels":
         """Stores a kernel, float32 or in 8 bits."""
         if isinstance(kernel, Int8Kernel):
-            return cls(_cut_pairs(kernel.values), kernel.scales, *kernel.values.shape, derived)
-        return cls(_cut(jnp.asarray(kernel)), None, *kernel.shape, derived)
+            lines, columns = kernel.values.shape
+            return cls(_cut_pairs(kernel.values), kernel.scales, lines, columns, derived)
+        lines, columns = kernel.shape
+        return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)
 
     def kernel(self) -> Float32[Array, "D F"] | Int8Kernel:
         """Returns what `of` was given."""

@@ -206,6 +206,7 @@ class Entropy(Policy):
         return jnp.where(step == 0, gamma, self.maximum)
 
     def update(self, state: _Average, outcome: Outcome) -> _Average:
+        assert outcome.seen is not None  # the policy reads laws
         after = state.with_value(outcome.seen.evenness[:, 0], self.smoothing)
         return jax.tree.map(lambda new, old: jnp.where(outcome.drafted > 0, new, old), after, state)
 

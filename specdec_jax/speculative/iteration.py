@@ -56,7 +56,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     # Draft. At most limit − length − 1: the target adds one more, and so no row ever passes its limit.
     wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
     num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
-    if program.gamma:
+    if drafter is not None and program.gamma:
         draft_state, draft = checked(
             drafter, drafter.draft(state.draft_state, state, num_wanted), (batch, program.gamma)
         )
@@ -71,7 +71,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     observed = drafter is not None and drafter.observes
     after, found = _judged(target, state.replace(target_cache=cache, draft_state=None), draft, scored, observed)
     after = after.replace(draft_state=draft_state)
-    if not observed:
+    if drafter is None or not observed:
         return pinned(after, target.rules)
     states, logits = found
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
@@ -111,7 +111,7 @@ def _no_draft(batch: int, program: StaticConfig) -> Draft:
 
 def _judged(
     target: Network, state: DecodeState, draft: Draft, scored: Int[Array, "B T"], watched: bool
-) -> tuple[DecodeState, tuple[Float[Array, "B T D"], Float[Array, "B T V"]] | tuple[()]]:
+) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
     """Returns the state after the target's call over the T = G + 1 tokens `scored`, verification and commit, and what
     was seen.
 
@@ -182,7 +182,7 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
     processed = laws.process(logits, prefixes, state.sampling, program.mode)
     verifier, offsets = program.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
-    greedy = None
+    greedy: Verification | None = None
     if program.mode.greedy or verifier.softens:  # judged before temperature 0 makes the law one-hot
         if verifier.judge_greedy is None:
             greedy = verifiers.verify_greedy(laws.argmax(processed), draft.tokens, draft.num_drafted)
@@ -192,6 +192,7 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
             return greedy, None
     law = laws.standardize(logits, prefixes, state.sampling, program.mode)
     if program.mode.greedy:
+        assert greedy is not None
         return greedy, law
     # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
     residual = draws.words(keys, lengths, offsets, draws.RESIDUAL)

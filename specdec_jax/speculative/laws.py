@@ -81,13 +81,13 @@ class PointMass(NamedTuple):
 
 
 def process(
-    logits: Float[Array, "B T V"], context: Context | None, rows: SamplingRows, mode: SamplingMode
+    logits: Float[Array, "B T V"], context: Context, rows: SamplingRows, mode: SamplingMode
 ) -> Float[Array, "B T V"]:
     """Logits after the processors: float32 where one is on, else untouched.
 
     Args:
       logits: of the tokens after each prefix of `context`.
-      context: the prefixes; needed by some of the processors only.
+      context: the prefixes; read by some of the processors only.
       rows: the traced parameters.
       mode: which processors are on.
     """
@@ -111,7 +111,7 @@ def process(
 
 
 def standardize(
-    logits: Float[Array, "B T V"], context: Context | None, rows: SamplingRows, mode: SamplingMode, soften: bool = False
+    logits: Float[Array, "B T V"], context: Context, rows: SamplingRows, mode: SamplingMode, soften: bool = False
 ) -> Law:
     """The law that a row samples from; args as for `process`. With `soften` temperature 0 counts as 1."""
     logits = process(logits, context, rows, mode)

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int, UInt32
 
 from specdec_jax.models.axes import PerRow
-from specdec_jax.speculative.laws import Law, PointMass
+from specdec_jax.speculative.laws import Law
 
 # What a verifier is asked for, per row, by the name of the parameter.
 Settings = dict[str, Float[Array, " B"]]
@@ -42,8 +42,9 @@ class Randomness(NamedTuple):
     noise: Float[Array, "B G+1 V"] | None = None
 
 
-Judge = Callable[[Law, Law | PointMass | None, Drafted, PerRow, Randomness, Settings | None], Verification]
-JudgeGreedy = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Settings | None], Verification]
+# What the draft's law and the settings are, or None, depends on what the verifier declares.
+Judge = Callable[[Law, Any, Drafted, PerRow, Randomness, Any], Verification]
+JudgeGreedy = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification]
 
 
 @dataclasses.dataclass(frozen=True)
