@@ -194,7 +194,7 @@ class GPTDecoder(nn.Module):
             x, _ = layer(x, None, None, mask, deterministic)
         return self.decoder_norm(x)
 
-    def logits(self, x: States, embedding: Float[Array, "V D"], live: Live = None) -> Logits:
+    def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
         """The head: logits of normalised states."""
         if not self.config.logits_via_embedding:
             return self.logits_dense(x, live)

@@ -4,7 +4,6 @@ elsewhere they are for drafters alone, since inputs are rounded to 8 bits too.""
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int8
 
 _MOST = 127
@@ -18,7 +17,7 @@ class Int8Kernel:
     scales: Float32[Array, " F"]
 
     @classmethod
-    def of(cls, kernel: Float[ArrayLike, "D F"]) -> "Int8Kernel":
+    def of(cls, kernel: Float[Array, "D F"]) -> "Int8Kernel":
         return cls(*_rounded(kernel, 0))
 
     def matrix(self) -> Float32[Array, "D F"]:

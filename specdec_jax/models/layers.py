@@ -82,9 +82,7 @@ class Embedder(nn.Module):
         shape = (self.rows, self.features)
         self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
 
-    def __call__(
-        self, indices: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None
-    ) -> Float[Array, "*N {self.features}"]:
+    def __call__(self, indices: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
         """Rows; `live` as for `apply_kernel`."""
         if self.native:
             return panels.rows(self.embedding, indices, live)
@@ -107,9 +105,7 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None
-    ) -> Float[Array, "*N {self.features}"]:
+    def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
         """`live`: rows that count; others may be left out where that saves time (`apply_kernel`)."""
         y = self._without_bias(x, live)
         if not self.use_bias:
@@ -118,8 +114,8 @@ class Dense(nn.Module):
 
     def in_panels(
         self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, before: Before = Before("nothing"),
-        residual: Float[Array, "*N {self.features}"] | None = None, clear: bool = True,
-    ) -> Float[Array, "*N {self.features}"]:  # fmt: skip
+        residual: Float[Array, "*N F"] | None = None, clear: bool = True,
+    ) -> Float[Array, "*N F"]:  # fmt: skip
         """`before(x)` through the map, plus `residual`, for a kernel in panels; see `Panels.product`."""
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
@@ -131,9 +127,7 @@ class Dense(nn.Module):
         """As `Panels.peak`, for a kernel in panels, without bias."""
         return self.get_variable("params", "kernel").peak(x, live, normalize)
 
-    def _without_bias(
-        self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None
-    ) -> Float[Array, "*N {self.features}"]:
+    def _without_bias(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None) -> Float[Array, "*N F"]:
         if self.has_variable("params", "kernel"):
             kernel = self.get_variable("params", "kernel")  # maybe packed: linen would refuse its shape
         else:

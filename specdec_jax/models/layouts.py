@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.models.int8 import Int8Kernel
@@ -147,7 +146,7 @@ def _divide(kernel: Plain, count: int) -> list[Plain]:
     return [tree.unflatten(parts) for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))]
 
 
-def with_head(packed: dict, tied: bool, panels: bool, ids: Int[ArrayLike, " F"] | None = None) -> dict:
+def with_head(packed: dict, tied: bool, panels: bool, ids: Int[Array, " F"] | None = None) -> dict:
     """Returns `packed` with a head of its own, which is no parameter; all other arrays are shared.
 
     Args:

@@ -7,7 +7,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, Shaped
 
 from specdec_jax.models import layouts
@@ -121,7 +120,7 @@ class Network:
         """
         return self.module.apply({"params": self.params}, states, live, normalize, method="peak")
 
-    def shortlisted(self, ids: Int[ArrayLike, " F"]) -> "Network":
+    def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
         """The same network with a head for `ids` only: logits `[B, T, F]`. All other arrays are shared."""
         config, native = self.config, self.module.native
         params = layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))

@@ -12,7 +12,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from specdec_jax.files.reading import shown
@@ -96,7 +95,7 @@ class Panels:
     derived: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def of(cls, kernel: Float[ArrayLike, "D F"] | Int8Kernel, derived: bool = False) -> "Panels":
+    def of(cls, kernel: Float[Array, "D F"] | Int8Kernel, derived: bool = False) -> "Panels":
         """Stores a kernel, float32 or in 8 bits."""
         if isinstance(kernel, Int8Kernel):
             lines, columns = kernel.values.shape

@@ -311,7 +311,7 @@ class Decoder(nn.Module):
             x, _ = layer(x, None, None, mask, bias, cross, encoder_mask, deterministic)
         return self.dropout(self.decoder_norm(x), deterministic)
 
-    def logits(self, x: States, embedding: Float[Array, "V D"], live: Live = None) -> Logits:
+    def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
         """The head: logits of normalised states."""
         x = self._scaled(x)
         if not self.config.logits_via_embedding:

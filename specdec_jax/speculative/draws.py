@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from specdec_jax.models.axes import PerRow
+
 # Every key is brought to this kind: JAX batches the others (rbg, unsafe_rbg) by drawing for all rows from the first
 # row's key.
 KEY_IMPL = "threefry2x32"
@@ -53,9 +55,7 @@ def _from_words(words: UInt32[Array, "*N W"]) -> Key[Array, "*N"]:
 DRAFT, ACCEPT, RESIDUAL, BONUS, GUMBEL = range(5)
 
 
-def words(
-    keys: Key[Array, " B"], lengths: Int[Array, " B"], offsets: Int[Array, "B N"], tag: int
-) -> UInt32[Array, "B N 2"]:
+def words(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> UInt32[Array, "B N 2"]:
     """Returns random words, what `draw` takes.
 
     Each pair is a function of the request's key, the row's committed length at the start of the iteration, the
@@ -76,9 +76,7 @@ def words(
     return jax.vmap(jax.vmap(one, (None, 0)))(folded, offsets)
 
 
-def uniforms(
-    keys: Key[Array, " B"], lengths: Int[Array, " B"], offsets: Int[Array, "B N"], tag: int
-) -> Float[Array, "B N"]:
+def uniforms(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> Float[Array, "B N"]:
     """Returns uniforms in [0, 1), multiples of 2⁻²⁴; args as for `words`."""
     return (words(keys, lengths, offsets, tag)[..., 1] >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import flax.struct
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from specdec_jax.speculative.processors import Processor
 
@@ -186,11 +185,11 @@ class SamplingMode(NamedTuple):
 class SamplingRows:
     """Traced part of a `SamplingConfig`; `forced` is −1 where nothing is forced."""
 
-    temperature: Float[ArrayLike, " B"]
-    top_k: Int[ArrayLike, " B"]
-    top_p: Float[ArrayLike, " B"]
-    min_p: Float[ArrayLike, " B"]
-    repetition_penalty: Float[ArrayLike, " B"]
-    min_new_tokens: Int[ArrayLike, " B"]
-    bias: Float[ArrayLike, " V"] | None = None
-    forced: Int[ArrayLike, " F"] | None = None
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    min_new_tokens: Int[Array, " B"]
+    bias: Float[Array, " V"] | None = None
+    forced: Int[Array, " F"] | None = None

@@ -1,15 +1,65 @@
-"""What `--jaxtyping-packages` checks a function's calls with: the annotations of arrays alone."""
+"""What `--jaxtyping-packages` checks a function's calls with: shapes and dtypes of arrays, and nothing else, so that toys
+may stand in for networks and models."""
+
+import dataclasses
+import functools
+import typing
 
 import beartype
+import jax.numpy as jnp
+import numpy as np
+from beartype.door import die_if_unbearable
+from jaxtyping import jaxtyped
 
 
 def arrays(function):
-    """Checks shapes and dtypes by beartype; toys may stand in for a network or a model.
+    """Checks the arrays that are given to a function and that it returns, those in records too.
 
-    Nothing is checked where a dataclass is made: JAX makes them of shapes, of places on a mesh and of None as well.
+    A record is not checked when it is made: JAX makes them of shapes, of places on a mesh and of None as well.
     """
-    kinds = {name: kind for name, kind in function.__annotations__.items() if "jaxtyping." in str(kind)}
-    if not kinds or function.__name__ == "__init__":
+    if function.__name__ == "__init__":
         return function
-    function.__annotations__ = kinds
-    return beartype.beartype(function)
+    function.__annotations__ = kinds = _of_arrays(function.__annotations__)
+    checked = beartype.beartype(function) if kinds else function
+    taken = (lambda value: value) if "ndarray" in str(kinds) else _as_jax
+
+    @functools.wraps(function)
+    def check(*arguments, **named):
+        for value in (*arguments, *named.values()):
+            _check_record(value)
+        return checked(*map(taken, arguments), **{name: taken(value) for name, value in named.items()})
+
+    return check
+
+
+def _as_jax(value):
+    """NumPy's arrays are as good as JAX's for what JAX computes."""
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def _of_arrays(annotations: dict) -> dict:
+    return {name: kind for name, kind in annotations.items() if "jaxtyping." in str(kind)}
+
+
+def _check_record(value) -> None:
+    """Checks the arrays of a NamedTuple or a dataclass: an axis has one size in all of its fields."""
+    kinds = _fields(type(value))
+    if kinds:
+        with jaxtyped("context"):
+            for name, kind in kinds.items():
+                field = getattr(value, name)
+                if kind is None:
+                    _check_record(field)
+                else:
+                    die_if_unbearable(_as_jax(field), kind)
+
+
+@functools.cache
+def _fields(record: type) -> dict:
+    """The annotation of each field that is of arrays; None for others, which may be records."""
+    ours = record.__module__.startswith(("specdec_jax.models.", "specdec_jax.speculative."))
+    if not ours or not (hasattr(record, "_fields") or dataclasses.is_dataclass(record)):
+        return {}
+    names = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
+    found = _of_arrays(typing.get_type_hints(record))
+    return {name: found.get(name) for name in names}
