@@ -38,8 +38,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
+from specdec_jax.models.axes import Live, Peak, PerRow, States, Tokens
 from specdec_jax.models.network import Network
 from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative import draws, laws, verifiers
@@ -110,7 +111,7 @@ def _no_draft(batch: int, program: StaticConfig) -> Draft:
 
 
 def _judged(
-    target: Network, state: DecodeState, draft: Draft, scored: Int[Array, "B T"], watched: bool
+    target: Network, state: DecodeState, draft: Draft, scored: Tokens, watched: bool
 ) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
     """Returns the state after the target's call over the T = G + 1 tokens `scored`, verification and commit, and what
     was seen.
@@ -160,11 +161,8 @@ def _judged(
     return carry[1:]
 
 
-def most_probable(
-    network: Network, states: Float[Array, "B T D"], live: Bool[Array, "B T"] | None = None
-) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """The argmax token after each of `states` and its log-probability; −1 and NaN where the
-    logits are not numbers. `live` as in `Network.decode`."""
+def most_probable(network: Network, states: States, live: Live = None) -> Peak:
+    """The argmax token after each of `states` and its log-probability; −1 and NaN where the logits are not numbers."""
     if network.skips:
         return network.peak(states, live)
     logits = network.head(states, live)
@@ -210,7 +208,7 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
 
 def _commit(
     state: DecodeState, draft: Draft, verified: Verification,
-    log_prob: Callable[[Int[Array, "B T"]], Float[Array, "B T"]], adjusted: Law | None,
+    log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Law | None,
 ) -> DecodeState:  # fmt: skip
     """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
 
@@ -263,7 +261,7 @@ def _commit(
 
 
 def _write(
-    buffer: Shaped[Array, "B S"], values: Shaped[Array, "B T"], starts: Int[Array, " B"], counts: Int[Array, " B"]
+    buffer: Shaped[Array, "B S"], values: Shaped[Array, "B T"], starts: PerRow, counts: PerRow
 ) -> Shaped[Array, "B S"]:
     """`buffer` with the first `counts` of `values` written from slot `starts` on.
 
