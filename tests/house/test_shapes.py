@@ -34,6 +34,11 @@ def test_what_does_not_fit_is_told(name, call):
         call()
 
 
+def test_fields_that_do_not_fit_each_other_are_told():
+    with pytest.raises(jaxtyping.AnnotationError, match=r"Law.log_normalizer: got float32\(2, 3, 5\)"):
+        laws.Law(logits, logits).entropy()
+
+
 def test_a_result_that_does_not_fit_is_told(monkeypatch):
     monkeypatch.setattr(draws, "words", lambda *arguments: jnp.zeros((B, G + 1, 2), jnp.uint32))
     with pytest.raises(jaxtyping.TypeCheckError, match="return value"):

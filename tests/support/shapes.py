@@ -8,8 +8,8 @@ import typing
 import beartype
 import jax.numpy as jnp
 import numpy as np
-from beartype.door import die_if_unbearable
-from jaxtyping import jaxtyped
+from beartype.door import is_bearable
+from jaxtyping import AnnotationError, jaxtyped
 
 
 def arrays(function):
@@ -42,7 +42,11 @@ def _of_arrays(annotations: dict) -> dict:
 
 
 def _check_record(value) -> None:
-    """Checks the arrays of a NamedTuple or a dataclass: an axis has one size in all of its fields."""
+    """Checks the arrays of a NamedTuple or a dataclass: an axis has one size in all of its fields.
+
+    Raises:
+      AnnotationError: which jaxtyping passes on, while of others it would only say which function was called.
+    """
     kinds = _fields(type(value))
     if kinds:
         with jaxtyped("context"):
@@ -50,8 +54,9 @@ def _check_record(value) -> None:
                 field = getattr(value, name)
                 if kind is None:
                     _check_record(field)
-                else:
-                    die_if_unbearable(_as_jax(field), kind)
+                elif not is_bearable(_as_jax(field), kind):
+                    got = f"{getattr(field, 'dtype', type(field).__name__)}{getattr(field, 'shape', '')}"
+                    raise AnnotationError(f"{type(value).__name__}.{name}: got {got}, expected {kind}")
 
 
 @functools.cache
