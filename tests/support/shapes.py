@@ -17,15 +17,18 @@ def arrays(function):
 
     A record is not checked when it is made: JAX makes them of shapes, of places on a mesh and of None as well.
     """
-    if function.__name__ == "__init__":
+    if function.__name__ in ("__init__", "__post_init__"):
         return function
+    # jaxtyping asks twice: before the call, and after it with what is returned as the last argument.
+    after = function.__annotations__.get("return", typing.Any) is not typing.Any
     function.__annotations__ = kinds = _of_arrays(function.__annotations__)
     checked = beartype.beartype(function) if kinds else function
     taken = (lambda value: value) if "ndarray" in str(kinds) else _as_jax
 
     @functools.wraps(function)
     def check(*arguments, **named):
-        for value in (*arguments, *named.values()):
+        values = (*arguments, *named.values())
+        for value in values[-1:] if after else values:
             _check_record(value)
         return checked(*map(taken, arguments), **{name: taken(value) for name, value in named.items()})
 
