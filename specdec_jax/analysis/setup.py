@@ -33,7 +33,18 @@ class Setup(Protocol):
         """Returns the arguments of `generate` but for the drafter's; with `plain`, those of decoding without one."""
 
 
-class BenchmarkSetup(Setup, Protocol):
+class BeamSetup(Setup, Protocol):
+    """What `benchmark_beams` and `tune_beams` read beside."""
+
+    def search(self, **others: Any) -> dict[str, Any]:
+        """Returns the arguments of `generate` for a beam search; `others` are added to them."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of nodes in a level of the tree that are timed."""
+
+
+class BenchmarkSetup(BeamSetup, Protocol):
     """What `benchmark` reads beside.
 
     Attributes:
@@ -74,14 +85,12 @@ class MeasureSetup(Setup, Protocol):
         """Numbers of drafted tokens whose target call is timed."""
 
 
-class TuneSetup(Setup, Protocol):
-    """What `tuning.tune` reads beside.
+class TuneSetup(BeamSetup, Protocol):
+    """What `tuning.tune` reads beside."""
 
-    Attributes:
-      gamma: the numbers of drafted tokens to choose from.
-    """
-
-    gamma: tuple[int, ...]
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The numbers of drafted tokens to choose from; of levels of a tree with beams."""
 
     @property
     def verifiers(self) -> tuple[str, ...]:

@@ -82,24 +82,15 @@ class GenerateOptions(BeamFlags, DecodingOptions):
             )
         if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
             raise ValueError(f"output_file: got {self.output_file!r}, which is the input, expected another file")
-        self._check_beams()
+        self.beams()
+        self.check_beside_beams(
+            num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
+            gamma_policy="fixed",
+        )  # fmt: skip
         if self.stream and self.rows * self.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
         self._check_task()
-
-    def _check_beams(self) -> None:
-        """Refuses what has no meaning for a beam search."""
-        if not self.beams():
-            return
-        usual = dict(
-            num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
-            gamma_policy="fixed",
-        )  # fmt: skip
-        for name, value in usual.items():
-            if getattr(self, name) != value:
-                got, expected = getattr(self, name), value if isinstance(value, str | float) else "none"
-                raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
 
     @property
     def outputs(self) -> int:

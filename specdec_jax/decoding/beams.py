@@ -162,24 +162,27 @@ def _plan_search(
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
     """Searches for the inputs at `places`, as for `Plan.start`."""
+    found = jax.device_get(_search(*begin_arguments(job, places), returned=job.search.options.num_return_sequences))
+    return _result(target, job, found, places)
+
+
+def begin_arguments(job: Plan, places=None) -> tuple:
+    """Returns the arguments of `begin` for the inputs at `places`, as for `Plan.start`."""
     program, beams = job.search
     arguments = dataclasses.replace(job, samples=1).arguments(places)
     network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = arguments
     most = bucket(int(max(job.limits)))
     eos_ids = np.broadcast_to(np.array(job.eos_ids or (-1,), np.int32), (len(lengths), program.ends))
-    found = jax.device_get(
-        _search(
-            network, drafter, program, most, beams.num_return_sequences, inputs, lengths, tokens, starts,
-            (ends - starts).astype(np.int32), eos_ids, np.float32(beams.penalty), rows, done,
-        )
+    return (
+        network, drafter, program, most, inputs, lengths, tokens, starts, (ends - starts).astype(np.int32), eos_ids,
+        np.float32(beams.penalty), rows, done,
     )  # fmt: skip
-    return _result(target, job, found, places)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "most", "returned"))
 def _search(
-    target: Network, drafter, program: BeamConfig, most: int, returned: int, inputs, input_lengths, tokens,
-    prefix_lengths, limits, eos_ids, penalty, sampling, done,
+    target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
+    eos_ids, penalty, sampling, done, *, returned: int,
 ) -> dict:  # fmt: skip
     """Prefill and search in one program; returns what the host reads of it.
 
