@@ -13,7 +13,7 @@ from specdec_jax.analysis import comparison, machine, near_ties
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.decoding.beams import plan_decoding
+from specdec_jax.decoding.beams import BeamOptions, plan_decoding
 from specdec_jax.decoding.generate import generate
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
@@ -46,6 +46,12 @@ def check_search(
         plan_decoding(target, batches[0].inputs, **tree.arguments(drafter, options))
 
 
+def search_head(target, drafter, batches: Sequence[Batch], options: BeamSetup) -> dict[str, Any]:
+    """What a record begins with; the length penalty is that which is meant where none was given."""
+    penalty = BeamOptions(**options.search()).penalty
+    return machine.head(target, drafter, batches, options) | {"length_penalty": penalty}
+
+
 def benchmark_beams(
     target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
     others: Mapping[str, Arm] | None = None,
@@ -74,7 +80,7 @@ def benchmark_beams(
     how = trees[0].arguments(None, options)
     differences = lambda theirs, plain, target, batches: _differences(theirs, plain, target, batches, how)
     record = {
-        **machine.head(target, drafter, batches, options),
+        **search_head(target, drafter, batches, options),
         "plain": _timed(plain),
         "greedy": _timed(greedy, plain),
     }

@@ -14,7 +14,7 @@ from specdec_jax.analysis import acceptance, machine, timing
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.arms import Arm, Batch
-from specdec_jax.analysis.beams import Tree, check_search
+from specdec_jax.analysis.beams import Tree, check_search, search_head
 from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding import costs
@@ -213,7 +213,7 @@ def tune_beams(
     measured = time_choices(target, drafter, choices, batches, options, "comparing")
     plain, chosen = choices[0], fastest(measured)
     return {
-        **machine.head(target, drafter, batches, options),
+        **search_head(target, drafter, batches, options),
         "choices": [
             {
                 **choice._asdict(),

@@ -65,10 +65,9 @@ def tune_summary(record: Mapping[str, Any]) -> str:
 
 def _head(record: Mapping[str, Any]) -> list[str]:
     options, drafter = record["options"], record["drafter"]
-    penalty = "default" if options["length_penalty"] is None else f"{options['length_penalty']:g}"
     return [
         record["target"]["name"] + (f" with {drafter['name']}" if drafter else "") + f", {options['num_beams']} beams "
-        f"in the form of {options['beam_style']}, length penalty {penalty}",
+        f"in the form of {options['beam_style']}, length penalty {record['length_penalty']:g}",
         f"{record['sentences']} inputs, batch {options['batch_size']}, {options['repeats']} passes; "
         f"{hardware(record['machine'])}",
     ]

@@ -138,7 +138,7 @@ def wall_time(record: Mapping[str, Any]):
     milliseconds = lambda arm: 1e3 * np.array([arm["seconds"][name] for name in Spread._fields]) / max(units(arm), 1)
     named = {"t5x": "T5X"}
     bars = [(named.get(against["name"], against["name"]), milliseconds(against), "tab:gray")] if against else []
-    bars.append(("plain", milliseconds(plain), "tab:blue"))
+    bars.append(("plain" if searches is None else "plain beam search", milliseconds(plain), "tab:blue"))
     if searches is not None:
         bars.append(("greedy", milliseconds(record["greedy"]), "tab:cyan"))
         bars += [(f"γ = {arm['gamma']}, u = {arm['width']}", milliseconds(arm), "tab:orange") for arm in searches]
