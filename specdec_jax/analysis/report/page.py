@@ -160,7 +160,9 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
     if kind in (Benchmark, Searched):
-        parts += [*_against(record.get("against")), *_example(record.get("example"))]
+        parts += _against(record.get("against"))
+    if kind is Benchmark:
+        parts += _example(record.get("example"))
     return parts
 
 
