@@ -37,13 +37,27 @@ class Tree(NamedTuple):
         return how | {"gamma": self.gamma, "drafter": drafter if self.gamma else None}
 
 
-def check_search(
-    target: LanguageModel, drafter: Drafter | None, trees: Sequence[Tree], batches: Sequence[Batch], options: BeamSetup
-) -> None:
-    """Refuses models and inputs that one of the searches cannot have, before anything compiles."""
+def trees_of(
+    target: LanguageModel, drafter: Drafter | None, gammas: Sequence[int], widths: Sequence[int | None],
+    batches: Sequence[Batch], options: BeamSetup,
+) -> list[Tree]:  # fmt: skip
+    """Returns plain search and what the drafter can draft for it: every number of levels in every width.
+
+    Args:
+      gammas: the numbers of levels.
+      widths: of each level; None: what the drafter drafts by default.
+
+    Raises:
+      ValueError: models or inputs that one of the searches cannot have; nothing has compiled by then.
+    """
+    trees = [Tree(0, 0)]
     analysis_arms.check_prompts(target, drafter, batches, options)
-    for tree in trees:
-        plan_decoding(target, batches[0].inputs, **tree.arguments(drafter, options))
+    plan_decoding(target, batches[0].inputs, **trees[0].arguments(None, options) | {"drafter": drafter})
+    if drafter is not None:
+        beams = BeamOptions(**options.search()).num_beams
+        found = dict.fromkeys(drafter.beam_width(beams, width) for width in widths)
+        trees += [Tree(gamma, width) for width in found for gamma in gammas]
+    return trees
 
 
 def search_head(target, drafter, batches: Sequence[Batch], options: BeamSetup) -> dict[str, Any]:
@@ -62,9 +76,7 @@ def benchmark_beams(
       drafter: None times plain beam search and greedy decoding alone.
       others: another implementation's beam search by its name, timed in turn with ours; None or empty: none.
     """
-    drafted = () if drafter is None else options.gamma
-    trees = [Tree(0, 0), *(Tree(gamma, width) for width in options.widths for gamma in drafted)]
-    check_search(target, drafter, trees, batches, options)
+    trees = trees_of(target, drafter, options.gamma, options.beam_width or (None,), batches, options)
 
     def arm(gamma: int, how: dict[str, Any]) -> Arm:
         return Arm(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
@@ -127,6 +139,7 @@ def _differences(
     for batch, other, ours in zip(batches, theirs.results, plain.results, strict=True):
         for row in np.flatnonzero(np.any(other.tokens != ours.tokens, axis=1)):
             position = int(np.argmax(other.tokens[row] != ours.tokens[row]))
+            assert ours.scores is not None and other.scores is not None, "both are of beam searches"
             margin = near_ties.search_margin(target, batch.inputs[row], how)
             found.append({
                 "input": batch.numbers[row], "position": position, "plain": int(ours.tokens[row, position]),

@@ -9,8 +9,8 @@ from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.models.language_model import LanguageModel
 
-# Two implementations add up in other orders; a float32 argmax may differ where the two largest
-# logits are as close as this.
+# Two implementations add up in different orders; a float32 argmax may differ if the two largest logits are as
+# close as this.
 MARGIN = 1e-3
 
 
@@ -18,11 +18,10 @@ def compare(
     name: str, arms: Mapping[str, Arm], target: LanguageModel, batches: Sequence[Batch],
     differences: Callable[..., list] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What is kept of the comparison: the arm's time, how many times as fast ours are, and every
-    input with other tokens.
+    """Returns the record of the comparison: the arm's time, how many times as fast ours are, and
+    every input with other tokens.
 
-    Args:
-      differences: from theirs and our plain arm to what is kept of every such input; None: as for argmax.
+    `differences` makes what is kept of such inputs of theirs and our plain arm; None: as for argmax.
     """
     theirs = arms[name]
     faster = lambda ours: Spread.of(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
@@ -52,7 +51,7 @@ def _differences(theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequen
 
 
 def problems(record: Mapping[str, Any], dtype: str, margin: float = MARGIN) -> list[str]:
-    """Says where float32 tokens differ that are no near-ties."""
+    """Returns a message if float32 tokens differ that are no near-ties."""
     wrong = [item["input"] for item in record["differences"] if item["margin"] > margin]
     if dtype != "float32" or not wrong:
         return []

@@ -1,4 +1,5 @@
-"""Measures how near to a tie a choice is: of a token, and of the beams of a search."""
+"""Measures how near a choice is to a tie: of a token, by how far logits from a call over several positions
+are from those of calls over one, and of the beams of a search."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis.timing import prefill_cache
-from specdec_jax.decoding.beams import begin, begin_arguments, plan_decoding
+from specdec_jax.decoding.beams import plan_decoding
+from specdec_jax.decoding.beams import start as start_search
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import candidates, iterate_beams, live_beams, node_sums, scored
@@ -19,8 +21,9 @@ class Difference(NamedTuple):
     """How far one token's choice is from a tie.
 
     Attributes:
-      margin: between the target's two largest logits.
-      noise: largest difference between logits from calls over one position and over several, along the prefix.
+      margin: difference between the target's two largest logits.
+      noise: the largest difference, along the prefix, between logits from calls over one position
+        and over several.
     """
 
     margin: float
@@ -28,7 +31,8 @@ class Difference(NamedTuple):
 
     @property
     def near_tie(self) -> bool:
-        """Either token can be the argmax in exact arithmetic: each of two logits may be off by `noise`."""
+        """Whether either token can be the argmax in exact arithmetic: each of the two logits may be
+        off by `noise`."""
         return self.margin < 2 * self.noise
 
 
@@ -36,13 +40,14 @@ _decode = jax.jit(Network.decode)
 
 
 def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1) -> Difference:
-    """`Difference` at the token after `prefix`.
+    """Returns the `Difference` at the token after `prefix`.
 
     Args:
-      inputs: ids of one encoder input; they do not matter for a decoder-only model.
-      prefix: decoder tokens, start token first; of a decoder-only model prompt and new tokens.
-      width: positions of the wider call (γ + 1).
-      batch: rows; the input is repeated, since kernels differ with the number of rows.
+      model: the target.
+      inputs: ids of one encoder input; ignored for a decoder-only model.
+      prefix: decoder tokens, start token first; for a decoder-only model, prompt and new tokens.
+      width: number of positions of the wider call (γ + 1).
+      batch: number of rows; the input is repeated, since kernels differ with the number of rows.
     """
     inputs = np.tile(np.asarray(inputs, np.int32), (batch, 1))
     lengths = np.full(batch, inputs.shape[1], np.int32)
@@ -74,14 +79,11 @@ def search_margin(model: LanguageModel, given, how: Mapping[str, Any]) -> float:
       how: the arguments of `generate`.
     """
     job = plan_decoding(model, [given], **how)
-    state, least = _begin(*begin_arguments(job)), np.inf
+    state, least = start_search(job), np.inf
     while not state.done.all():
         margin, state = _margin(model.network, state)
         least = min(least, float(margin))
     return least
-
-
-_begin = jax.jit(begin, static_argnames=("program", "most"))
 
 
 @jax.jit

@@ -6,7 +6,6 @@ from typing import Any
 from specdec_jax.commands.options import option
 from specdec_jax.decoding.beams import beam_options
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.drafters.named import without_model
 from specdec_jax.speculative.beams import STYLES
 
 _EARLY = {"false": False, "true": True, "never": "never"}
@@ -52,7 +51,7 @@ class SearchFlags:
           usual: what options must be left at.
 
         Raises:
-          UnsupportedCombination: another value, or a drafter whose name says that it drafts no trees.
+          UnsupportedCombination: another value.
         """
         if self.num_beams is None:
             return
@@ -60,11 +59,6 @@ class SearchFlags:
             if (got := getattr(self, name)) != value:
                 expected = value if isinstance(value, str | float) else "none"
                 raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
-        drafter = getattr(self, "drafter", None)
-        if drafter and without_model(drafter):
-            raise UnsupportedCombination(
-                f"drafter: got {drafter!r} with num_beams, expected a model, or none: it drafts no trees"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

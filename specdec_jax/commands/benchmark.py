@@ -1,4 +1,4 @@
-"""Options of `specdec benchmark`, the models and inputs that they name, and one comparison."""
+"""Defines the options of `specdec benchmark`, loads what they name, and runs one comparison."""
 
 import dataclasses
 import importlib.util
@@ -29,7 +29,7 @@ AGAINST = ("t5x",)
 
 
 def check_against(name: str | None, sampling: SamplingConfig) -> None:
-    """Refuses what cannot be compared, before a model is loaded."""
+    """Raises ValueError, before a model is loaded, for an implementation that cannot be compared."""
     if name is None:
         return
     if name not in AGAINST:
@@ -37,11 +37,11 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
     if not sampling.mode.greedy or sampling.mode.processes:
         raise UnsupportedCombination(f"against: got {name!r} with sampling or processors, expected argmax alone")
     if importlib.util.find_spec("t5x") is None:
-        raise ValueError(f"against: got {name!r}, which is not installed, expected it with its dependencies")
+        raise ValueError(f"against: got {name!r}, which is not installed, expected it to be, with its dependencies")
 
 
 class CheckFailed(RuntimeError):
-    """What was measured contradicts what must hold; the record is written all the same."""
+    """A measurement contradicts what must hold; the record is written all the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +53,17 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         "tokens drafted per target call, with --num_beams levels of the tree; several, comma-separated, are timed in "
         "turn",
     )
-    beam_width: tuple[int, ...] = width_option("twice num_beams")
+    beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(0, "take only the first lines of the input; 0: all")
+    limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(3, "passes over the sentences; medians and spread are over them")
+    repeats: int = option(3, "passes over the sentences, of which the median and the spread are reported")
     preset: str | None = option(
         None, "time a target of this shape with random weights instead of --target: " + ", ".join(PRESETS)
     )
-    drafter_preset: str | None = option(None, "the same for the drafter, instead of --drafter")
+    drafter_preset: str | None = option(None, "shape of a drafter with random weights, instead of --drafter")
     input_length: int | None = option(None, "with --preset: length of the input, in tokens (default: 64)")
     forced_alpha: tuple[float, ...] = option(
         (),
@@ -72,8 +72,8 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
     )
     against: str | None = option(
         None,
-        "time another implementation in turn with ours, argmax or beam search, same weights and inputs: t5x, which must "
-        "be installed",
+        "time another implementation in turn with ours, by argmax or beam search, on the same weights and inputs: t5x, "
+        "which must be installed",
     )
     suite: str | None = option(
         None,
@@ -82,7 +82,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
     )
     report: str | None = option(
         None,
-        "with --suite: HTML file for the records beside the paper's tables and figures",
+        "with --suite: HTML file to write, with the records beside the paper's tables and figures",
     )
     plot: str | None = option(None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)")
     output: str | None = option(None, "file that the JSON record is written to")
@@ -93,11 +93,11 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
-            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter)):
+            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter or "")):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
-        if self.drafter_preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
+        if self.drafter_preset and self.preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
             got, expected = (
                 f"drafter_preset: got {self.drafter_preset!r}",
                 f"a shape of the same family as {self.preset!r}",
@@ -117,7 +117,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             raise ValueError("gamma: got no value, expected at least one")
         for gamma in self.gamma:
             check_gamma(gamma)
-            at_least(1, gamma=gamma)  # γ = 0 is the plain arm
+            at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
         at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length)
         at_least(0, limit=self.limit)
@@ -156,20 +156,15 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             if not 0 < alpha <= 1:
                 raise ValueError(f"forced_alpha: got {alpha}, expected a number in (0, 1]")
         if self.forced_alpha and not (self.drafter or self.drafter_preset):
-            raise UnsupportedCombination("forced_alpha: got it for plain decoding, expected a drafter")
+            raise UnsupportedCombination("forced_alpha: got a value for plain decoding, expected a drafter too")
         if self.preset and self.drafter and not self.forced_alpha:
             raise UnsupportedCombination(
-                f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both: "
-                "with random weights nothing else is timed of it"
+                f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both "
+                "(without models, only whole decodes with forced acceptance time such a drafter)"
             )
         if self.forced_alpha and (self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy):
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
-            raise UnsupportedCombination(f"forced_alpha: got it with {got}, expected neither: nothing is verified")
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The numbers of nodes in a level of the tree that are timed."""
-        return self.beam_width or (2 * (self.num_beams or 0),)
+            raise UnsupportedCombination(f"forced_alpha: got a value with {got}, expected neither: nothing is verified")
 
     @property
     def preset_length(self) -> int:
@@ -182,7 +177,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
 
 
 def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm]:
-    """The implementations that `--against` names, by name."""
+    """Returns the implementation that `--against` names, by its name; an empty dict for none."""
     if not options.against:
         return {}
     from specdec_jax.interop import t5x
@@ -193,7 +188,7 @@ def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm
 
 
 def run(options: BenchmarkOptions) -> None:
-    """`specdec benchmark`."""
+    """Runs `specdec benchmark` without a suite."""
     options.check()
     target, drafter, batches = load(options)
     measure = benchmark_beams if options.num_beams else benchmark
@@ -202,7 +197,7 @@ def run(options: BenchmarkOptions) -> None:
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else summary(record))
-    finally:  # if one of them fails, the record is in another
+    finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")
         if options.plot:
@@ -214,7 +209,7 @@ def run(options: BenchmarkOptions) -> None:
 def load(
     options: BenchmarkOptions, target: LanguageModel | None = None
 ) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
-    """The target, unless it is given, the drafter and the inputs that the options name."""
+    """Returns the target (unless it is given), the drafter and the inputs that the options name."""
     if options.preset:
         return _preset(options, target)
     sentences = sentences_of(options.input_file, options.limit)

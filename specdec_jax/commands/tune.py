@@ -1,4 +1,5 @@
-"""Runs `specdec tune`: picks γ, and the verifier or the trees' width where it matters, for the other commands."""
+"""Runs `specdec tune`: chooses γ, above temperature 0 the verifier, and for beam search the trees' width, and
+writes the choice for other commands."""
 
 import dataclasses
 import json
@@ -24,22 +25,22 @@ class TuneOptions(SearchFlags, DecodingOptions):
     """Options of `specdec tune`."""
 
     gamma: tuple[int, ...] = option(
-        (), "the numbers of drafted tokens to choose from (default: 1 to 8), with --num_beams of levels of the tree "
+        (), "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams of levels of the tree "
         "(default: 1 to 3)",
     )  # fmt: skip
-    beam_width: tuple[int, ...] = width_option("once, twice and three times num_beams")
+    beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
     choose_verifier: bool = option(
-        True, "above temperature 0, choose between block and token verification where --verifier is one of them"
+        True, "above temperature 0, choose between block and token verification if --verifier is one of them"
     )
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(64, "tune on the first lines of the input; 0: on all")
+    limit: int = option(64, "tune on the first lines of the input, this many; 0: on all")
     sweep: int = option(
-        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not"
+        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not check"
     )
     batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(3, "passes over steps and sentences; medians and spread are over them")
+    repeats: int = option(3, "passes over steps and sentences, of which the median and the spread are reported")
     config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
@@ -54,7 +55,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
         at_least(0, sweep=self.sweep)
         if self.sweep and not (self.limit and self.input_file):
-            raise ValueError(f"got --sweep={self.sweep}, expected it with --input_file and a --limit above 0")
+            raise ValueError(f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too")
         if not self.config:
             raise ValueError("config: got nothing, expected the name of a gin file to write")
         check_output(self.config, "config")
@@ -66,17 +67,12 @@ class TuneOptions(SearchFlags, DecodingOptions):
         return self.gamma or tuple(range(1, 9 if self.num_beams is None else 4))
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """The numbers of nodes in a level of the tree to choose from."""
-        return self.beam_width or tuple((self.num_beams or 0) * times for times in (1, 2, 3))
-
-    @property
     def verifiers(self) -> tuple[str, ...]:
         return verifiers_of(self) if self.choose_verifier else (self.verifier,)
 
 
 def run(options: TuneOptions) -> None:
-    """`specdec tune`."""
+    """Runs `specdec tune`."""
     options.check()
     sentences = sentences_of(options.input_file, 0)
     sample = sentences[: options.limit or None]
@@ -98,13 +94,14 @@ def run(options: TuneOptions) -> None:
             keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
         summary = beam_summaries.tune_summary if options.num_beams else tune_summary
         print(text if options.json else summary(record))
-    finally:  # if one fails, the record is in another
+    finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")
 
 
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
-    """Settings of `generate` and `benchmark`: all that tuning was asked for, with the choice."""
+    """Returns a gin file for `generate` and `benchmark`: everything that tuning was asked for, with
+    the choice."""
     chosen, gain, host = choice_of(record["chosen"]), record["improvement"], record["machine"]
     of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
     skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan, plan
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, finish, stats_of
@@ -81,11 +81,6 @@ class BeamOptions:
         """The length penalty that is meant."""
         return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
 
-    @property
-    def width(self) -> int:
-        """u."""
-        return 2 * self.num_beams if self.beam_width is None else self.beam_width
-
 
 def _expect_integer(name: str, value, least: int, most: int, what: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
@@ -142,18 +137,21 @@ def _plan_search(
         )
     if drafter is not None and isinstance(drafter, Drafter) and not drafter.drafts_beams:
         raise UnsupportedCombination(
-            f"drafter: got {type(drafter).__name__} with num_beams, expected a ModelDrafter, or None: it drafts no trees"
+            f"drafter: got {type(drafter).__name__} with num_beams, expected one that drafts for beams: ModelDrafter, "
+            "PromptLookupDrafter, NGramDrafter, or None"
         )
-    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
-    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    ends, vocab = max(1, len(job.eos_ids)), target.config.vocab_size
+    ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
     if beams.num_beams > vocab or ends >= vocab:
         raise ValueError(
             f"num_beams: got {beams.num_beams} for {vocab} ids, of which {ends} end a sequence, expected at most as many "
             "beams as ids, and an id that ends none"
         )
+    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
+    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
     levels = job.program.gamma
-    width = min(beams.width, beams.num_beams * (vocab - 1)) if levels else 0
+    width = 0
+    if levels:
+        width = min(job.drafter.beam_width(beams.num_beams, beams.beam_width), beams.num_beams * (vocab - 1))
     program = BeamConfig(
         beams.num_beams, ends, sampling.mode, vocab, beams.beam_style, beams.early_stopping, levels, width
     )
@@ -162,12 +160,18 @@ def _plan_search(
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
     """Searches for the inputs at `places`, as for `Plan.start`."""
-    found = jax.device_get(_search(*begin_arguments(job, places), returned=job.search.options.num_return_sequences))
-    return _result(target, job, found, places)
+    network, drafter, program, *others = _arguments(job, places)
+    found = _search(network, drafter, program, job.search.options.num_return_sequences, *others)
+    return _result(target, job, jax.device_get(found), places)
 
 
-def begin_arguments(job: Plan, places=None) -> tuple:
-    """Returns the arguments of `begin` for the inputs at `places`, as for `Plan.start`."""
+def start(job: Plan, places=None) -> BeamState:
+    """Makes the state that the search of `run_search` begins with, for callers that look at its iterations."""
+    return begin(*_arguments(job, places))
+
+
+def _arguments(job: Plan, places) -> tuple:
+    """Returns the arguments of `begin` for the inputs at `places`."""
     program, beams = job.search
     arguments = dataclasses.replace(job, samples=1).arguments(places)
     network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = arguments
@@ -179,22 +183,15 @@ def begin_arguments(job: Plan, places=None) -> tuple:
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("program", "most", "returned"))
-def _search(
-    target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
-    eos_ids, penalty, sampling, done, *, returned: int,
-) -> dict:  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("program", "returned", "most"))
+def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, *arguments) -> dict:
     """Prefill and search in one program; returns what the host reads of it.
 
     Args:
-      most: the most new tokens of a row.
       returned: hypotheses for each input.
-      The others are as for `prefill.prefill`, and in `BeamState`.
+      The others are those of `begin`.
     """
-    state = begin(
-        target, drafter, program, most, inputs, input_lengths, tokens, prefix_lengths, limits, eos_ids, penalty,
-        sampling, done,
-    )  # fmt: skip
+    state = begin(target, drafter, program, most, *arguments)
     state = search(target, drafter, state)
     best, there = best_first(state)
     first = lambda x: x[:, :returned]
@@ -204,11 +201,17 @@ def _search(
     )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=("program", "most"))
 def begin(
     target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
     eos_ids, penalty, sampling, done,
 ) -> BeamState:  # fmt: skip
-    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from; args as above."""
+    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
+
+    Args:
+      most: the most new tokens of a row, or more.
+      The others are as for `prefill.prefill`, and in `BeamState`.
+    """
     batch, prefix = tokens.shape
     positions = prefix + most + program.gamma
     # K slots that stay empty, where the tokens before the live beams' last ones would be.
@@ -219,8 +222,7 @@ def begin(
     cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.init(inputs, input_lengths, tokens, prefix, **shared)
-        draft_state = drafter.begin_beams(draft_state, slots, positions)
+        draft_state = drafter.begin_beams(inputs, input_lengths, tokens, program.beams, slots, positions, **shared)
     live, finished = first_hypotheses(tokens, positions, program)
     zeros = jnp.zeros(batch, jnp.int32)
     return BeamState(

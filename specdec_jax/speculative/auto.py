@@ -110,7 +110,7 @@ class Auto(Policy):
     def _best(self, state: AutoState) -> jax.Array:
         """`[B]`: the γ with the most expected tokens per time."""
         rate = (state.stood + self.weight * self.acceptance) / (state.examined + self.weight)
-        tokens = jnp.cumsum(rate[:, None] ** jnp.arange(self.maximum + 1), axis=1)
+        tokens = jnp.cumsum(rate[:, None] ** jnp.arange(self.maximum + 1, dtype=jnp.float32), axis=1)
         return jnp.argmax(tokens / self.costs, axis=1).astype(jnp.int32)
 
     def wanted(self, state: AutoState) -> jax.Array:
@@ -120,7 +120,7 @@ class Auto(Policy):
     def update(self, state: AutoState, outcome: Outcome) -> AutoState:
         drew, stood = outcome.drafted > 0, outcome.accepted
         examined = jnp.minimum(stood + 1, outcome.drafted)
-        older = lambda old, new: jnp.where(drew, self.memory * old + new, old)
+        older = lambda old, new: jnp.where(drew, self.memory * old + new.astype(jnp.float32), old)
         again = jnp.where(stood > 0, self._first_wait(), 2 * state.wait)
         return AutoState(
             examined=older(state.examined, examined),

@@ -133,6 +133,12 @@ class BeamState:
         """`[B]`: the position of the live beams' last tokens."""
         return self.prefix_lengths + self.steps - 1
 
+    def sampling_of(self, copies: int) -> SamplingRows:
+        """Returns `sampling` for `copies` rows side by side of each."""
+        tables = dict(bias=self.sampling.bias, forced=self.sampling.forced)
+        per_row = self.sampling.replace(bias=None, forced=None)
+        return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), per_row).replace(**tables)
+
 
 class Candidates(NamedTuple):
     """The best continuations of each of N sequences, M of each; all `[B, N, M]`.

@@ -30,7 +30,7 @@ class Drafter:
       needs_target_state: it drafts from the target's cache or last state, so that it can only begin where the target
         stopped.
       scorable: the law that it draws from is its model's, so that acceptance can be had by scoring texts with both.
-      drafts_beams: it can draft for beam search, by the three methods whose names end so.
+      drafts_beams: it can draft for a beam search, by the methods with that word in their names.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -66,8 +66,9 @@ class Drafter:
         """
         return draft_state
 
-    def begin_beams(self, draft_state: Any, slots: int, positions: int) -> Any:
-        """Returns the state for a beam search out of that of `init`; arguments as for `Network.node_cache`."""
+    def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int) -> Any:
+        """As `init`, for a search with `beams` beams of each of the rows `tokens [B, P]`; `slots` and `positions` as for
+        `Network.node_cache`."""
         raise NotImplementedError
 
     def draft_beams(self, draft_state: Any, state: "BeamState", tree: "BeamTree") -> tuple[Any, "BeamTree"]:
@@ -79,6 +80,11 @@ class Drafter:
         raise NotImplementedError
 
     # On the host.
+
+    def beam_width(self, beams: int, wanted: int | None) -> int:
+        """Returns how many nodes it drafts in each level of a beam search's tree: as many as are `wanted`, or twice as
+        many as there are beams."""
+        return 2 * beams if wanted is None else wanted
 
     @property
     def name(self) -> str:

@@ -202,7 +202,8 @@ class Entropy(Policy):
     def limit(self, state: _Average, step, seen: DraftSignals):
         average = state.with_value(seen.evenness[:, 0], self.smoothing)
         even = jnp.clip(average.total / average.weight, 0, 1)
-        gamma = jnp.round(self.maximum - (self.maximum - self.minimum) * even).astype(jnp.int32)
+        room = jnp.asarray(self.maximum - self.minimum, jnp.float32)
+        gamma = jnp.round(self.maximum - room * even).astype(jnp.int32)
         return jnp.where(step == 0, gamma, self.maximum)
 
     def update(self, state: _Average, outcome: Outcome):
@@ -301,7 +302,7 @@ class Renewal(Policy):
 
     def init(self):
         positions = jnp.zeros((len(self.weight), self.maximum), jnp.float32)
-        gammas = jnp.arange(self.maximum + 1)
+        gammas = jnp.arange(self.maximum + 1, dtype=jnp.float32)
         tokens = jnp.cumsum(self.acceptance[:, None] ** gammas, axis=1)
         rate = jnp.max(tokens / (1 + gammas * self._step()[:, None]), axis=1)
         return RenewalState(positions, positions, rate * self.weight, jnp.asarray(self.weight))
@@ -320,10 +321,10 @@ class Renewal(Policy):
         index, memory = jnp.arange(self.maximum), self.memory[:, None]
         accepted, drafted = outcome.accepted[:, None], outcome.drafted[:, None]
         return RenewalState(
-            examined=memory * state.examined + (index < jnp.minimum(accepted + 1, drafted)),
-            stood=memory * state.stood + (index < accepted),
-            tokens=self.memory * state.tokens + outcome.accepted + 1,
-            time=self.memory * state.time + 1 + outcome.drafted * self._step(),
+            examined=memory * state.examined + (index < jnp.minimum(accepted + 1, drafted)).astype(jnp.float32),
+            stood=memory * state.stood + (index < accepted).astype(jnp.float32),
+            tokens=self.memory * state.tokens + outcome.accepted.astype(jnp.float32) + 1,
+            time=self.memory * state.time + 1 + outcome.drafted.astype(jnp.float32) * self._step(),
         )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax.speculative import processors
 from specdec_jax.speculative.processors import Context
@@ -90,7 +91,7 @@ def process(logits: jax.Array, context: Context | None, rows: SamplingRows, mode
     """
     if not mode.processes:
         return logits
-    original = processed = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    original = processed = logits.astype(np.promote_types(logits.dtype, np.float32))
     if mode.bias:
         processed = processed + rows.bias
     if mode.repetition:
@@ -112,7 +113,7 @@ def standardize(
 ) -> Law:
     """The law that a row samples from; args as for `process`. With `soften` temperature 0 counts as 1."""
     logits = process(logits, context, rows, mode)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     temperature = rows.temperature[:, None, None]
     # The maximum is taken out first: divided by a tiny temperature it would overflow.
     adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)

@@ -75,7 +75,8 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, s
     if not gamma:
         return correct(target, draft, num_drafted, num_drafted, draws.final)
     target_probs, draft_probs = leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
-    ratios = jnp.where(draft_probs == 0, target_probs > 0, target_probs / draft_probs)  # p(x) = 0 never stands
+    possible = (target_probs > 0).astype(target_probs.dtype)  # p(x) = 0 never stands
+    ratios = jnp.where(draft_probs == 0, possible, target_probs / draft_probs)
     ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
     weight, weights = jnp.ones_like(ratios[:, 0]), []
     for i in range(gamma):

@@ -158,8 +158,6 @@ def test_prints_and_writes(monkeypatch, capsys, tmp_path, target, batches, optio
         ({"num_beams": None, "beam_width": (), "length_penalty": 1.0}, "length_penalty: got 1.0 without num_beams"),
         ({"beam_width": (4, 1)}, "beam_width: got 1, expected an integer from 2"),
         ({"drafter": None}, r"beam_width: got \(2, 40\) for plain beam search, expected a drafter"),
-        ({"drafter": "lookup"}, "drafter: got 'lookup' with num_beams, expected a model, or none"),
-        ({"drafter": "exit:1"}, "drafter: got 'exit:1' with num_beams"),
         ({"temperature": 0.5}, "temperature: got 0.5 with num_beams, expected 0.0"),
         ({"verifier": "token"}, "verifier: got 'token' with num_beams, expected block"),
         ({"gamma_policy": "heuristic"}, "gamma_policy: got 'heuristic' with num_beams, expected fixed"),
@@ -182,8 +180,21 @@ def test_refuses(options, settings, message):
 
 def test_a_drafter_that_drafts_no_trees_is_refused_before_anything_is_timed(monkeypatch, target, batches, options):
     monkeypatch.setattr(analysis_beams.analysis_arms, "warm_up", lambda *_: pytest.fail("timed"))
-    with pytest.raises(ValueError, match="drafter: got PromptLookupDrafter with num_beams"):
-        analysis_beams.benchmark_beams(target, sd.PromptLookupDrafter(), batches, options)
+    for drafter, message in (
+        (sd.RandomDrafter(CONFIG.vocab_size), "drafter: got RandomDrafter with num_beams"),
+        (sd.PromptLookupDrafter(), "beam_width: got 40 with PromptLookupDrafter, expected 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            analysis_beams.benchmark_beams(target, drafter, batches, options)
+
+
+def test_widths_that_are_not_given_are_the_drafters(target, batches, options):
+    widths = lambda drafter, *wanted: [
+        tree.width for tree in analysis_beams.trees_of(target, drafter, (3,), wanted, batches, options)
+    ]
+    assert widths(sd.ModelDrafter(target), None) == [0, 4] and widths(sd.PromptLookupDrafter(), None) == [0, 2]
+    assert widths(sd.ModelDrafter(target), 2, None) == [0, 2, 4]
+    assert widths(sd.PromptLookupDrafter(), 2, None) == [0, 2] and widths(None, None) == [0]
 
 
 def test_the_suite_of_the_paper_has_no_beams(options, tmp_path):

@@ -55,6 +55,13 @@ class Ids:
     eos_id, vocab_size = 1, 128
 
 
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """T5X brings numbers of several dtypes together as JAX does unless it is told otherwise."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
     """Folder of T5X's own checkpoint, what T5X computed from it, and the model."""
@@ -378,7 +385,8 @@ def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
             sys.executable, "-m", "t5x.infer", f"--gin_search_paths={folder},{ROOT / 'configs'}",
             "--gin_file=settings.gin", *argv, f"--gin.INFER_OUTPUT_DIR='{output}'",
         ],
-        env=os.environ | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths},
+        env=os.environ
+        | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths, "JAX_NUMPY_DTYPE_PROMOTION": "standard"},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Builds one HTML page of the paper's tables and figures, computed, and of what was measured here."""
+"""Builds one HTML page of the paper's tables and figures, computed, and of measured records."""
 
 import pathlib
 import re
@@ -39,7 +39,8 @@ table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
 caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25em 0.6em; text-align: right; font-size: 0.85em }
 th { background: var(--head) } td { font-variant-numeric: tabular-nums }
-td.text, th.text { text-align: left; overflow-wrap: anywhere }
+td.text, th.text { text-align: left }
+@media (max-width: 60em) { table { display: block; overflow-x: auto } }
 svg { max-width: 100%; height: auto; background: #fff } p.note { color: var(--faint) }
 pre { white-space: pre-wrap } .committed { color: var(--faint) } .accepted { color: var(--accepted) }
 .corrected, .bonus { color: var(--own); font-weight: bold } .bonus { text-decoration: underline }
@@ -55,7 +56,7 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
     """Returns the page as text.
 
     Args:
-      read: (file, record) of records that `read_records` has checked.
+      read: (file, record) pairs; `read_records` has checked the records.
     """
     parts = [
         element("h1", _TITLE),
@@ -167,7 +168,7 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
 
 
 def _reached(row: Row) -> Spread | None:
-    """The measured improvement over the predicted one."""
+    """Returns the measured improvement divided by the predicted one."""
     if row.improvement is None or not row.predicted:
         return None
     return Spread(*(value / row.predicted for value in row.improvement))
@@ -220,7 +221,7 @@ def _is_forced(row: Row) -> bool:
 
 
 def _rates(found: Sequence[Row]) -> list[Markup]:
-    """Table 3: the paper's α, then those of the records."""
+    """Returns table 3: the paper's α, then the records'."""
     lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
     ours: dict[tuple[str, str, str], dict[bool, float]] = {}
     for row in found:
@@ -238,7 +239,7 @@ def _rates(found: Sequence[Row]) -> list[Markup]:
 
 
 def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
-    """Table 5 of the records whose verifier is lenient: α and improvement by lenience."""
+    """Returns table 5 of the records with a lenient verifier: α and improvement by lenience."""
     by_pair: dict[tuple, dict[float, Row]] = {}
     for record in found:
         options = record["options"] if kind_of(record) in (Benchmark, Measured) else {}
@@ -273,7 +274,7 @@ def _estimate(record: Mapping[str, Any]) -> list[Markup]:
     return parts
 
 
-# What a complete page has, how a record tells that it is there, and the command for it.
+# What a complete page has, how to tell that a record holds it, and the command that measures it.
 _EXPECTED = (
     (
         "T5-XXL with T5-small on an accelerator",
@@ -306,7 +307,7 @@ def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> Markup:
-    """Columns of words stand at the left, columns of numbers at the right."""
+    """Returns a table; columns of words are aligned to the left, columns of numbers to the right."""
     words = [any(_is_text(values[column]) for values in lines) for column in range(len(head))]
     cell = lambda tag, value, text: element(tag, value, class_="text") if text else element(tag, value)
     line = lambda values, tag: element("tr", *(cell(tag, *pair) for pair in zip(values, words, strict=True)))
@@ -314,7 +315,7 @@ def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) ->
 
 
 def _is_text(value: object) -> bool:
-    """Whether a cell begins with a word, and not with a number or a dash for none."""
+    """Returns whether a cell begins with a word, and not with a number or a dash."""
     return bool(re.match(r"\s*[^\W\d]", str(value)))
 
 
@@ -331,7 +332,7 @@ def _shown(value: float | None, digits: int) -> str:
 
 
 def _with_bare(value: float | None, bare: float | None, digits: int) -> str:
-    """A cost and, in parentheses, that of its bare matrix products."""
+    """Returns a cost as text, with the cost of its bare matrix products in parentheses."""
     return _shown(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
 
 
