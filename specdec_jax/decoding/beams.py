@@ -150,7 +150,7 @@ def _plan_search(
     job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
     levels = job.program.gamma
     width = 0
-    if levels:
+    if job.drafter is not None:
         width = min(job.drafter.beam_width(beams.num_beams, beams.beam_width), beams.num_beams * (vocab - 1))
     program = BeamConfig(
         beams.num_beams, ends, sampling.mode, vocab, beams.beam_style, beams.early_stopping, levels, width
@@ -245,13 +245,13 @@ def _result(target: LanguageModel, job: Plan, found: dict, places) -> Generation
     for (row,) in np.argwhere(found["failed"])[:1]:
         source = f"the target {target.name}" + (" or the processor" if job.program.mode.processor else "")
         raise NotNumbers(source, int(request.inputs[row * job.samples]), int(found["failed"][row]) - 1)
-    flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
     lengths = np.where(there & ~request.empty, flat(best.lengths), 0)
-    log_probs, adjusted = flat(best.log_probs), flat(best.adjusted_log_probs)
+    log_probs, adjusted = flat(best.log_probs), best.adjusted_log_probs
     none = np.zeros(len(lengths), np.int32)
     committed = Committed(
         tokens=flat(best.tokens), lengths=request.prefix_lengths + lengths, done=np.repeat(found["done"], job.samples),
-        log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else adjusted, draft_failed=none,
+        log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else flat(adjusted), draft_failed=none,
         counts=jax.tree.map(lambda x: np.repeat(x, job.samples, axis=0), found["counts"]), program=job.program,
     )  # fmt: skip
     result = finish(target, committed, request)

@@ -99,7 +99,8 @@ class EarlyExitDrafter(Drafter):
         return {"draft step": self.network}
 
     def identity(self) -> tuple[list[Any], Any]:
-        return [self.model.contents, self.layers], layouts.matrix(self.network.kernel)
+        kernel = self.network.kernel
+        return [self.model.contents, self.layers], None if kernel is None else layouts.matrix(kernel)
 
     def check(self, target: LanguageModel) -> None:
         if self.model is not target:

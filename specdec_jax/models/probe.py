@@ -108,17 +108,18 @@ def _attentions(rng) -> list[tuple]:
     cached, crossed, inside = np.zeros((B, T, H, K)), np.zeros((B, T, H, K)), np.zeros((B, S, H, K))
     branched = np.zeros((B, T, H, K))
     for b, h in np.ndindex(B, H):
-        own = [x[b, h].copy() for x in (keys, values)]
+        own_keys, own_values = keys[b, h].copy(), values[b, h].copy()
         for t in range(T):
             at = positions[b] + t
-            own[0][at], own[1][at] = split(qkv, 1)[b, t, h], split(qkv, 2)[b, t, h]
+            own_keys[at], own_values[at] = split(qkv, 1)[b, t, h], split(qkv, 2)[b, t, h]
             query = split(qkv, 0)[b, t, h]
-            cached[b, t, h] = attended(query / divisor, *(x[: at + 1] for x in own), bias[at, h, : at + 1])
+            cached[b, t, h] = attended(query / divisor, own_keys[: at + 1], own_values[: at + 1], bias[at, h, : at + 1])
             crossed[b, t, h] = attended(query, keys[b, h, : lengths[b]], values[b, h, : lengths[b]], 0)
         for t in range(T):
             query, last = split(qkv, 0)[b, t, h], places[b, t]
-            seen = [x[paths[b, t, : last + 1]] for x in own]
-            branched[b, t, h] = attended(query / divisor, *seen, bias[0, h, S - 1 - last :])
+            seen = paths[b, t, : last + 1]
+            near = bias[0, h, S - 1 - last :]
+            branched[b, t, h] = attended(query / divisor, own_keys[seen], own_values[seen], near)
         for t in range(S):
             query, key, value = (split(whole, part)[b, :, h] for part in range(3))
             inside[b, t, h] = attended(query[t], key[: lengths[b]], value[: lengths[b]], table[t, h, : lengths[b]])

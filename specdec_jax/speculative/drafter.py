@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
@@ -43,24 +44,25 @@ class Drafter:
 
     # Traced.
 
-    def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
-        """Returns the state for `inputs [I, L]` and what the decoder begins with, `tokens [B, P]`, B/I
-        rows for each input.
+    def init(
+        self, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int
+    ) -> Any:
+        """Returns the state for `inputs` and what the decoder begins with, `tokens`, B/I rows for each input.
 
         That is the start token and the decoder prefix. For a decoder-only target it is the prompt, and L = 0.
         """
         raise NotImplementedError
 
-    def draft(self, draft_state: Any, state: DecodeState, num_wanted: jax.Array) -> tuple[Any, Draft]:
-        """Drafts up to `num_wanted [B]` tokens after each row's committed ones."""
+    def draft(self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]) -> tuple[Any, Draft]:
+        """Drafts up to `num_wanted` tokens after each row's committed ones."""
         raise NotImplementedError
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
         """Returns the state after a call of the target, where it `observes`; `state` is the one after the commit."""
         return draft_state
 
-    def rewind(self, draft_state: Any, lengths: jax.Array) -> Any:
-        """Returns the state in which nothing past the first `lengths [B]` tokens is committed.
+    def rewind(self, draft_state: Any, lengths: Int[Array, " B"]) -> Any:
+        """Returns the state in which nothing past the first `lengths` tokens is committed.
 
         For what keeps a cache. A part of a cascade that begins past the committed tokens cannot tell by itself.
         """

@@ -160,7 +160,7 @@ def test_jax_judges_argmax_leniently(lenience, dtype):
 @jax.jit
 def everything(target, draft, drafted, wanted, draws):
     """All verifiers, with the draft as drawn and as a point mass."""
-    asked = settings(len(wanted), np.float32)
+    asked = jax.tree.map(jnp.asarray, settings(len(wanted), np.float32))
     return [
         [verifier.judge(target, law, drafted, wanted, draws, asked) for verifier in VERIFIERS.values()]
         for law in (draft, PointMass(drafted, target.logits.shape[-1]))
