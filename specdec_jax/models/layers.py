@@ -304,12 +304,12 @@ class Attention(nn.Module):
         """
         if self.native and cache is not None:
             # What is not live need not be cleared: the next kernel does not read it.
-            qkv, caches = self.qkv.in_panels(x, live, norm.before(), clear=False), [cache.key, cache.value]
+            qkv, key, value = self.qkv.in_panels(x, live, norm.before(), clear=False), cache.key, cache.value
             if nodes is None:
-                attended, *caches = panels.attend_to_cache(qkv, *caches, bias, positions, divisor, live, clear=False)
+                found = panels.attend_to_cache(qkv, key, value, bias, positions, divisor, live, clear=False)
             else:
-                attended, *caches = panels.attend_to_nodes(qkv, *caches, bias, nodes, divisor, live, clear=False)
-            key, value = caches
+                found = panels.attend_to_nodes(qkv, key, value, bias, nodes, divisor, live, clear=False)
+            attended, key, value = found
             return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
         query, key, value = self.project(norm(x))
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)

@@ -216,7 +216,7 @@ def attend_to_cache(
 def attend_to_nodes(
     qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
     bias: Float32[Array, "H P"] | None, nodes: Nodes, divisor: float, live: Live = None, clear: bool = True,
-) -> tuple[Float32[Array, "B T HK"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
     """As `attend_to_cache`, for nodes of trees; `bias` is that of the last of P positions, or None."""
     batch, queries, width = qkv.shape
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
