@@ -7,6 +7,7 @@ The arms are interleaved batch by batch, since the speed of a shared machine dri
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -88,6 +89,11 @@ class Arm:
         """Returns a field of `Stats` summed over all batches."""
         return sum(getattr(result.stats, name) for result in self.results)
 
+    def totals(self) -> dict[str, Any]:
+        """Returns the counts of all batches together, as JSON values."""
+        names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
+        return {name: np.asarray(self.total(name)).tolist() for name in names}
+
 
 def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> list[Batch]:
     """Returns the inputs sorted by length and cut into batches.
@@ -143,6 +149,18 @@ def one_pass(arms: Mapping[str, Arm], batches: Sequence[Batch], turn: int, what:
             result = batch.through(arms[name].decode)
             arms[name].seconds[-1] += time.perf_counter() - start
             arms[name].results.append(result)
+
+
+def missing_outputs(arms: Mapping[str, Arm]) -> list[str]:
+    """Says which arms lack outputs that the plain one has."""
+    problems, expected = [], [result.lengths > 0 for result in arms["plain"].results]
+    for name, arm in arms.items():
+        if len(arm.results) != len(expected):
+            problems.append(f"{name}: got outputs for {len(arm.results)} batches, expected {len(expected)}")
+        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, arm.results))
+        if missing:
+            problems.append(f"{name}: got no output for {missing} inputs that plain decoding has one for")
+    return problems
 
 
 def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str, float]:

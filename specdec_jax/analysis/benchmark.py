@@ -171,8 +171,7 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
 
 def _total_stats(arm: Arm) -> dict[str, Any]:
     """Returns the statistics of all batches together; α is a ratio of sums, not a mean of ratios."""
-    names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
-    totals = {name: np.asarray(arm.total(name)).tolist() for name in names}
+    totals = arm.totals()
     examined = sum(totals["examined_by_position"])
     has_rate = any(result.stats.acceptance_rate is not None for result in arm.results)  # block verification has none
     return totals | {
@@ -204,14 +203,7 @@ def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[d
 def _problems(record: dict, arms: dict[str, Arm], options, target: LanguageModel) -> list[str]:
     """Returns messages about what must not be: missing outputs, or float32 argmax tokens that
     differ without being near-ties."""
-    problems = []
-    expected = [result.lengths > 0 for result in arms["plain"].results]
-    for name, arm in arms.items():
-        if len(arm.results) != len(expected):
-            problems.append(f"{name}: got outputs for {len(arm.results)} batches, expected {len(expected)}")
-        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, arm.results))
-        if missing:
-            problems.append(f"{name}: got no output for {missing} inputs that plain decoding has one for")
+    problems = analysis_arms.missing_outputs(arms)
     if target.config.dtype == "float32":
         for arm_record in record["speculative"]:
             wrong = [item["input"] for item in arm_record["differences"] if not item["near_tie"]]

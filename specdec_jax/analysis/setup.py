@@ -44,7 +44,24 @@ class Setup(Protocol):
         decoding."""
 
 
-class BenchmarkSetup(Setup, Protocol):
+class BeamSetup(Setup, Protocol):
+    """What `benchmark_beams` and `tune_beams` read besides.
+
+    Attributes:
+      num_beams: beams of a search; None: none.
+      beam_width: the numbers of nodes in a level of the tree that are timed; (): as each command says.
+    """
+
+    @property
+    def num_beams(self) -> int | None: ...
+    @property
+    def beam_width(self) -> tuple[int, ...]: ...
+
+    def search(self, **others: Any) -> dict[str, Any]:
+        """Returns the arguments of `generate` for a beam search; `others` are added to them."""
+
+
+class BenchmarkSetup(BeamSetup, Protocol):
     """What `benchmark` reads besides.
 
     Attributes:
@@ -96,15 +113,15 @@ class MeasureSetup(Setup, Protocol):
     def timed_gammas(self) -> tuple[int, ...]: ...
 
 
-class TuneSetup(Setup, Protocol):
+class TuneSetup(BeamSetup, Protocol):
     """What `tuning.tune` reads besides.
 
     Attributes:
-      gamma: the γ to choose from.
+      gammas: the γ to choose from.
       verifiers: the verifiers to choose from.
     """
 
     @property
-    def gamma(self) -> tuple[int, ...]: ...
+    def gammas(self) -> tuple[int, ...]: ...
     @property
     def verifiers(self) -> tuple[str, ...]: ...

@@ -6,7 +6,7 @@ sentences, and the fastest is chosen.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from specdec_jax.analysis import acceptance, machine, timing
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.beams import Tree, search_head, trees_of
 from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding import costs
@@ -33,6 +34,14 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         return f"gamma {self.gamma}, {self.verifier}" if self.gamma else "plain"
+
+    def arguments(self, drafter, options) -> dict[str, Any]:
+        """Returns the arguments of `generate`."""
+        how = options.decoding(plain=not self.gamma) | {"gamma": self.gamma}
+        return how | ({"drafter": drafter, "verifier": self.verifier} if self.gamma else {})
+
+
+AnyChoice = TypeVar("AnyChoice", Choice, Tree)
 
 
 def expected_seconds(
@@ -99,7 +108,7 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
     """Returns the record of `specdec tune`; `others` are the batches of the sweep, empty for no
     sweep."""
     analysis_arms.check_prompts(target, drafter, [*batches, *others], options)
-    gammas = sorted(set(options.gamma))
+    gammas = sorted(set(options.gammas))
     accepted = acceptance.measure_acceptance(target, drafter, batches, options.verifiers, gammas[-1], options)
     choices = [Choice(0, options.verifiers[0])] + [Choice(g, name) for name in options.verifiers for g in gammas]
     times = step_times(target, drafter, batches, choices, options)
@@ -125,13 +134,13 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
                 "expected_seconds_per_token": expected[choice] / tokens,
                 "expected_improvement": expected[plain] / expected[choice],
                 "seconds_per_token": Spread.of(measured[choice])._asdict() if choice in measured else None,
-                "improvement": _ratio(measured, plain, choice) if choice in measured else None,
+                "improvement": ratio(measured, plain, choice) if choice in measured else None,
             }
             for choice in choices
         ],
         "expected_best": first._asdict(),
         "chosen": chosen._asdict(),
-        "improvement": _ratio(measured, plain, chosen),
+        "improvement": ratio(measured, plain, chosen),
         "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
     }  # fmt: skip
 
@@ -164,17 +173,14 @@ def step_times(target, drafter, batches: Sequence[Batch], choices: Sequence[Choi
 
 
 def time_choices(
-    target, drafter, choices: Sequence[Choice], batches: Sequence[Batch], options, what: str
-) -> dict[Choice, np.ndarray]:
+    target, drafter, choices: Sequence[AnyChoice], batches: Sequence[Batch], options, what: str
+) -> dict[AnyChoice, np.ndarray]:
     """Returns the seconds per token in each pass of every choice, timed in turn on the same
     sentences."""
 
-    def arm(choice: Choice) -> Arm:
-        how = options.decoding(plain=not choice.gamma)
-        how |= {"drafter": drafter, "verifier": choice.verifier} if choice.gamma else {}
-        return Arm(choice.gamma, lambda batch: generate(
-            target, batch.inputs, gamma=choice.gamma, key=batch.keys, **how
-        ))  # fmt: skip
+    def arm(choice: AnyChoice) -> Arm:
+        how = choice.arguments(drafter, options)
+        return Arm(choice.gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
 
     arms = {str(choice): arm(choice) for choice in choices}
     analysis_arms.warm_up(arms, {}, batches)
@@ -183,7 +189,7 @@ def time_choices(
     return {choice: arms[str(choice)].seconds_per_token for choice in choices}
 
 
-def fastest(seconds: Mapping[Choice, np.ndarray]) -> Choice:
+def fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
     """Returns the choice with the greatest median improvement over plain decoding; of equals the
     first.
 
@@ -191,15 +197,15 @@ def fastest(seconds: Mapping[Choice, np.ndarray]) -> Choice:
     ratios within a pass do not.
     """
     plain = next(choice for choice in seconds if not choice.gamma)
-    return max(seconds, key=lambda choice: _ratio(seconds, plain, choice)["median"])
+    return max(seconds, key=lambda choice: ratio(seconds, plain, choice)["median"])
 
 
-def _ratio(seconds: Mapping[Choice, np.ndarray], above: Choice, below: Choice) -> dict[str, float]:
+def ratio(seconds: Mapping[AnyChoice, np.ndarray], above: AnyChoice, below: AnyChoice) -> dict[str, float]:
     """Returns the times of one choice divided by those of another, pass by pass."""
     return Spread.of(seconds[above] / seconds[below])._asdict()
 
 
-def sweep(target, drafter, choices, chosen: Choice, batches, options) -> dict[str, Any]:
+def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict[str, Any]:
     """Returns the wall time of every choice on other sentences, and that of the chosen one over the
     best: 1 if it is the best."""
     seconds = time_choices(target, drafter, choices, batches, options, "sweep")
@@ -207,7 +213,37 @@ def sweep(target, drafter, choices, chosen: Choice, batches, options) -> dict[st
     return {
         "sentences": machine.count_inputs(target, batches),
         "seconds_per_token": {str(choice): Spread.of(times)._asdict() for choice, times in seconds.items()},
-        "improvement": {str(choice): _ratio(seconds, choices[0], choice) for choice in choices},
+        "improvement": {str(choice): ratio(seconds, choices[0], choice) for choice in choices},
         "best": best._asdict(),
-        "chosen_over_best": _ratio(seconds, chosen, best),
+        "chosen_over_best": ratio(seconds, chosen, best),
     }
+
+
+def tune_beams(
+    target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup
+) -> dict[str, Any]:
+    """The record of a choice of levels and width of beam search's trees, by timing all of them and plain beam search."""
+    widths = options.beam_width or (options.num_beams, None)
+    choices = trees_of(target, drafter, sorted(set(options.gammas)), widths, [*batches, *others], options)
+    measured = time_choices(target, drafter, choices, batches, options, "comparing")
+    plain, chosen = choices[0], fastest(measured)
+    return {
+        **search_head(target, drafter, batches, options),
+        "choices": [
+            {
+                **choice._asdict(),
+                "seconds_per_token": Spread.of(measured[choice])._asdict(),
+                "improvement": ratio(measured, plain, choice),
+            }
+            for choice in choices
+        ],
+        "chosen": chosen._asdict(),
+        "improvement": ratio(measured, plain, chosen),
+        "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
+    }
+
+
+def choice_of(record: Mapping[str, Any]) -> Choice | Tree:
+    """Returns a choice out of what a record says of it."""
+    kind = Tree if "width" in record else Choice
+    return kind(*(record[name] for name in kind._fields))

@@ -8,11 +8,14 @@ import numpy as np
 
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
-from specdec_jax.analysis.report import plots, summaries
+from specdec_jax.analysis.report import beam_summaries, plots, summaries
 from specdec_jax.checkpoints import loader
+from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
+from specdec_jax.decoding.beams import BeamOptions
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.writing import check_output, write_file
@@ -42,10 +45,15 @@ class CheckFailed(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions(DecodingOptions):
+class BenchmarkOptions(SearchFlags, DecodingOptions):
     """Options of `specdec benchmark`."""
 
-    gamma: tuple[int, ...] = option((4,), "tokens drafted per target call; several, comma-separated, are timed in turn")
+    gamma: tuple[int, ...] = option(
+        (4,),
+        "tokens drafted per target call, with --num_beams levels of the tree; several, comma-separated, are timed in "
+        "turn",
+    )
+    beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
@@ -64,8 +72,8 @@ class BenchmarkOptions(DecodingOptions):
     )
     against: str | None = option(
         None,
-        "time another implementation in turn with ours, by argmax, on the same weights and inputs: t5x, which must be "
-        "installed",
+        "time another implementation in turn with ours, by argmax or beam search, on the same weights and inputs: t5x, "
+        "which must be installed",
     )
     suite: str | None = option(
         None,
@@ -101,6 +109,7 @@ class BenchmarkOptions(DecodingOptions):
             raise ValueError(f"report: got {self.report!r} without a suite, expected --suite (or `specdec figures`)")
         if self.drafter and self.drafter_preset:
             raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
+        self._check_beams()
         super().check() if not self.preset else self.check_decoding()
         self._check_forced()
         check_against(self.against, self.sampling())
@@ -122,6 +131,25 @@ class BenchmarkOptions(DecodingOptions):
         check_output(self.output)
         if self.plot:
             plots.check(self.plot)
+
+    def _check_beams(self) -> None:
+        """Refuses what has no meaning for a beam search, or none without one."""
+        for width in self.beam_width or (None,):
+            self.search(beam_width=width)
+        self.check_beside_beams(temperature=0.0, verifier="block", gamma_policy="fixed", forced_alpha=(), suite=None)
+        if self.beam_width and not self.drafter:
+            raise UnsupportedCombination(f"beam_width: got {self.beam_width} for plain beam search, expected a drafter")
+        if self.num_beams is None:
+            return
+        if self.preset and (self.drafter or self.drafter_preset):
+            raise UnsupportedCombination(
+                f"num_beams: got {self.num_beams} with --preset and a drafter, expected no drafter: with random "
+                "weights nothing that is drafted stands"
+            )
+        if self.against and self.beam_style != self.against:
+            raise UnsupportedCombination(
+                f"against: got {self.against!r} with beam_style={self.beam_style!r}, expected the style to be that"
+            )
 
     def _check_forced(self) -> None:
         for alpha in self.forced_alpha:
@@ -154,6 +182,8 @@ def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm
         return {}
     from specdec_jax.interop import t5x
 
+    if options.num_beams:
+        return {options.against: t5x.beam_arm(target, options.max_new_tokens, BeamOptions(**options.search()))}
     return {options.against: t5x.benchmark_arm(target, options.max_new_tokens)}
 
 
@@ -161,10 +191,12 @@ def run(options: BenchmarkOptions) -> None:
     """Runs `specdec benchmark` without a suite."""
     options.check()
     target, drafter, batches = load(options)
-    record, problems = benchmark(target, drafter, batches, options, others_of(options, target))
+    measure = benchmark_beams if options.num_beams else benchmark
+    summary = beam_summaries.benchmark_summary if options.num_beams else summaries.benchmark_summary
+    record, problems = measure(target, drafter, batches, options, others_of(options, target))
     text = json.dumps(record, indent=1)
     try:
-        print(text if options.json else summaries.benchmark_summary(record))
+        print(text if options.json else summary(record))
     finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")

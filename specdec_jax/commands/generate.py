@@ -72,7 +72,11 @@ class GenerateOptions(BeamFlags, DecodingOptions):
 
     def check(self) -> None:
         super().check()
-        self._check_beams()
+        self.beams()
+        self.check_beside_beams(
+            num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
+            gamma_policy="fixed",
+        )  # fmt: skip
         check_gamma(self.gamma)
         self.gamma_of(self.gamma)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
@@ -89,19 +93,6 @@ class GenerateOptions(BeamFlags, DecodingOptions):
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
         self._check_task()
-
-    def _check_beams(self) -> None:
-        """Raises UnsupportedCombination for options that mean nothing with a beam search."""
-        if not self.beams():
-            return
-        usual = dict(
-            num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
-            gamma_policy="fixed",
-        )  # fmt: skip
-        for name, value in usual.items():
-            if getattr(self, name) != value:
-                got, expected = getattr(self, name), value if isinstance(value, str | float) else "none"
-                raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
 
     @property
     def outputs(self) -> int:

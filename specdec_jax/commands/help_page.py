@@ -29,6 +29,9 @@ GROUPS = {
         "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens",
             "logit_bias",
     ),
+    "beam search": (
+        "num_beams", "beam_style", "length_penalty", "early_stopping", "num_return_sequences", "beam_width",
+    ),
     "batches and limits": ("batch_size", "max_input_length", "deadline", "shard_size"),
     "seqio tasks instead of sentences": ("task", "split", "module_import", "score_targets", "tfds_data_dir"),
     "what is measured": ("repeats", "widths", "compare_alpha", "against", "suite"),
@@ -55,6 +58,7 @@ EXAMPLES = {
     ),
     "benchmark": (
         f"specdec benchmark {_PAIR} --gamma=3,5 --output=record.json",
+        f"specdec benchmark {_PAIR} --num_beams=4 --gamma=1,2,3 --beam_width=6,8",
         "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --forced_alpha=0.75",
     ),
     "measure": (f"specdec measure {_PAIR} --temperature=1 --plot=figure.png",),

@@ -98,6 +98,7 @@ def _check(options: BenchmarkOptions) -> None:
         "lenience",
         "against",
         "json",
+        "num_beams",
         *(() if options.preset else ("temperature", "forced_alpha")),
     ):
         if getattr(options, name) != getattr(default, name):

@@ -16,6 +16,7 @@ from t5x.examples.t5 import network
 
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.checkpoints import loader, t5x
+from specdec_jax.decoding.beams import BeamOptions
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.traced import Decoder
 from specdec_jax.drafters.model import ModelDrafter
@@ -197,28 +198,41 @@ def transformer(config: ModelConfig) -> network.Transformer:
     ))  # fmt: skip
 
 
-def greedy(target: LanguageModel) -> Callable[[np.ndarray, int], np.ndarray]:
+# From `inputs [B, L]` and a number of new tokens to them, `[B, that number]`, and their scores, `[B]`.
+Predict = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
+
+def greedy(target: LanguageModel) -> Predict:
     """Returns T5X's own argmax decoding of a model of this package.
 
     It is a compiled function `(inputs [B, L], number of new tokens) -> tokens [B, that number]`:
     `EncoderDecoderModel.predict_batch` with `decoding.temperature_sample` at temperature 0, on the
     model's own arrays.
     """
+    return _predictor(target, functools.partial(decoding.temperature_sample, temperature=0.0))
+
+
+def beams(target: LanguageModel, num_beams: int, length_penalty: float) -> Predict:
+    """T5X's own beam search, as `greedy` is its argmax decoding."""
+    return _predictor(target, functools.partial(decoding.beam_search, alpha=length_penalty), num_decodes=num_beams)
+
+
+def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predict:
     module = transformer(target.config)
     if len(target.eos_ids) > 1 or target.start_token != 0:
         got = f"EOS ids {target.eos_ids}, start token {target.start_token}"
         raise ValueError(f"t5x: got {got}, expected one EOS id and start token 0, as T5X decodes")
-    sample = functools.partial(decoding.temperature_sample, temperature=0.0)
-    model = models.EncoderDecoderModel(module, None, None, None, decode_fn=sample)
+    model = models.EncoderDecoderModel(module, None, None, None, decode_fn=decode_fn)
     eos = target.eos_ids[0] if target.eos_ids else -1  # an id that never occurs
     params = target.params
 
     @functools.partial(jax.jit, static_argnames="steps")
     def predict(params, inputs, steps):
         batch = dict(encoder_input_tokens=inputs, decoder_input_tokens=jnp.zeros((len(inputs), steps), jnp.int32))
-        return model.predict_batch_with_aux(params, batch, decoder_params={"eos_id": eos})[0]
+        tokens, aux = model.predict_batch_with_aux(params, batch, decoder_params={"eos_id": eos}, **settings)
+        return tokens, aux["scores"]
 
-    return lambda inputs, steps: np.asarray(predict(params, np.asarray(inputs, np.int32), steps))
+    return lambda inputs, steps: jax.device_get(predict(params, np.asarray(inputs, np.int32), steps))
 
 
 def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
@@ -227,9 +241,15 @@ def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
 
     It takes the argmax, on the same weights and padded inputs.
     """
+    return _arm(target, greedy(target), max_new_tokens)
 
-    predict = greedy(target)
 
+def beam_arm(target: LanguageModel, max_new_tokens: int, options: BeamOptions) -> Arm:
+    """As `benchmark_arm`, with T5X's own beam search."""
+    return _arm(target, beams(target, options.num_beams, options.penalty), max_new_tokens)
+
+
+def _arm(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Arm:
     def decode(batch: Batch) -> GenerationResult:
         rows, vocabulary = list(batch.inputs), target.vocabulary
         if rows and isinstance(rows[0], str):
@@ -242,12 +262,13 @@ def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
         for number, row in enumerate(rows):
             row = row or rows[0]  # an empty row that fills up the batch would have nothing to attend to
             inputs[number, : len(row)] = row
-        tokens = predict(inputs, max_new_tokens) * np.array(filled, np.int32)[:, None]
+        tokens, scores = predict(inputs, max_new_tokens)
+        tokens = tokens * np.array(filled, np.int32)[:, None]
         ends = np.isin(tokens, target.eos_ids)
         lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1]) * filled
         texts = [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)] if vocabulary else None
         nothing = np.zeros(tokens.shape, np.float32)
         stats: Any = None  # T5X counts nothing
-        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [])
+        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [], scores)
 
     return Arm(0, decode)

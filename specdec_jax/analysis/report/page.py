@@ -8,7 +8,7 @@ from typing import Any
 from specdec_jax.analysis import formulas, traces
 from specdec_jax.analysis.report import paper, plots, summaries
 from specdec_jax.analysis.report.markup import Markup, element, join
-from specdec_jax.analysis.report.record_types import Benchmark, Measured, kind_of
+from specdec_jax.analysis.report.record_types import Benchmark, Measured, Searched, kind_of
 from specdec_jax.analysis.report.rows import (
     Row,
     estimated,
@@ -150,16 +150,20 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
         "outputs that differ",
     )
     parts = [element("h3", path.name), element("p", about), _note(measured_at(record))]
-    parts.append(_table("Improvement over plain decoding", head, lines))
+    searched = kind is Searched  # a call gives steps, of which the output has as many tokens or fewer
+    parts.append(_table(f"Improvement over plain {'beam search' if searched else 'decoding'}", head, lines))
     if kind is Measured:
         parts.append(plots.svg(plots.improvement(record)))
         if record.get("same_positions"):
             parts.append(element("p", f"{summaries.same_positions(record['same_positions'])}."))
-    bars = [(_name(row), row.improvement, row.predicted) for row in found if row.improvement]
+    name = lambda row: f"{_name(row)}, {row.verifier}" if searched else _name(row)
+    bars = [(name(row), row.improvement, row.predicted) for row in found if row.improvement]
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
+    if kind in (Benchmark, Searched):
+        parts += _against(record.get("against"))
     if kind is Benchmark:
-        parts += [*_against(record.get("against")), *_example(record.get("example"))]
+        parts += _example(record.get("example"))
     return parts
 
 

@@ -123,20 +123,25 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
 
 
 def wall_time(record: Mapping[str, Any]):
-    """Draws what `specdec benchmark` timed: milliseconds per token, a bar for every way of
-    decoding.
+    """Draws what `specdec benchmark` timed: milliseconds per token, of beam search per input, a bar
+    for every way of decoding.
 
     `record` is one of the benchmark, with or without another implementation's arm.
     """
-    plain, against = record["plain"], record.get("against")
-    milliseconds = lambda arm: 1e3 * np.array([arm["seconds"][name] for name in Spread._fields]) / max(arm["tokens"], 1)
+    plain, against, searches = record["plain"], record.get("against"), record.get("searches")
+    units = lambda arm: arm["tokens"] if searches is None else record["sentences"]
+    milliseconds = lambda arm: 1e3 * np.array([arm["seconds"][name] for name in Spread._fields]) / max(units(arm), 1)
     named = {"t5x": "T5X"}
     bars = [(named.get(against["name"], against["name"]), milliseconds(against), "tab:gray")] if against else []
-    bars.append(("plain", milliseconds(plain), "tab:blue"))
-    for arm in record["speculative"]:
+    bars.append(("plain" if searches is None else "plain beam search", milliseconds(plain), "tab:blue"))
+    if searches is not None:
+        bars.append(("greedy", milliseconds(record["greedy"]), "tab:cyan"))
+        bars += [(f"γ = {arm['gamma']}, u = {arm['width']}", milliseconds(arm), "tab:orange") for arm in searches]
+    for arm in record.get("speculative", ()):
         forced = "" if arm["forced_alpha"] is None else f", α forced to {arm['forced_alpha']:g}"
         bars.append((f"speculative, γ = {arm['gamma']}{forced}", milliseconds(arm), "tab:orange"))
-    figure, (axes,) = _figure(("milliseconds per token, with the spread of the passes", ""))
+    unit = "token" if searches is None else "input"
+    figure, (axes,) = _figure((f"milliseconds per {unit}, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
     axes.grid(False, axis="y")
     slowest = max(most for _, (_, _, most), _ in bars)

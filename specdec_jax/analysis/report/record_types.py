@@ -113,6 +113,35 @@ class Benchmark(TypedDict):
     example: NotRequired[Example | None]
 
 
+class SearchOptions(Options):
+    num_beams: Count
+
+
+class SearchStats(TypedDict):
+    steps_per_target_call: Number
+
+
+class SearchArm(TypedDict):
+    gamma: Gamma
+    width: Count
+    stats: SearchStats
+    calls_over_plain: Number
+    differences: list
+    improvement: SpreadRecord
+
+
+class Searched(TypedDict):
+    """A record of `specdec benchmark --num_beams`."""
+
+    machine: Machine
+    options: SearchOptions
+    target: Named
+    drafter: Named | None
+    sentences: Count
+    searches: list[SearchArm]
+    against: NotRequired[Against | None]
+
+
 class Stands(TypedDict):
     stands: Share
     standard_error: Positive | None
@@ -218,7 +247,7 @@ class Estimate(TypedDict):
 
 def kind_of(record: Mapping[str, Any]) -> type:
     """Returns the kind of a record, recognised by its keys."""
-    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark}
+    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark, "searches": Searched}
     return next((kind for mark, kind in marks.items() if mark in record), Measured)
 
 

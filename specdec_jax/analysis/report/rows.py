@@ -79,6 +79,15 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
             )
             for arm in record["speculative"]
         ]  # fmt: skip
+    if kind is record_types.Searched:
+        return [
+            Row(
+                *named, options["temperature"], f"{options['num_beams']} beams, u = {arm['width']}", arm["gamma"], None,
+                None, None, arm["stats"]["steps_per_target_call"], None, spread_of(arm["improvement"]),
+                len(arm["differences"]),
+            )
+            for arm in record["searches"]
+        ]  # fmt: skip
     accepted, table = record["acceptance"], record["table"]
     return [
         Row(
