@@ -19,7 +19,7 @@ from specdec_jax.speculative.beams import STYLES, BeamConfig, BeamState, best_fi
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.prefill import fill_cache
-from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 from specdec_jax.speculative.state import Counts
 
 # T5X's default, and transformers'.
@@ -86,6 +86,20 @@ class BeamOptions:
         """u."""
         return 2 * self.num_beams if self.beam_width is None else self.beam_width
 
+    def program(self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int) -> BeamConfig:
+        """Returns what is compiled; arguments as in `BeamConfig`.
+
+        Raises:
+          ValueError: more beams than ids, or no id that does not end a sequence.
+        """
+        if self.num_beams > vocab_size or ends >= vocab_size:
+            raise ValueError(
+                f"num_beams: got {self.num_beams} for {vocab_size} ids, of which {ends} end a sequence, expected at most "
+                "as many beams as ids, and an id that ends none"
+            )
+        width = min(self.width, self.num_beams * (vocab_size - 1)) if gamma else 0
+        return BeamConfig(self.num_beams, ends, mode, vocab_size, self.beam_style, self.early_stopping, gamma, width)
+
 
 def _expect_integer(name: str, value, least: int, most: int, what: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
@@ -136,28 +150,23 @@ def _plan_search(
         raise UnsupportedCombination(
             f"temperature: got {sampling.temperature} with num_beams, expected 0: beam search draws nothing"
         )
+    check_tree(drafter, gamma)
+    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
+    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
+    program = beams.program(max(1, len(job.eos_ids)), sampling.mode, target.config.vocab_size, job.program.gamma)
+    return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
+
+
+def check_tree(drafter, gamma) -> None:
+    """Refuses a drafter that drafts no trees, and a `gamma` that is no number of levels."""
     if isinstance(gamma, Policy) or np.ndim(gamma):
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, the levels of the tree"
         )
-    if drafter is not None and isinstance(drafter, Drafter) and not drafter.drafts_beams:
+    if isinstance(drafter, Drafter) and not drafter.drafts_beams:
         raise UnsupportedCombination(
             f"drafter: got {type(drafter).__name__} with num_beams, expected a ModelDrafter, or None: it drafts no trees"
         )
-    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
-    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    ends, vocab = max(1, len(job.eos_ids)), target.config.vocab_size
-    if beams.num_beams > vocab or ends >= vocab:
-        raise ValueError(
-            f"num_beams: got {beams.num_beams} for {vocab} ids, of which {ends} end a sequence, expected at most as many "
-            "beams as ids, and an id that ends none"
-        )
-    levels = job.program.gamma
-    width = min(beams.width, beams.num_beams * (vocab - 1)) if levels else 0
-    program = BeamConfig(
-        beams.num_beams, ends, sampling.mode, vocab, beams.beam_style, beams.early_stopping, levels, width
-    )
-    return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
 
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
@@ -189,8 +198,8 @@ def _search(
       The others are as for `prefill.prefill`, and in `BeamState`.
     """
     state = begin(
-        target, drafter, program, most, inputs, input_lengths, tokens, prefix_lengths, limits, eos_ids, penalty,
-        sampling, done,
+        target, drafter, program, most, tokens.shape[1] + most, inputs, input_lengths, tokens, prefix_lengths, limits,
+        eos_ids, penalty, sampling, done,
     )  # fmt: skip
     state = search(target, drafter, state)
     best, there = best_first(state)
@@ -202,12 +211,16 @@ def _search(
 
 
 def begin(
-    target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
-    eos_ids, penalty, sampling, done,
+    target: Network, drafter, program: BeamConfig, most: int, longest: int, inputs, input_lengths, tokens,
+    prefix_lengths, limits, eos_ids, penalty, sampling, done,
 ) -> BeamState:  # fmt: skip
-    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from; args as above."""
+    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
+
+    Args:
+      longest: the most tokens of a row, start token and decoder prefix, or prompt, included; the others are as above.
+    """
     batch, prefix = tokens.shape
-    positions = prefix + most + program.gamma
+    positions = longest + program.gamma
     # K slots that stay empty, where the tokens before the live beams' last ones would be.
     slots = prefix - 1 + program.beams * (1 + most) + program.gamma * max(program.width, program.beams)
     shared = {}

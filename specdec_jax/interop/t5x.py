@@ -5,9 +5,11 @@ The extra `t5x`. `configs/t5x/speculative.gin` says how.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,10 @@ from t5x.examples.t5 import network
 
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.checkpoints import loader, t5x
+from specdec_jax.decoding.beams import LEVELS
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.traced import Decoder
+from specdec_jax.decoding.traced_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.interop.vocabularies import difference
 from specdec_jax.models.family import ModelConfig
@@ -37,18 +41,18 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     The module is T5X's own, and its parameters are restored, partitioned and scored with by T5X as
     ever; `predict_batch` and `predict_batch_with_aux` decode with this package's loop. What comes
     out has the law, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
-    settings; with argmax, the same tokens. (T5X's default is another function: `beam_search`, which
-    with one beam may prefer an output that ends earlier.) Beams and several decodes are refused.
+    settings; with argmax, the same tokens. With `decode_fn = decoding.beam_search`, which is T5X's default, it has the
+    tokens and scores of that. Several samples of one input are refused.
     """
 
     def __init__(
         self, module: Any, input_vocabulary, output_vocabulary, optimizer_def, drafter: Any = None,
-        gamma: int | Policy = 4, verifier: str = "block", sampling: SamplingConfig = SamplingConfig(),
+        gamma: int | Policy | None = None, verifier: str = "block", sampling: SamplingConfig | None = None,
         lenience: float | None = None, typical_epsilon: float | None = None, typical_delta: float | None = None,
         drafter_dtype: str | None = None, drafter_vocabulary: str | None = None, rescale_log_probs: bool = True,
         counts: bool = False, decode_fn: Callable | None = None, feature_converter_cls: Callable | None = None,
         label_smoothing: float = 0.0, z_loss: float = 0.0, loss_normalizing_factor: Any = None,
-        default_decoder_params: models.DecoderParams | None = None,
+        default_decoder_params: models.DecoderParams | None = None, beam_width: int | None = None,
     ):  # fmt: skip
         """Those not named here are T5X's.
 
@@ -57,24 +61,31 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a
             drafter that needs nothing of the target, such as `PromptLookupDrafter()`; None decodes
             plainly.
-          gamma, verifier, sampling, lenience, typical_epsilon, typical_delta: as for `generate`.
+          gamma: as for `generate`; None: 4 tokens, or 3 levels of the tree of a beam search.
+          verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for `generate`.
           drafter_dtype: "float32" or "bfloat16"; None: the module's. drafter_vocabulary: of a
           drafter whose checkpoint has none, so that it can be compared. rescale_log_probs: scores
           are of the law that was sampled (0 with argmax), T5X's default; else of the model's own.
           counts: `predict_batch_with_aux` gives `target_calls`, `drafted` and `accepted` `[B]`
-          beside the scores. decode_fn: none can be given.
+          beside the scores. decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
+            `functools.partial` bind, in the place of `sampling` and `rescale_log_probs`; None: as these say.
 
         Raises:
           ValueError: what cannot be decoded speculatively, a drafter of another vocabulary, or as for `load`.
         """
+        self._bound, searches = {}, False
         if decode_fn is not None:
-            raise ValueError(
-                f"decode_fn: got {decode_fn!r}, expected none: sampling is set by `sampling`, and beams cannot be "
-                "drafted for"
-            )
+            function, self._bound = bound(decode_fn)
+            searches = function is decoding.beam_search
+            _expect_unset("decode_fn", sampling=sampling, rescale_log_probs=rescale_log_probs)
+        if searches:
+            others = dict(lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta)
+            _expect_unset("beam search", verifier=verifier, **others)
+        else:
+            _expect_unset("sampling", beam_width=beam_width)
         super().__init__(
             module=module, input_vocabulary=input_vocabulary, output_vocabulary=output_vocabulary,
-            optimizer_def=optimizer_def, decode_fn=decoding.temperature_sample,
+            optimizer_def=optimizer_def, decode_fn=decode_fn or decoding.temperature_sample,
             feature_converter_cls=feature_converter_cls, label_smoothing=label_smoothing, z_loss=z_loss,
             loss_normalizing_factor=loss_normalizing_factor, default_decoder_params=default_decoder_params,
         )  # fmt: skip
@@ -88,9 +99,13 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             expected = "a model's folder, or a drafter that needs nothing of the target"
             raise ValueError(f"drafter: got {type(drafter).__name__}, expected {expected}")
         self._counts = counts
-        self._decoder = Decoder(
-            config, drafter, gamma, sampling, verifier, lenience, typical_epsilon, typical_delta, rescale_log_probs
-        )
+        if searches:
+            self._decoder = BeamDecoder(config, drafter, LEVELS if gamma is None else gamma, beam_width)
+        else:
+            self._decoder = Decoder(
+                config, drafter, 4 if gamma is None else gamma, sampling or SamplingConfig(), verifier, lenience,
+                typical_epsilon, typical_delta, rescale_log_probs,
+            )  # fmt: skip
 
     def predict_batch_with_aux(
         self,
@@ -102,33 +117,76 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         num_decodes: int | None = None,
         prompt_with_targets: bool = False,
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """As T5X's: `[B, L]` tokens (`[B, 1, L]` with `return_all_decodes`) and `{"scores": [B]}` (`[B, 1]`).
+        """As T5X's: `[B, L]` tokens (`[B, K, L]` with `return_all_decodes`) and `{"scores": [B]}` (`[B, K]`).
 
-        L is the length of `decoder_input_tokens`. `decoder_params` are those of
-        `decoding.temperature_sample`, without its callbacks.
+        L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of T5X's function
+        that is meant, without its callbacks and without `min_log_prob`.
 
         Raises:
-          ValueError: more than one decode, or `decoder_params` that are not those.
+          ValueError: more than one sample, or `decoder_params` that are not those.
         """
         defaults = self._default_decoder_params
         everything = defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
-        decodes = defaults.num_decodes if num_decodes is None else num_decodes
-        if decodes != 1:
+        decodes, options = defaults.num_decodes if num_decodes is None else num_decodes, {}
+        if isinstance(self._decoder, BeamDecoder):
+            options = dict(num_decodes=decodes)
+        elif decodes != 1:
             raise ValueError(
-                f"num_decodes: got {decodes}, expected 1: beams and several decodes are "
+                f"num_decodes: got {decodes}, expected 1, or decode_fn = t5x.decoding.beam_search: several samples are "
                 "t5x.models.EncoderDecoderModel's"
             )
         eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
         prompts = jnp.where(prompts == eos_id, 0, prompts) if prompt_with_targets else jnp.zeros_like(prompts)
+        # A key that is given replaces one that is bound, to T5X's function too.
+        given = self._bound | ({} if rng is None else {"decode_rng": None}) | dict(decoder_params or {})
         decoded = self._decoder.decode(
-            params, batch["encoder_input_tokens"], prompts, eos_id, rng, decoder_params, prompted=prompt_with_targets
+            params, batch["encoder_input_tokens"], prompts, eos_id, rng, given, prompted=prompt_with_targets, **options
         )
-        tokens, aux = decoded.tokens, {"scores": decoded.scores}
-        if everything:
-            tokens, aux = tokens[:, None], {"scores": decoded.scores[:, None]}
+        tokens, scores = decoded.tokens, decoded.scores
+        if not options:
+            tokens, scores = tokens[:, None], scores[:, None]
+        if not everything:
+            tokens, scores = tokens[:, -1], scores[:, -1]
+        aux = {"scores": scores}
         if self._counts:
             aux |= dict(target_calls=decoded.target_calls, drafted=decoded.drafted, accepted=decoded.accepted)
         return tokens, aux
+
+
+# What `EncoderDecoderModel` itself passes to a decode function.
+_PASSED = ("inputs", "cache", "tokens_to_logits", "eos_id", "num_decodes", "cache_offset")
+
+
+def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
+    """Returns which of T5X's two functions `decode_fn` is, and the arguments that it will have.
+
+    Those are what the signature, gin and `functools.partial` say, but for what is None and what T5X's model passes.
+
+    Raises:
+      ValueError: another function, or one in a scope of gin's.
+    """
+    function, partly = decode_fn, {}
+    while isinstance(function, functools.partial):
+        function, partly = function.func, function.keywords | partly
+    plain = inspect.unwrap(function)
+    try:
+        if plain not in (decoding.beam_search, decoding.temperature_sample):
+            raise ValueError("another function")
+        from_gin = {} if plain is function else gin.get_bindings(function)
+    except ValueError as error:
+        raise ValueError(
+            f"decode_fn: got {decode_fn!r}, expected t5x.decoding.beam_search or temperature_sample, outside of scopes"
+        ) from error
+    known = {name: one.default for name, one in inspect.signature(plain).parameters.items()} | from_gin | partly
+    return plain, {name: value for name, value in known.items() if name not in _PASSED and value is not None}
+
+
+def _expect_unset(what: str, **given) -> None:
+    """Refuses arguments of the model that mean nothing with `what`, where they are not left at their defaults."""
+    defaults = inspect.signature(SpeculativeEncoderDecoderModel).parameters
+    for name, value in given.items():
+        if value != (expected := defaults[name].default):
+            raise ValueError(f"{name}: got {value!r} with {what}, expected {expected!r}")
 
 
 def config_of(module: Any) -> T5Config:
