@@ -90,22 +90,13 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             loss_normalizing_factor=loss_normalizing_factor, default_decoder_params=default_decoder_params,
         )  # fmt: skip
         config = config_of(module)
-        if isinstance(drafter, str):
-            model = _load(drafter, drafter_dtype or config.dtype, drafter_vocabulary)
-            _check_model(model, output_vocabulary)
-            drafter = ModelDrafter(model)
-        elif drafter is not None and (not isinstance(drafter, Drafter) or drafter.needs_target_state):
-            # The target's parameters exist only while T5X's program is traced.
-            expected = "a model's folder, or a drafter that needs nothing of the target"
-            raise ValueError(f"drafter: got {type(drafter).__name__}, expected {expected}")
+        drafter = _drafter(drafter, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary)
+        levels: Any = LEVELS if gamma is None else gamma
         self._counts = counts
-        if searches:
-            self._decoder = BeamDecoder(config, drafter, LEVELS if gamma is None else gamma, beam_width)
-        else:
-            self._decoder = Decoder(
-                config, drafter, 4 if gamma is None else gamma, sampling or SamplingConfig(), verifier, lenience,
-                typical_epsilon, typical_delta, rescale_log_probs,
-            )  # fmt: skip
+        self._decoder: Decoder | BeamDecoder = BeamDecoder(config, drafter, levels, beam_width) if searches else Decoder(
+            config, drafter, 4 if gamma is None else gamma, sampling or SamplingConfig(), verifier, lenience,
+            typical_epsilon, typical_delta, rescale_log_probs,
+        )  # fmt: skip
 
     def predict_batch_with_aux(
         self,
@@ -165,7 +156,8 @@ def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
     Raises:
       ValueError: another function, or one in a scope of gin's.
     """
-    function, partly = decode_fn, {}
+    function: Any = decode_fn
+    partly: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         function, partly = function.func, function.keywords | partly
     plain = inspect.unwrap(function)
@@ -214,6 +206,19 @@ def config_of(module: Any) -> T5Config:
 @functools.lru_cache(maxsize=2)  # gin makes a model for every place that names it
 def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
     return loader.load(path, dtype, vocabulary=vocabulary)
+
+
+def _drafter(given: Any, dtype: str, vocabulary: str | None, output_vocabulary) -> Drafter | None:
+    """The drafter that `given` is, or that is loaded from there."""
+    if isinstance(given, str):
+        model = _load(given, dtype, vocabulary)
+        _check_model(model, output_vocabulary)
+        return ModelDrafter(model)
+    if given is not None and (not isinstance(given, Drafter) or given.needs_target_state):
+        # The target's parameters exist only while T5X's program is traced.
+        expected = "a model's folder, or a drafter that needs nothing of the target"
+        raise ValueError(f"drafter: got {type(given).__name__}, expected {expected}")
+    return given
 
 
 def _check_model(model: LanguageModel, vocabulary) -> None:

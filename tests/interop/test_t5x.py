@@ -294,7 +294,8 @@ def test_benchmark_against_t5x(golden):
         target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x"
     )
     batches = arms.cut(rows, rows, options.batch_size, options.seed)
-    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
+    others = benchmark_command.others_of(options, target)
+    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options, others)
     against = record["against"]
     assert (against["name"], against["differences"], problems) == ("t5x", [], [])
     assert against["tokens"] == record["plain"]["tokens"] == record["speculative"][0]["tokens"]

@@ -69,7 +69,7 @@ network.T5Config:
 
 def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
     """What `python -m t5x.infer` writes, in the order of the inputs."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [
             sys.executable, "-m", "t5x.infer", f"--gin_search_paths={folder},{ROOT / 'configs'}",
@@ -108,16 +108,25 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     assert infer(tmp_path, tmp_path / "again", exported) == plain
 
 
+BEAMS = """
+from __gin__ import dynamic_registration
+from t5x import decoding
+from t5x import models
+
+decoding.beam_search.alpha = 1.2
+models.EncoderDecoderModel.decode_fn = @decoding.beam_search
+models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4
+"""
+
+
 @pytest.mark.slow
 def test_the_infer_command_with_beams(golden, tmp_path):
     """T5X's default decode function and its settings in gin: one more gin file, and the same lines."""
     folder, _, target = golden
     sd.save(target, tmp_path / "drafter")
-    search = [f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'", "--gin.decoding.beam_search.alpha=1.2"]
-    plain = infer(
-        tmp_path, tmp_path / "plain", *search, "--gin.models.EncoderDecoderModel.decode_fn=@decoding.beam_search",
-        "--gin.models.EncoderDecoderModel.predict_batch_with_aux.num_decodes=4",
-    )  # fmt: skip
+    (tmp_path / "beams.gin").write_text(BEAMS)
+    search = [f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'", "--gin_file=beams.gin"]
+    plain = infer(tmp_path, tmp_path / "plain", *search)
     ours = infer(
         tmp_path, tmp_path / "ours", *search, "--gin_file=t5x/speculative_beams.gin",
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
