@@ -37,7 +37,7 @@ _KNOWN = (*_PER_CALL, "decode_rng", "eos_id", "max_decode_steps", "max_decode_st
 
 
 class Decoded(NamedTuple):
-    """What `Decoder.decode` returns, arrays.
+    """What `Decoder.decode` returns, arrays; of a search tokens are `[B, K, L]` and scores `[B, K]`.
 
     Attributes:
       tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.

@@ -41,8 +41,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     The module is T5X's own, and its parameters are restored, partitioned and scored with by T5X as
     ever; `predict_batch` and `predict_batch_with_aux` decode with this package's loop. What comes
     out has the law, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
-    settings; with argmax, the same tokens. With `decode_fn = decoding.beam_search`, which is T5X's default, it has the
-    tokens and scores of that. Several samples of one input are refused.
+    settings; with argmax, the same tokens. With `decode_fn = decoding.beam_search`, T5X's default,
+    it has the tokens and scores of that. Several samples of one input are refused.
     """
 
     def __init__(
