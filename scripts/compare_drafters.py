@@ -1,22 +1,21 @@
-"""Many drafters on the same sentences, in one table: α, tokens per target call, c, v and measured
-improvement over plain decoding.
+"""Compares many drafters on the same sentences: α, tokens per target call, c, v, improvement over plain decoding.
 
     python scripts/compare_drafters.py --input_file=ende/test.tsv.gz --limit=300 --output=drafters.json \
-        --arm=ende/drafter,gamma=4
+        --arm=ende/drafter,gamma=4 \
         --arm=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
-        --arm=ende/drafter,gamma=8,gamma_policy=heuristic --arm=lookup,gamma=4 --arm=exit:2,gamma=2
+        --arm=ende/drafter,gamma=8,gamma_policy=heuristic --arm=lookup,gamma=4 --arm=exit:2,gamma=2 \
         --arm=trigrams.npz,gamma=2
 
-An arm is what `specdec generate --drafter` takes, then any of its flags that concern drafting.
-Cascades are `vertical|MODEL|INNER|N`, the model drafted for by INNER, N tokens at a time, and
-`horizontal|FIRST|THEN|N`, N tokens of FIRST before THEN's. All arms are timed in turn, sentence by
-sentence; the improvement is that of total wall time, encoders included, its median and spread over
-the passes. At temperature 0 every output is compared with plain decoding's; what differs is counted
-(`specdec benchmark` tells near-ties).
+An arm is a value of `specdec generate --drafter`, then any of its flags that concern drafting.
+Cascades are `vertical|MODEL|INNER|N`, where INNER drafts N tokens at a time for MODEL, and
+`horizontal|FIRST|THEN|N`, with N tokens of FIRST before THEN's. All arms are timed in turn, sentence
+by sentence. The improvement is in total wall time, encoders included; its median and spread are over
+the passes. At temperature 0 every output is compared with plain decoding's, and differing ones are
+counted (`specdec benchmark` tells which are near-ties).
 
-c is what a drafted token costs inside the loop, v what the target's call and its verification do,
-both in plain iterations and timed apart from the sentences; where γ adapts there is no one draft to
-time, and of cascades none is timed.
+c is the cost of a drafted token inside the loop, v the cost of the target's call and its
+verification, both in iterations of plain decoding and timed apart from the sentences. They are not
+timed for an adaptive γ, which has no one draft to time, nor for cascades.
 """
 
 import dataclasses
@@ -39,21 +38,21 @@ from specdec_jax.files.writing import check_output, write_file
 
 CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_ARM = flags.DEFINE_multi_string("arm", None, "DRAFTER[,name=value ...]; repeatable.", required=True)
+_ARM = flags.DEFINE_multi_string("arm", None, "DRAFTER[,flag=value ...]; repeatable.", required=True)
 _FILE = flags.DEFINE_string(
-    "input_file", None, "A sentence a line, or a TSV file, whose first column counts.", required=True
+    "input_file", None, "One sentence a line, or a TSV file, of which the first column is read.", required=True
 )
-_LIMIT = flags.DEFINE_integer("limit", 0, "Only the first lines; 0: all.")
+_LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many lines; 0: all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
-_VERIFIER = flags.DEFINE_string("verifier", "token", "token tells α at every temperature.")
-_NEW = flags.DEFINE_integer("max_new_tokens", 64, "Limit for new tokens.")
+_VERIFIER = flags.DEFINE_string("verifier", "token", "As for `specdec generate`; token gives α at every temperature.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences.")
 _STEPS = flags.DEFINE_bool("steps", True, "Time c and v too, which compiles two more programs for every arm.")
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 
 def options_of(arm: str) -> tuple[DecodingOptions, int]:
-    """The options of an arm, and its γ."""
+    """Returns the options of an arm, and its γ."""
     drafter, *settings = arm.split(",")
     drafter = drafter.split("|")[1] if "|" in drafter else drafter
     kinds, chosen, gamma = typing.get_type_hints(DecodingOptions), {}, 4
@@ -76,7 +75,7 @@ def options_of(arm: str) -> tuple[DecodingOptions, int]:
 
 
 def drafter_of(arm: str, options: DecodingOptions, target):
-    """The drafter of an arm; a cascade is put together."""
+    """Returns the drafter of an arm; builds a cascade from its parts."""
     drafter = options.load(target)[1]
     kind, *parts = arm.split(",")[0].split("|")
     if not parts:
@@ -106,7 +105,7 @@ def main(argv) -> None:
         options.check()
     if len({(options.dtype, options.vocabulary, options.mesh) for options, _ in asked.values()}) > 1:
         raise ValueError(
-            "arm: got different dtype, vocabulary or mesh, expected the same in all: they share one target"
+            "arm: got different values of dtype, vocabulary or mesh, expected the same in all, which share one target"
         )
     plain = dataclasses.replace(next(iter(asked.values()))[0], drafter=None, gamma_policy="fixed", gamma_settings=(),
                                 shortlist=None, shortlist_size=0, drafter_int8=False)  # fmt: skip
@@ -148,7 +147,7 @@ def main(argv) -> None:
 
 
 def costs(name: str, arm: analysis_arms.Arm, times: dict[str, Spread]) -> dict:
-    """c and v, from medians."""
+    """Returns c and v, from medians."""
     if f"call, {name}" not in times:
         return {"cost_ratio": None, "verify_cost": None}
     call, both = times[f"call, {name}"].median, times[f"iteration, {name}"].median

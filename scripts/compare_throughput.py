@@ -1,14 +1,13 @@
-"""Whole files: sentences a second with finished rows refilled, in batches of like length, and in
-batches as the file has them.
+"""Measures sentences a second on a whole file, batched in three ways: refilled rows, like lengths, and file order.
 
     python scripts/compare_throughput.py --target=ende/target --drafter=ende/drafter --input_file=ende/test.tsv.gz \
         --batch_size=8 --limit=2000 --output=throughput.json
 
-All decode the same sentences with the same keys, in turn; tokenisation, encoders and texts are
-inside the time, compilation is not: a pass of each comes before. The ratios are of the times of one
-pass over refilling's, their median and spread over the passes. Every output is compared: at
-temperature 0 all must give the same ids, but for near-ties, which are counted and told; above it
-each row's draws are its own, and the same holds.
+All three decode the same sentences with the same keys, in turn. Tokenisation, encoders and
+detokenisation are inside the time. Compilation is not: an untimed pass of each comes first. A ratio
+is the time of a pass over the time with refilling; median and spread are over the passes. Every
+output is compared: except for near-ties, all must give the same ids. That holds above temperature 0
+too, since each row has its own draws. The number of differing outputs is printed.
 """
 
 import json
@@ -32,24 +31,26 @@ from specdec_jax.decoding.progress import Progress
 from specdec_jax.files.writing import check_output, write_file
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "What drafts, as for `specdec generate`; empty: nothing.")
+_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "Drafter, as for `specdec generate`; empty: plain decoding.")
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Tokens drafted per target call.")
 _POLICY = flags.DEFINE_string("gamma_policy", "fixed", "As for `specdec generate`.")
 _FILE = flags.DEFINE_string(
-    "input_file", None, "A sentence a line, or a TSV file, whose first column counts.", required=True
+    "input_file", None, "One sentence a line, or a TSV file, of which the first column is read.", required=True
 )
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Sentences decoded together.", lower_bound=2)
-_LIMIT = flags.DEFINE_integer("limit", 0, "Only the first lines; 0: all.", lower_bound=0)
+_LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many lines; 0: all.", lower_bound=0)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
-_NEW = flags.DEFINE_integer("max_new_tokens", 64, "Limit for new tokens.")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences, of each way.", lower_bound=1)
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.")
+_REPEATS = flags.DEFINE_integer(
+    "repeats", 3, "Timed passes over the sentences for each way of batching.", lower_bound=1
+)
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 _WAYS = ("file order", "like length", "refilled")
 
 
 def decoded(way: str, target, inputs: Sequence[Sequence[int]], size: int, how: dict) -> Iterator[tuple[int, list[int]]]:
-    """(number, ids of the output) of every input, in one of `_WAYS`."""
+    """Yields (number of the input, ids of its output) for every input, batched in one of `_WAYS`."""
     if way != "file order":
         for place, (output,) in decode_stream(target, inputs, batch_size=size, refill=way == "refilled", **how):
             yield place, output.tokens

@@ -1,13 +1,13 @@
-"""Quality of a target as stored, α of a pair, and whether greedy speculative output equals greedy plain output.
+"""Measures a target's quality and a pair's α, and compares greedy speculative output with greedy plain output.
 
-    python scripts/evaluate.py --target=ende/target --drafter=ende/drafter
-    --files=ende/test.tsv.gz,wiki_pe/test.tsv.gz \
+    python scripts/evaluate.py --target=ende/target --drafter=ende/drafter \
+        --files=ende/test.tsv.gz,wiki_pe/test.tsv.gz \
         --gamma=1,3,5,8 --batch_size=1,8 --output=evaluation.json
 
-BLEU and chrF are sacrebleu's (extra `test`). Tokens that differ are listed one by one with the
-target's margin there and the measured difference between one position and γ + 1: a near-tie is said
-to be one, nothing is hidden. Exit code 1 if one differs that is no near-tie, or if a drafter that
-is the target itself is ever rejected.
+BLEU and chrF are sacrebleu's (extra `test`). Every differing token is listed, with the target's
+margin there and the measured difference between calls over one position and over γ + 1, which tell
+whether it is a near-tie. Exit code 1 if a token differs that is no near-tie, or if the target as its
+own drafter (`--self_drafting`) is ever rejected.
 """
 
 import json
@@ -27,19 +27,21 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.training import text_files
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of both models; none: float32 on a CPU.")
+_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "Folder or bundled name of the drafter.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "dtype of both models; by default float32 on a CPU, else bfloat16."
+)
 _FILES = flags.DEFINE_list("files", None, "TSV files: source, tab, reference.", required=True)
-_GAMMA = flags.DEFINE_list("gamma", ["4"], "γ to decode with.")
+_GAMMA = flags.DEFINE_list("gamma", ["4"], "Values of γ to decode with.")
 _BATCH = flags.DEFINE_list("batch_size", ["8"], "Batch sizes to decode with.")
-_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Limit for new tokens.")
-_LIMIT = flags.DEFINE_integer("limit", 0, "Only the first lines of each file; 0: all.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.")
+_LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many lines of each file; 0: all.")
 _SELF = flags.DEFINE_boolean("self_drafting", False, "Also draft with the target itself: α must be 1.")
-_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record, written anew after every run.")
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record, which is rewritten after every run.")
 
 
 def quality(outputs, references) -> dict:
-    """BLEU and chrF of texts, and sacrebleu's signatures."""
+    """Returns BLEU and chrF of texts, and sacrebleu's signatures."""
     import sacrebleu
 
     record = {}
@@ -51,7 +53,8 @@ def quality(outputs, references) -> dict:
 
 
 def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
-    """Acceptance of one speculative run, and every row whose tokens differ from plain decoding's."""
+    """Returns the acceptance of one speculative run, and every row whose tokens differ from plain
+    decoding's."""
     examined = sum(int(output.stats.examined_by_position.sum()) for output in outputs)
     accepted = sum(output.stats.accepted for output in outputs)
     calls = sum(output.stats.target_calls for output in outputs)
@@ -71,7 +74,7 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
 
 
 def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None]) -> None:
-    """Fills the `record` of one file, and calls `save` whenever something has come to it."""
+    """Fills the `record` of one file; calls `save` whenever something was added."""
     pairs = text_files.read_pairs([file])[: _LIMIT.value or None]
     inputs = encode(target, [source for source, _ in pairs], 512)
     drafters = {"drafter": drafter} | ({"target itself": ModelDrafter(target)} if _SELF.value else {})
@@ -98,7 +101,7 @@ def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None])
 
 
 def write(record: dict, path: str | None) -> None:
-    """Replaces the file at `path` whole, so that a kill leaves the last record."""
+    """Replaces the file at `path` as a whole, so that after a kill the last record is there."""
     if path:
         write_file(path, json.dumps(record, indent=1) + "\n")
 

@@ -1,12 +1,12 @@
-"""Many requests, one after the other: nothing may recompile after the warm-up, memory stays flat, acceptance steady.
+"""Runs many requests, and checks that nothing recompiles after warm-up and that memory and acceptance stay steady.
 
     python scripts/soak.py --target=ende/target --drafter=ende/drafter --requests=10000
 
 Input lengths, batch sizes, seeds, limits and every traced option change from request to request;
-inputs are random ids. Prints one line for each tenth: acceptance rate, resident memory, requests
-per second. Exit code 1 if a program was compiled after the warm-up, if memory grew by more than
-`--max_growth_mb` after the first tenth, or if the acceptance rate of a tenth is off that of all by
-more than `--max_drift`.
+inputs are random ids. Prints one line for each tenth of the requests: acceptance rate, resident
+memory, requests per second. Exit code 1 if a program was compiled after the warm-up, if memory grew
+by more than `--max_growth_mb` after the first tenth, or if the acceptance rate of a tenth differs
+from the overall rate by more than `--max_drift`.
 """
 
 import itertools
@@ -26,24 +26,26 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "The same of the drafter.")
+_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "Folder or bundled name of the drafter.")
 _REQUESTS = flags.DEFINE_integer("requests", 10_000, "Requests (batches) in all.", lower_bound=10)
 _BATCH = flags.DEFINE_list("batch_size", ["1", "2", "4"], "Batch sizes; requests take them in turn.")
 _INPUT = flags.DEFINE_integer("max_input_length", 24, "Longest input, in tokens.")
-_NEW = flags.DEFINE_integer("max_new_tokens", 16, "Longest output, in tokens; requests ask for 1 up to this.")
-_GAMMA = flags.DEFINE_integer("gamma", 4, "γ; rows ask for 1 up to this.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 16, "Longest output, in tokens; rows ask for 1 to this many.")
+_GAMMA = flags.DEFINE_integer("gamma", 4, "Greatest γ; rows ask for 1 to this.")
 _GROWTH = flags.DEFINE_float(
-    "max_growth_mb", 64.0, "Growth of resident memory after the first tenth that still passes."
+    "max_growth_mb", 64.0, "The most MB by which resident memory may grow after the first tenth."
 )
-_DRIFT = flags.DEFINE_float("max_drift", 0.03, "Deviation of a tenth's acceptance rate that still passes.")
+_DRIFT = flags.DEFINE_float(
+    "max_drift", 0.03, "The most by which a tenth's acceptance rate may differ from the overall rate."
+)
 
-# What is static: each of these compiles once. Everything else is drawn anew for every request.
+# Each combination of these compiles once. Everything else is traced, and drawn anew for every request.
 _KINDS = ("argmax", "sampled", "filtered", "processed")
 _VERIFIERS = ("token", "block")
 
 
 def options(rng: np.random.Generator, kind: str, batch: int, vocab: int) -> dict:
-    """Traced options of one request."""
+    """Returns the traced options of one request."""
     sampling: dict = {}
     if kind != "argmax":
         sampling["temperature"] = rng.uniform(0.5, 1.2, batch).tolist()
@@ -64,6 +66,7 @@ def options(rng: np.random.Generator, kind: str, batch: int, vocab: int) -> dict
 
 
 def resident_mb() -> float:
+    """Returns the resident memory of this process, in units of 2^20 bytes."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
@@ -109,7 +112,9 @@ def main(argv):
         problems.append(f"memory grew by {growth:.1f} MB, expected at most {_GROWTH.value}")
     drift = max(abs(line["acceptance_rate"] - mean) for line in tenths)
     if drift > _DRIFT.value:
-        problems.append(f"acceptance rate off its mean by {drift:.4f}, expected at most {_DRIFT.value}")
+        problems.append(
+            f"acceptance rate differs from the overall rate by {drift:.4f}, expected at most {_DRIFT.value}"
+        )
     for problem in problems:
         print(f"soak: {problem}", file=sys.stderr)
     sys.exit(1 if problems else 0)

@@ -1,15 +1,15 @@
 """Compiles one speculative iteration ahead of time for a TPU, without a TPU, and says whether it fits.
 
-    pip install 'specdec_jax[tpu-aot]'
+    pip install '.[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # and what each step is estimated to take, for table 2 of the paper
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
-commit, in its loop). What is printed is the compiler's memory analysis, the arrays of over a
-megabyte that its loop bodies copy, and with `--times` the compiler's own estimate of single calls;
-nothing here is a measurement. On a mesh all sizes are those of one device, and the collectives of
-the loop are counted; the drafter is whole on every device. Exit code 1 if it does not fit.
+commit, in its loop). It prints the compiler's memory analysis, the arrays of more than a megabyte
+that loop bodies copy, and with `--times` the compiler's own estimate of single calls; nothing here
+is a measurement. On a mesh all sizes are for one device, the collectives of the loop are counted,
+and every device holds the whole drafter. Exit code 1 if the programs do not fit.
 """
 
 import collections
@@ -45,22 +45,24 @@ from specdec_jax.speculative.sampling import SamplingConfig
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
 _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0)
-_BATCH = flags.DEFINE_integer("batch_size", 1, "Rows.", lower_bound=1)
-_INPUT = flags.DEFINE_integer("input_length", 128, "Encoder positions.", lower_bound=1)
-_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Limit for new tokens.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
+_INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
+_NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
 _TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "TPU topology to compile for; the first devices are used.")
-_MESH = flags.DEFINE_string("mesh", None, "DATAxMODEL devices, as in specdec generate; none: one device.")
+_MESH = flags.DEFINE_string("mesh", None, "DATAxMODEL devices, as for `specdec generate`; by default one device.")
 _MEMORY = flags.DEFINE_float("memory_gb", 32.0, "Memory of one device, in GB (10^9 bytes).")
-_TIMES = flags.DEFINE_bool("times", False, "Estimate the time of single calls for the rows of table 2 as well.")
-_CLOCK = flags.DEFINE_float("clock_ghz", 1.05, "Cycles of the device in a nanosecond (TPU v4: 1.05).", lower_bound=0.01)
-_TEXT = flags.DEFINE_string("hlo", None, "Write the compiled loop's HLO text here.")
+_TIMES = flags.DEFINE_bool("times", False, "Estimate the time of single calls too, for the rows of table 2.")
+_CLOCK = flags.DEFINE_float(
+    "clock_ghz", 1.05, "Clock of the device, in cycles per nanosecond (TPU v4: 1.05).", lower_bound=0.01
+)
+_TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
 
 GB = 1e9
 
 
 def abstract_network(preset: str, drafts: bool = False) -> Network:
-    """The shapes of a bfloat16 network in the loop's layout for a TPU (no panels)."""
+    """Returns the shapes of a bfloat16 network in the loop's layout for a TPU (no panels)."""
     rules = placement(drafts)
     fused = rules is None or rules.parts == 1
     module = T5(dataclasses.replace(PRESETS[preset], dtype="bfloat16"))
@@ -82,12 +84,13 @@ def abstract_network(preset: str, drafts: bool = False) -> Network:
 
 
 def abstract_drafter(preset: str) -> ModelDrafter:
-    """A `ModelDrafter` of shapes only."""
+    """Returns a `ModelDrafter` of shapes only."""
     return ModelDrafter.tree_unflatten(None, (abstract_network(preset, drafts=True), None))
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """Instructions of each computation of a compiled program, the entry's under "ENTRY"."""
+    """Returns the instructions of each computation of a compiled program, the entry's under
+    "ENTRY"."""
     found: dict[str, list[str]] = {}
     for block in re.findall(r"^(?:ENTRY )?%?[\w.\-]+ \(.*?^}", text, re.MULTILINE | re.DOTALL):
         first, *lines = block.splitlines()
@@ -96,16 +99,17 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def estimated_seconds(text: str) -> float:
-    """The compiler's estimate of one run of a program without loops: the cycles that it notes at every instruction."""
+    """Returns the compiler's estimate of one run of a program without loops: the sum of the cycles
+    at every instruction."""
     cycles = [
         int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(computations(text)["ENTRY"]))
     ]
-    known = [number for number in cycles if number < 2**40]  # it writes huge numbers where it has no estimate
+    known = [number for number in cycles if number < 2**40]  # a huge number means that there is no estimate
     return sum(known) / (_CLOCK.value * 1e9)
 
 
 def loop_copies(text: str, least: int = 2**20) -> list[str]:
-    """Arrays of at least `least` bytes that bodies of loops copy."""
+    """Returns the arrays of at least `least` bytes that bodies of loops copy."""
     parts = computations(text)
     bodies = {
         name for lines in parts.values() for line in lines for name in re.findall(r" while\(.*body=%?([\w.\-]+)", line)
@@ -120,13 +124,13 @@ def loop_copies(text: str, least: int = 2**20) -> list[str]:
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How many collectives of each kind a program has."""
+    """Returns how many collectives of each kind a program has."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
 
 
 def size(tree) -> int:
-    """Bytes of all leaves of a tree of placed shapes, on one device."""
+    """Returns the bytes of all leaves of a tree of placed shapes, on one device."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -141,7 +145,7 @@ def _devices() -> list:
 
 @functools.cache
 def placement(drafts: bool = False) -> ShardingRules | None:
-    """How the target, or a drafter, lies on the mesh; None without one."""
+    """Returns how the target, or a drafter, lies on the mesh; None without one."""
     if not _MESH.value:
         return None
     data, model = parse_mesh(_MESH.value)
@@ -153,7 +157,8 @@ def placement(drafts: bool = False) -> ShardingRules | None:
 
 
 def place(tree, shardings=None):
-    """The shapes of `tree` on the TPU: by `shardings`, else where they are already, else whole on every device."""
+    """Returns the shapes of `tree` on the TPU: by `shardings`, else where they are already, else
+    whole on every device."""
     whole = jax.sharding.SingleDeviceSharding(_devices()[0]) if placement() is None else placement().sharding()
     put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if shardings is not None:
@@ -163,14 +168,14 @@ def place(tree, shardings=None):
 
 @functools.partial(jax.jit, donate_argnums=3)
 def call(network: Network, tokens, positions, cache):
-    """One call and the argmax of its logits."""
+    """Runs one call and takes the argmax of its logits."""
     logits, cache = network.decode(tokens, positions, cache)
     return laws.argmax(logits), cache
 
 
 @functools.cache
 def abstract_cache(preset: str, drafts: bool):
-    """What the encoder leaves a decoder to begin with."""
+    """Returns the shapes of the cache with which the decoder begins."""
     network, batch, room = abstract_network(preset, drafts), _BATCH.value, slots(_NEW.value + 1, 7)
     inputs = jax.ShapeDtypeStruct((batch, bucket(_INPUT.value)), jnp.int32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -180,7 +185,7 @@ def abstract_cache(preset: str, drafts: bool):
 
 @functools.cache
 def call_seconds(preset: str, width: int, drafts: bool = False) -> float:
-    """The compiler's estimate of a call over `width` positions."""
+    """Returns the compiler's estimate of a call over `width` positions, in seconds."""
     network, cache = abstract_network(preset, drafts), abstract_cache(preset, drafts)
     row = jax.ShapeDtypeStruct((_BATCH.value,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((_BATCH.value, width), jnp.int32)
@@ -188,10 +193,12 @@ def call_seconds(preset: str, width: int, drafts: bool = False) -> float:
 
 
 def times() -> dict:
-    """c, v and the improvement that the compiler's estimates give for the rows of table 2, with the paper's α.
+    """Returns c, v and the improvement by the compiler's estimates for the rows of table 2, with
+    the paper's α.
 
-    For a single row this compiler multiplies and adds without the matrix unit, and estimates more than for two rows, so
-    that v comes out below 1. Hence both: single steps as they are, and as if they took what two positions take.
+    For a single row this compiler does not use the matrix unit, and estimates more time than for
+    two rows, so that v comes out below 1. Hence there are two results: with single steps as they
+    are compiled, and as if they took what two positions take.
     """
     target, found = "t5_1_1/xxl", []
     for row in paper.TABLE_4:
@@ -212,7 +219,7 @@ def times() -> dict:
 
 
 def report() -> dict:
-    """Compiles both programs and returns what the compiler says of them, in GB."""
+    """Compiles both programs and returns what the compiler says about them, in GB."""
     batch, gamma = _BATCH.value, _GAMMA.value
     target = place(abstract_network(_TARGET.value))
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None

@@ -1,14 +1,15 @@
-"""Sentences of WikiText, nearly as they would be written: sources for `specdec distill`.
+"""Writes the sentences of WikiText, nearly as people write them: sources for `specdec distill`.
 
     python scripts/wikitext_sentences.py --input_file=data/wikitext2/train.txt.gz --output_file=data/wikitext.txt.gz \
         --exclude=data/ende/validation.tsv.gz,data/ende/test.tsv.gz,data/wiki_pe/validation.tsv.gz,data/wiki_pe/test.tsv.gz
 
-WikiText has a paragraph a line, its words and punctuation apart, rare words replaced by <unk>. What
-is written is a sentence a line, its parts joined again; headings, sentences with <unk> and those of
-under 4 or over 45 words are left out, and those that are sources of the excluded files, whatever
-their case and punctuation. The rules are simple: a sentence is also cut after an initial or "St.",
-a quotation mark may go to the sentence after its own, and names like O 'Neill stay apart, which
-concerns some 6 % of WikiText-2's sentences. The bundled drafter learnt from exactly these.
+WikiText has one paragraph a line, with punctuation separated from words and rare words replaced by
+<unk>. The output has one sentence a line, with punctuation joined to words again. Headings, sentences
+with <unk>, and those of fewer than 4 or more than 45 words are left out, and so are sources of the
+excluded files, whatever their case and punctuation. The rules are simple: a sentence is also cut
+after an initial or "St.", a quotation mark may go to the sentence after its own, and names like
+O 'Neill stay apart. That affects some 6 % of WikiText-2's sentences. The bundled drafter learnt from
+exactly these.
 """
 
 import gzip
@@ -20,14 +21,14 @@ from absl import app, flags
 from specdec_jax.files.writing import write_file
 from specdec_jax.training import text_files
 
-_INPUT = flags.DEFINE_string("input_file", None, "WikiText, a paragraph a line, gzip or not.", required=True)
-_OUTPUT = flags.DEFINE_string("output_file", None, "File to write, gzip where it ends in .gz.", required=True)
-_EXCLUDE = flags.DEFINE_list("exclude", [], "TSV files whose sources (what stands before the tab) must not appear.")
+_INPUT = flags.DEFINE_string("input_file", None, "WikiText, one paragraph a line, gzip or not.", required=True)
+_OUTPUT = flags.DEFINE_string("output_file", None, "File to write; gzip if its name ends in .gz.", required=True)
+_EXCLUDE = flags.DEFINE_list("exclude", [], "TSV files whose sources (the text before the tab) must not appear.")
 
 _SHORTEST, _LONGEST = 4, 45  # words, punctuation among them
 _BOUNDARY = re.compile(r'(?<=[.!?]) (?=[A-Z"])')
-# In this order: joints inside words and numbers, closing and opening marks, what an apostrophe
-# begins, quotations, ranges.
+# In this order: joints inside words and numbers, closing and opening marks, endings that begin with an
+# apostrophe, quotations, ranges.
 _JOINED = tuple(
     (re.compile(pattern), joined)
     for pattern, joined in (
@@ -44,19 +45,20 @@ _JOINED = tuple(
 
 
 def as_written(sentence: str) -> str:
-    """A tokenised sentence with its punctuation joined to its words."""
+    """Returns a tokenised sentence with its punctuation joined to its words."""
     for pattern, joined in _JOINED:
         sentence = pattern.sub(joined, sentence)
     return sentence
 
 
 def words_of(sentence: str) -> str:
-    """What two sentences have in common that differ in case and punctuation alone."""
+    """Returns the words of a sentence, equal for sentences that differ in case and punctuation
+    only."""
     return re.sub(r"\W+", " ", sentence.lower()).strip()
 
 
 def sentences(lines, excluded: set[str]) -> list[str]:
-    """The sentences of WikiText's lines, but for those of which `words_of` is in `excluded`."""
+    """Returns the sentences of WikiText's lines, except those of which `words_of` is in `excluded`."""
     found = []
     for line in lines:
         if line.strip().startswith("="):

@@ -2,21 +2,21 @@
 
 Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself
 needs neither torch nor transformers. Run from the repository root:
-`python scripts/write_golden_hf.py [tests/golden [hf_gpt2 …]]`, with names for some of them only.
+`python scripts/write_golden_hf.py [tests/golden [hf_gpt2 …]]`; with names it writes only those.
 Every model is randomly initialised from a seed, so that nothing here derives from anybody's weights
 or texts.
 
 Each model's `io.npz` holds, for B = 4 rows of which two are padded:
   inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
-  decoder_tokens [B, T]: teacher-forced decoder inputs, start token first. logits [B, T, V]: what they gave.
-  greedy [B, T], greedy_margin [B, T]: new tokens of a batched greedy decode, 0 after the EOS, and the difference of the
-    two largest logits at each (infinite after the EOS).
-  greedy_alone [B, T]: the same, each row decoded by itself without padding.
-  early_eos_id [], greedy_early [B, T]: the same batch with another EOS id, one that the decodes above contain.
+  decoder_tokens [B, T], logits [B, T, V]: teacher-forced decoder inputs, start token first, and their logits.
+  greedy [B, T], greedy_margin [B, T]: new tokens of a batched greedy decode, 0 after the EOS, and the difference
+    between the two largest logits at each (infinite after the EOS).
+  greedy_alone [B, T]: the same, with each row decoded alone without padding.
+  early_eos_id [], greedy_early [B, T]: the same batch with another EOS id, one that occurs in the decodes above.
 
-Of the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole
-sequences, whose first ids those are; `greedy` is a left-padded batch, as transformers wants it;
-`unconditional [T]` continues <|endoftext|> alone. What follows an EOS is −1.
+For the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole sequences
+that begin with the prompts; `greedy` is a left-padded batch, as transformers wants it;
+`unconditional [T]` continues <|endoftext|> alone. After an EOS comes −1.
 """
 
 import functools
@@ -86,7 +86,7 @@ TEXTS = [
 
 
 def build(name: str, seed: int):
-    """The model `name` with random weights drawn from `seed`, ready to be saved."""
+    """Returns the model `name` with random weights drawn from `seed`, ready to be saved."""
     import torch
     import transformers
 
@@ -103,28 +103,30 @@ def build(name: str, seed: int):
             model.shared.weight.mul_(0.05)
             model.decoder.final_layer_norm.weight.mul_(100.0)
         for parameter_name, parameter in model.named_parameters():
-            if "layer_norm" in parameter_name:  # ones at initialisation: a forgotten scale would go unnoticed
+            if "layer_norm" in parameter_name:  # ones at initialisation, which would hide a forgotten scale
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif parameter_name.startswith("decoder.block"):
                 parameter.mul_(2.0)  # so that the decodes depend on the position and the source
             if kind == "UMT5" and "relative_attention_bias" in parameter_name:
-                parameter.mul_(5.0)  # so that one layer's table in place of another's would show
+                parameter.mul_(5.0)  # so that a mix-up of two layers' tables shows
     for key, value in ids.items():
         setattr(model.generation_config, key, value)
     return _untied(model)
 
 
 def _untied(model):
-    """The model as its kind is published: transformers 5 calls every T5 tied, and scales what umT5's
-    head is given, for which
-    transformers 4 and T5X need a tied head."""
+    """Returns the model as its kind is published.
+
+    transformers 5 calls every T5 tied, and scales the inputs of umT5's head, for which transformers
+    4 and T5X need a tied head.
+    """
     if model.config.model_type == "umt5":
         model.config.tie_word_embeddings = False
     return model
 
 
 def greedy(model, inputs, mask, eos_ids) -> np.ndarray:
-    """New tokens `[B, TARGET]`, 0 after the EOS."""
+    """Returns new tokens `[B, TARGET]`, 0 after the EOS."""
     import torch
 
     out = model.generate(
@@ -135,7 +137,7 @@ def greedy(model, inputs, mask, eos_ids) -> np.ndarray:
 
 
 def compute(model, seed: int) -> dict[str, np.ndarray]:
-    """The arrays of io.npz."""
+    """Returns the arrays of io.npz."""
     import torch
 
     rng = np.random.default_rng(seed)
@@ -166,7 +168,8 @@ def compute(model, seed: int) -> dict[str, np.ndarray]:
 
 
 def write_model(name: str, folder: pathlib.Path) -> None:
-    """Saves the first seed, from that of the table on, whose decodes have clear margins and are not all one token."""
+    """Saves the model of the first seed, from the table's on, whose decodes have clear margins and
+    more than one token."""
     import transformers
 
     kind, _, _, shard_size, _, first_seed = MODELS[name]
@@ -182,7 +185,7 @@ def write_model(name: str, folder: pathlib.Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size=shard_size)
     saved = _untied(getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder).eval())
-    assert np.array_equal(compute(saved, seed)["logits"], io["logits"]), f"{name}: what was saved computes otherwise"
+    assert np.array_equal(compute(saved, seed)["logits"], io["logits"]), f"{name}: the saved model gives other logits"
     np.savez_compressed(folder / "io.npz", **io)
     print(
         name,
@@ -197,7 +200,8 @@ def write_model(name: str, folder: pathlib.Path) -> None:
 
 
 def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
-    """A SentencePiece model, the tokenizer.json transformers makes of it, and the ids both must give, with EOS."""
+    """Writes a SentencePiece model, the tokenizer.json that transformers makes of it, and the ids
+    both must give, with EOS."""
     import io
 
     import sentencepiece
@@ -240,7 +244,7 @@ GPT_TEXTS = [
 
 
 def gpt_tokenizer():
-    """A byte-level BPE of a few merges, whose last id is <|endoftext|>, as in GPT-2's."""
+    """Returns a byte-level BPE with a few merges, whose last id is <|endoftext|>, as in GPT-2's."""
     import tokenizers
     import transformers
 
@@ -252,7 +256,7 @@ def gpt_tokenizer():
 
 
 def build_gpt(seed: int, size: int):
-    """A GPT-2 with random weights drawn from `seed`."""
+    """Returns a GPT-2 with random weights drawn from `seed`."""
     import torch
     import transformers
 
@@ -265,7 +269,7 @@ def build_gpt(seed: int, size: int):
         for name, parameter in model.named_parameters():
             if (
                 name.endswith("bias") or "ln_" in name
-            ):  # zeros and ones at initialisation: forgotten ones would go unnoticed
+            ):  # zeros and ones at initialisation, which would hide forgotten parameters
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "wte" not in name:  # so that the decodes depend on positions and prompt
                 parameter.mul_(12.0)
@@ -274,7 +278,7 @@ def build_gpt(seed: int, size: int):
 
 
 def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
-    """The arrays of io.npz."""
+    """Returns the arrays of io.npz."""
     import torch
 
     rng, size = np.random.default_rng(seed), model.config.vocab_size
@@ -317,8 +321,10 @@ def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
 
 
 def write_gpt(folder: pathlib.Path) -> None:
-    """A GPT-2 of the first seed whose decodes have clear margins and are not all one token, its
-    tokenizer in both forms, and the ids that this gives."""
+    """Writes a GPT-2, its tokenizer in both forms, and the ids that this gives.
+
+    The seed is the first whose decodes have clear margins and more than one token.
+    """
     import transformers
 
     tokenizer = gpt_tokenizer()
@@ -335,7 +341,7 @@ def write_gpt(folder: pathlib.Path) -> None:
     model.save_pretrained(folder)
     saved = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     assert np.array_equal(compute_gpt(saved, seed)["logits"], io["logits"]), (
-        "hf_gpt2: what was saved computes otherwise"
+        "hf_gpt2: the saved model gives other logits"
     )
     np.savez_compressed(folder / "io.npz", **io)
     tokenizer.save_pretrained(folder)

@@ -1,14 +1,16 @@
 """Writes tests/golden/t5x_scalable_t5.npz: a tiny network of T5X's `scalable_t5`, and what T5X computes with it.
 
 Needs T5X; the package itself does not. Run from the repository root:
-`python scripts/write_golden_scalable_t5.py [folder]`. Every layer has a relative position table of
-its own there, and layers are stacked on axis 1. Parameters are random numbers from a seed.
+`python scripts/write_golden_scalable_t5.py [folder]`. In this network every layer has a relative
+position table of its own, and layers are stacked on axis 1. Parameters are random numbers from a seed.
 
-The arrays: parameters by T5X's names, `/`-joined; `config` (JSON); for B = 3 rows of which two are
-  padded inputs [B, L], input_lengths [B]: encoder ids, 0 after the length. decoder_tokens [B, T],
-  logits [B, T, V]: teacher-forced decoder inputs, the start token 0 first, and what they gave.
-  greedy [B, T], greedy_margin [B, T]: T5X's own argmax decode without an EOS, and the difference of
-  the two largest logits.
+The file holds the parameters by T5X's names, `/`-joined; `config` (JSON); and for B = 3 rows of
+which two are padded:
+  inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
+  decoder_tokens [B, T], logits [B, T, V]: teacher-forced decoder inputs, the start token 0 first, and
+    their logits.
+  greedy [B, T], greedy_margin [B, T]: T5X's own argmax decode without an EOS, and the difference
+    between the two largest logits at each token.
 """
 
 import functools
@@ -28,11 +30,12 @@ SHAPE = dict(
     vocab_size=48, emb_dim=16, num_heads=2, head_dim=6, num_encoder_layers=2, num_decoder_layers=3, mlp_dim=20,
     mlp_activations=("gelu", "linear"), dropout_rate=0.0,
 )  # fmt: skip
-NO_EOS = 47  # an id that no decode of the chosen seed has: T5X wants one
+NO_EOS = 47  # T5X wants an EOS id; this one occurs in no decode of the chosen seed
 
 
 def random_params(module, seed: int) -> dict:
-    """Parameters by their names, larger than T5X's own initial ones so that what is computed depends on all of them."""
+    """Returns parameters by their names, larger than T5X's initial ones, so that all of them affect
+    the results."""
     tokens, rng = jnp.ones((1, 2), jnp.int32), np.random.default_rng(seed)
     init = lambda: module.init(jax.random.key(0), tokens, tokens, tokens, enable_dropout=False)
     made = flax.traverse_util.flatten_dict(jax.eval_shape(init)["params"], sep="/")
@@ -42,7 +45,7 @@ def random_params(module, seed: int) -> dict:
 
 
 def compute(module, flat: dict, seed: int) -> dict[str, np.ndarray]:
-    """The arrays beside the parameters."""
+    """Returns the arrays besides the parameters."""
     rng, params = np.random.default_rng(seed), flax.traverse_util.unflatten_dict(flat, sep="/")
     lengths = np.array([LENGTH, 4, 7], np.int32)
     inputs = (rng.integers(2, SHAPE["vocab_size"], (3, LENGTH)) * (np.arange(LENGTH) < lengths[:, None])).astype(
@@ -50,7 +53,7 @@ def compute(module, flat: dict, seed: int) -> dict[str, np.ndarray]:
     )
     decoder_tokens = rng.integers(2, SHAPE["vocab_size"], (3, TARGET)).astype(np.int32)
     decoder_tokens[:, 0] = 0
-    # Targets decide on the decoder's mask, which is causal where all are above 0.
+    # Targets decide the decoder's mask, which is causal if all of them are above 0.
     logits_of = lambda tokens: np.asarray(
         module.apply({"params": params}, inputs, tokens, np.ones_like(tokens), enable_dropout=False)
     )

@@ -1,5 +1,5 @@
-"""Says what speculation should gain, and measures what it does: the paper's formulas, α, c and
-v, the benchmark, the report."""
+"""Says what speculation should gain and measures what it does: the paper's formulas, α, c and v,
+benchmark, report."""
 
 from specdec_jax.analysis.formulas import (
     acceptance_rate,

@@ -1,8 +1,9 @@
-"""How much of its drafts a target accepts, and the calls that this lets expect for every γ.
+"""Measures how many drafted tokens a target accepts, and how many calls to expect from that for
+every γ.
 
-Where a model drafts and the output law is the target's, its own outputs are scored with both models
-(`scored`): far less noisy than counting accepts, and one pass gives every γ. Otherwise the engine
-decodes with the greatest γ (`counted`).
+If a model drafts and the output law is the target's, the target's own outputs are scored with both
+models (`score`): that is far less noisy than counting accepted tokens, and one pass serves every γ.
+Otherwise the engine decodes with the greatest γ (`count`).
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from specdec_jax.speculative import laws
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 
-# What `scored` knows: P(at least i drafted tokens stand) given the target's output.
+# For the verifiers that `score` knows: P(at least i drafted tokens are accepted), given the target's output.
 SURVIVAL = {"token": formulas.token_survival, "block": formulas.block_survival}
 
 
@@ -41,13 +42,14 @@ class Acceptance:
 
     Attributes:
       how: "scored" or "counted".
-      alpha: Σ min(p, q) per position, or accepted / examined tokens; None where nothing was drafted
-        or no verifier that was asked for has such a rate.
-      error: its standard error, clustered by sentence; None of fewer than two.
-      positions: number of tokens that it is a mean of.
-      survival: by verifier, for i = 1 … G: (P(at least i drafted tokens stand), its standard error).
-      lengths: of each batch, new tokens of its rows.
-      work: by verifier and γ = 1 … G, of each batch.
+      alpha: mean over positions of Σ min(p, q), or accepted / examined tokens; None if nothing was
+        drafted, or if no verifier that was asked for has such a rate.
+      error: standard error of alpha, clustered by sentence; None with fewer than two sentences.
+      positions: number of tokens that alpha is a mean of.
+      survival: by verifier, for i = 1 … G: (P(at least i drafted tokens are accepted), its standard
+        error).
+      lengths: for each batch, the new tokens of its rows.
+      work: by verifier and γ = 1 … G, for each batch.
     """
 
     how: str
@@ -59,6 +61,7 @@ class Acceptance:
     work: dict[tuple[str, int], list[Work]]
 
     def record(self) -> dict[str, Any]:
+        """Returns the part of a record that says all this."""
         return {
             "how": self.how,
             "alpha": self.alpha,
@@ -78,12 +81,14 @@ class Acceptance:
 def measure_acceptance(
     target, drafter, batches: Sequence[Batch], verifiers: Sequence[str], gamma: int, options
 ) -> Acceptance:
-    """Acceptance by the better way of the two.
+    """Returns the acceptance, by scoring if that is possible, else by counting.
 
     Args:
-      verifiers: names; those of one temperature that all are exact, or one alone.
+      target, drafter: the pair.
+      batches: sentences.
+      verifiers: names of verifiers: several exact ones, or one alone.
       gamma: G.
-      options: of a decoding command.
+      options: options of a decoding command.
     """
     greedy = options.sampling().mode.greedy
     exact = [name for name in verifiers if name in SURVIVAL or greedy and name in ("gumbel", "rejection")]
@@ -93,7 +98,7 @@ def measure_acceptance(
 
 
 def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options) -> Acceptance:
-    """Decodes plainly and scores what comes out with both models."""
+    """Decodes plainly and scores the outputs with both models."""
     config: SamplingConfig = options.sampling()
     sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
     work: dict[tuple[str, int], list[Work]] = {(name, g): [] for name in verifiers for g in range(1, gamma + 1)}
@@ -125,11 +130,13 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
 
 
 def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
-    """`[n, G]`: P(at least i of the tokens drafted at t stand), for i = 1 … G and t = 0 … n − 1; 0 past the end.
+    """Returns `[n, G]`: P(at least i of the tokens drafted at t are accepted), for t = 0 … n − 1
+    and i = 1 … G; 0 past the end.
 
     Args:
-      log_ratios: `[n]`.
-      survival: one of `SURVIVAL`.
+      log_ratios: `[n]`, log q(y) − log p(y) of the tokens of an output.
+      gamma: G.
+      survival: a function of `SURVIVAL`.
     """
     padded = np.append(log_ratios.astype(np.float64), np.full(gamma, -np.inf))
     windows = np.lib.stride_tricks.sliding_window_view(padded, gamma)[: len(log_ratios)]
@@ -137,7 +144,8 @@ def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
 
 
 def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> list[tuple[float, float | None]]:
-    """Over all places that have at least i tokens after them."""
+    """Returns means and standard errors for i = 1 … G, over all positions that have at least i
+    tokens after them."""
     found = []
     for i in range(1, gamma + 1):
         complete = [row[: max(0, len(row) - i + 1), i - 1] for row in rows]
@@ -147,7 +155,8 @@ def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> list[tuple[float, 
 
 
 def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptance:
-    """Decodes with γ = G and counts; a smaller γ is expected to accept as many of its first positions."""
+    """Decodes with γ = G and counts; a smaller γ is expected to accept as many at its positions as
+    G does at its first ones."""
     alpha: float | None = None
     error: float | None = None
     positions, lengths = 0, []
@@ -184,11 +193,12 @@ class Comparison(NamedTuple):
     """α found in two ways on the same positions, those that token verification examined.
 
     Attributes:
-      positions: their number.
-      counted: the share of them whose drafted token stood.
-      overlap: the mean over them of Σ min(p, q), theorem 3.5's probability of that.
+      positions: number of these positions.
+      counted: share of them whose drafted token was accepted.
+      overlap: mean over them of Σ min(p, q), which is the probability of that (theorem 3.5).
       difference: counted − overlap; 0 on average.
-      standard_error: of the difference, clustered by sentence; None of fewer than two.
+      standard_error: standard error of the difference, clustered by sentence; None with fewer than
+        two sentences.
     """
 
     positions: int
@@ -200,12 +210,16 @@ class Comparison(NamedTuple):
 
 def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options) -> Comparison | None:
     """Decodes by token verification, one iteration at a time, and scores the positions that were
-    examined; None where nothing was drafted.
+    examined.
+
+    Returns None if nothing was drafted.
 
     Args:
-      drafter: one that is `scorable`.
+      target: the target.
+      drafter: a drafter that is `scorable`.
+      batches: sentences.
       gamma: γ.
-      options: of a decoding command.
+      options: options of a decoding command.
     """
     config, counts, stood, overlaps = options.sampling(), [], [], []
     token = dict(verifier="token", lenience=None, typical_epsilon=None, typical_delta=None)
@@ -236,13 +250,13 @@ def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int,
 
 
 class Agreement(NamedTuple):
-    """What two models' laws, as sampled, say at each token of given outputs; `[B, T]` float32, junk
-    past an output's end.
+    """How far two models' laws, as sampled, agree at each token of given outputs; `[B, T]` float32,
+    garbage past an output's end.
 
     Attributes:
-      overlap: Σ min(p, q) over the vocabulary: the probability that a drafted token stands. At
+      overlap: Σ min(p, q) over the vocabulary, the probability that a drafted token is accepted; at
         temperature 0 whether the argmax is the same.
-      log_ratio: log q(y) − log p(y) of the token y that is there.
+      log_ratio: log q(y) − log p(y) of the token y of the output.
     """
 
     overlap: np.ndarray
@@ -254,12 +268,14 @@ def agreement(
     lengths: np.ndarray,
     config: SamplingConfig,
 ) -> Agreement:  # fmt: skip
-    """Scores outputs of the target with both models, teacher-forced, one call each.
+    """Scores outputs of the target with both models, teacher-forced, in one call each.
 
     Args:
+      target, drafter: the models.
       inputs: ids of B inputs.
-      tokens: `[B, T]` new tokens. lengths: `[B]`.
-      config: what they were sampled with.
+      tokens: `[B, T]`, new tokens.
+      lengths: `[B]`, how many of them count.
+      config: how they were sampled.
     """
     width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
     prompted = decoder_only(target)
@@ -297,6 +313,6 @@ def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: Samplin
     )
     overlap = jnp.sum(jnp.minimum(law.probs(), draft_law.probs()), axis=-1)
     here, there = law.log_prob(tokens), draft_law.log_prob(tokens)
-    # A token that was sampled has p > 0, but for what two ways of computing it round apart (ties, the rim of a filter).
+    # A sampled token has p > 0, unless two ways of computing p round differently (ties, the edge of a filter).
     here = jnp.where(here > -jnp.inf, here, there)
     return overlap, jnp.where(there > -jnp.inf, there - here, -jnp.inf)

@@ -1,4 +1,5 @@
-"""Ways of decoding timed in turn: the same batches of sentences through each of them, pass after pass.
+"""Times ways of decoding (arms) in turn: the same batches of sentences through each of them, pass
+after pass.
 
 The arms are interleaved batch by batch, since the speed of a shared machine drifts.
 """
@@ -6,6 +7,7 @@ The arms are interleaved batch by batch, since the speed of a shared machine dri
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,9 +30,10 @@ class Batch:
 
     Attributes:
       inputs: what `generate` is given: strings, or ids with a preset.
-      ids: their ids, EOS included (but for a decoder-only target).
-      numbers: places of the inputs before they were sorted, from 0; fillers repeat the last.
-      keys: one random key per input, by its number.
+      ids: their ids, EOS included (except for a decoder-only target).
+      numbers: positions of the inputs before they were sorted, from 0; rows that fill up the batch
+        repeat the last.
+      keys: one random key for each input, by its number.
     """
 
     inputs: list
@@ -39,7 +42,7 @@ class Batch:
     keys: jax.Array
 
     def through(self, decode: Callable[["Batch"], GenerationResult]) -> GenerationResult:
-        """Decodes the batch; an error about one of its inputs gets the number that it had before it was sorted."""
+        """Decodes the batch; an error about an input names the number that it had before sorting."""
         try:
             return decode(self)
         except NotNumbers as error:
@@ -47,20 +50,22 @@ class Batch:
 
     @property
     def padded(self) -> int:
+        """The padded length of the inputs."""
         return bucket(max(map(len, self.ids)))
 
 
 @dataclasses.dataclass
 class Arm:
-    """One way of decoding and what it gave.
+    """One way of decoding and its measurements.
 
     Attributes:
-      gamma: 0 is plain.
-      decode: from a batch to a result.
-      forced_alpha: drafts stand by coin with this probability; None: as the models say.
-      compile_seconds: of the first call for every shape.
-      seconds: total wall time of each pass.
-      results: one per batch, of the last pass.
+      gamma: γ; 0 is plain decoding.
+      decode: decodes a batch.
+      forced_alpha: drafted tokens are accepted by coin with this probability; None: as the models
+        say.
+      compile_seconds: seconds of the first call for every shape.
+      seconds: wall time of each pass.
+      results: one for each batch, from the last pass.
     """
 
     gamma: int
@@ -72,21 +77,30 @@ class Arm:
 
     @property
     def tokens(self) -> int:
-        """New tokens, EOS included: the one counter for all arms."""
+        """Number of new tokens, EOS included; counted in the same way for all arms."""
         return int(sum(result.lengths.sum() for result in self.results))
 
     @property
     def seconds_per_token(self) -> np.ndarray:
-        """Of each pass."""
+        """Seconds per token of each pass."""
         return np.array(self.seconds) / max(self.tokens, 1)
 
     def total(self, name: str) -> int:
+        """Returns a field of `Stats` summed over all batches."""
         return sum(getattr(result.stats, name) for result in self.results)
+
+    def totals(self) -> dict[str, Any]:
+        """Returns the counts of all batches together, as JSON values."""
+        names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
+        return {name: np.asarray(self.total(name)).tolist() for name in names}
 
 
 def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> list[Batch]:
-    """Sorts by length and cuts into batches, of no more rows than are needed but a multiple of
-    `parts`; the last is filled up with empty inputs, so that one number of rows compiles."""
+    """Returns the inputs sorted by length and cut into batches.
+
+    A batch has no more rows than are needed, rounded up to a multiple of `parts`. The last one is
+    filled up with empty inputs, so that one number of rows compiles.
+    """
     size = min(batch_size, -(-len(inputs) // parts) * parts)
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
     keys, batches = fold_keys(seeded(seed), np.arange(len(inputs))), []
@@ -100,20 +114,20 @@ def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> 
 
 
 def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:
-    """Sentences in batches; `options` of a command that has `batch_size`."""
+    """Returns sentences in batches; `options` are those of a command with a `batch_size`."""
     ids = encode(target, sentences, options.max_input_length)
     return cut(list(sentences), ids, options.batch_size, options.seed, row_parts(target.network.rules))
 
 
 def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], options) -> None:
-    """Refuses prompts that are too long for one of the models, before a step compiles; `options`
-    of a decoding command."""
+    """Raises ValueError, before anything compiles, for prompts that are too long for one of the
+    models."""
     lengths = [len(ids) for batch in batches for ids in batch.ids]
     checks.check_prompts(target, drafter, lengths, options.max_new_tokens)
 
 
 def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Sequence[Batch]) -> None:
-    """Compiles everything that is timed later; each arm's share is kept."""
+    """Compiles everything that is timed later, and records the seconds of each arm."""
     shapes = {batch.padded: batch for batch in batches}
     for arm, batch in track([(arm, batch) for arm in arms.values() for batch in shapes.values()],
                             len(arms) * len(shapes), "compiling"):  # fmt: skip
@@ -125,7 +139,7 @@ def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Seq
 
 
 def one_pass(arms: Mapping[str, Arm], batches: Sequence[Batch], turn: int, what: str) -> None:
-    """Every batch through every arm, one arm after the other."""
+    """Times every batch through every arm, one arm after the other."""
     for arm in arms.values():
         arm.seconds.append(0.0)
         arm.results = []
@@ -137,19 +151,31 @@ def one_pass(arms: Mapping[str, Arm], batches: Sequence[Batch], turn: int, what:
             arms[name].results.append(result)
 
 
+def missing_outputs(arms: Mapping[str, Arm]) -> list[str]:
+    """Says which arms lack outputs that the plain one has."""
+    problems, expected = [], [result.lengths > 0 for result in arms["plain"].results]
+    for name, arm in arms.items():
+        if len(arm.results) != len(expected):
+            problems.append(f"{name}: got outputs for {len(arm.results)} batches, expected {len(expected)}")
+        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, arm.results))
+        if missing:
+            problems.append(f"{name}: got no output for {missing} inputs that plain decoding has one for")
+    return problems
+
+
 def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str, float]:
-    """Seconds of one call of every arm of single steps."""
+    """Returns the seconds of one call of every arm of single steps."""
     return {name: timing.timed(steps[name]) for name in track(timing.rotate(steps, turn), len(steps), what)}
 
 
 def time_steps(steps: Mapping[str, Callable], repeats: int) -> dict[str, Spread]:
-    """Seconds of one step, by arm, over `repeats` passes."""
+    """Returns the seconds of one step, by arm, over `repeats` passes."""
     turns = range(repeats)
     return per_step([timed_steps(steps, turn, f"steps, pass {turn + 1} of {repeats}") for turn in turns])
 
 
 def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Seconds of one step, by arm, over passes of `timed_steps`."""
+    """Returns the seconds of one step, by arm, over passes of `timed_steps`."""
     return {
         name: Spread.of([one[name] / timing.steps_in(name) for one in seconds])
         for name in (seconds[0] if seconds else ())

@@ -1,8 +1,9 @@
-"""Plain against speculative decoding on one machine: wall time, α, c, v, predicted and measured improvement.
+"""Compares plain with speculative decoding on one machine: wall time, α, c, v, predicted and
+measured improvement.
 
-The arms are interleaved batch by batch, since the speed of a shared machine drifts; compile time is
-kept apart; encoders and tokenisation are inside the wall time; one counter counts the tokens of all
-arms.
+Arms are interleaved batch by batch, since the speed of a shared machine drifts. Encoders and
+tokenisation are inside the wall time, compilation is kept apart, and the tokens of all arms are
+counted in the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +28,20 @@ def benchmark(
     target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
     others: Mapping[str, Arm] | None = None,
 ) -> tuple[dict, list[str]]:  # fmt: skip
-    """Times the arms and the single steps; returns the record and what contradicts exactness (nothing, one hopes).
+    """Times the arms and the single steps; returns the record, and messages about what contradicts
+    exactness.
 
-    A drafter without a model has no steps to time: c is then not measured, and predictions count it as 0. For one that
-    is made of several nothing is timed and nothing predicted. With a preset the weights are random,
-    so that α would mean nothing: only plain decoding and steps are timed, with the cost of sampling
-    where the temperature is not 0, unless α is forced.
+    A drafter without a model has no steps to time: c is not measured, and predictions count it as
+    0. For a drafter made of several no steps are timed and nothing is predicted. With a preset the
+    weights are random and α would mean nothing: unless α is forced, only plain decoding and steps
+    are timed, and above temperature 0 the cost of sampling.
 
     Args:
-      others: another implementation by its name, timed in turn with ours; None or empty: none.
+      target, drafter: the pair.
+      batches: sentences.
+      options: what is measured and how.
+      others: arms of another implementation by its name, timed in turn with ours; None or empty:
+        none.
     """
 
     def arm(gamma: int, forced_alpha: float | None = None) -> Arm:
@@ -76,7 +82,7 @@ def benchmark(
 
 
 def _step_arms(target, drafter, batches, options: BenchmarkSetup) -> dict[str, Callable[[], object]]:
-    """Single steps and encoders by name, for the shapes that the batches have."""
+    """Returns single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     longest, room = lengths[-1], timing.total_slots(target, lengths[-1], options.max_new_tokens, max(options.gamma))
     arms = analysis_products.products_arms(target.network, rows) | analysis_products.bare_arms(
@@ -96,7 +102,7 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
     encoders = sum(times[f"target encoder {length}"].median for length in padded)
     seconds = Spread.of(plain.seconds)
     products = min(spread.median for name, spread in times.items() if name.startswith("products"))
-    own = times["products"].median  # in the loop's own layout, as those of calls and drafts
+    own = times["products"].median  # in the loop's own layout, like the products of calls and drafts
     gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
     return {
         **machine.head(target, drafter, batches, options),
@@ -164,9 +170,8 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
 
 
 def _total_stats(arm: Arm) -> dict[str, Any]:
-    """The statistics of all batches together; α is a ratio of sums, not a mean of ratios."""
-    names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
-    totals = {name: np.asarray(arm.total(name)).tolist() for name in names}
+    """Returns the statistics of all batches together; α is a ratio of sums, not a mean of ratios."""
+    totals = arm.totals()
     examined = sum(totals["examined_by_position"])
     has_rate = any(result.stats.acceptance_rate is not None for result in arm.results)  # block verification has none
     return totals | {
@@ -177,7 +182,8 @@ def _total_stats(arm: Arm) -> dict[str, Any]:
 
 
 def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[dict[str, Any]]:
-    """Every input whose greedy tokens differ from plain decoding's, with how near a tie the first of them is."""
+    """Returns every input whose argmax tokens differ from plain decoding's, with how near to a tie
+    the first difference is."""
     found = []
     for batch, ours, theirs in zip(batches, arm.results, plain.results, strict=True):
         for row in np.flatnonzero(np.any(ours.tokens != theirs.tokens, axis=1)):
@@ -195,15 +201,9 @@ def _differences(arm: Arm, plain: Arm, target: LanguageModel, batches) -> list[d
 
 
 def _problems(record: dict, arms: dict[str, Arm], options, target: LanguageModel) -> list[str]:
-    """What must not be: outputs that are missing, or greedy float32 tokens that differ without being near-ties."""
-    problems = []
-    expected = [result.lengths > 0 for result in arms["plain"].results]
-    for name, arm in arms.items():
-        if len(arm.results) != len(expected):
-            problems.append(f"{name}: got outputs for {len(arm.results)} batches, expected {len(expected)}")
-        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, arm.results))
-        if missing:
-            problems.append(f"{name}: got no output for {missing} inputs that plain decoding has one for")
+    """Returns messages about what must not be: missing outputs, or float32 argmax tokens that
+    differ without being near-ties."""
+    problems = analysis_arms.missing_outputs(arms)
     if target.config.dtype == "float32":
         for arm_record in record["speculative"]:
             wrong = [item["input"] for item in arm_record["differences"] if not item["near_tie"]]

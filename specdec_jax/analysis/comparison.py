@@ -1,6 +1,6 @@
 """Compares another implementation's outputs and times with ours."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,20 @@ from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.models.language_model import LanguageModel
 
-# Two implementations add up in other orders; a float32 argmax may differ where the two largest
-# logits are as close as this.
+# Two implementations add up in different orders; a float32 argmax may differ if the two largest logits are as
+# close as this.
 MARGIN = 1e-3
 
 
-def compare(name: str, arms: Mapping[str, Arm], target: LanguageModel, batches: Sequence[Batch]) -> dict[str, Any]:
-    """What is kept of the comparison: the arm's time, how many times as fast ours are, and every
-    input with other tokens."""
+def compare(
+    name: str, arms: Mapping[str, Arm], target: LanguageModel, batches: Sequence[Batch],
+    differences: Callable[..., list] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the record of the comparison: the arm's time, how many times as fast ours are, and
+    every input with other tokens.
+
+    `differences` makes what is kept of such inputs of theirs and our plain arm; None: as for argmax.
+    """
     theirs = arms[name]
     faster = lambda ours: Spread.of(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
     return {
@@ -26,7 +32,7 @@ def compare(name: str, arms: Mapping[str, Arm], target: LanguageModel, batches: 
         "seconds_per_token": float(np.median(theirs.seconds_per_token)),
         "compile_seconds": theirs.compile_seconds,
         "improvement": {ours: faster(arm) for ours, arm in arms.items() if ours != name},
-        "differences": _differences(theirs, arms["plain"], target, batches),
+        "differences": (differences or _differences)(theirs, arms["plain"], target, batches),
     }
 
 
@@ -44,9 +50,9 @@ def _differences(theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequen
     return sorted(found, key=lambda item: item["input"])
 
 
-def problems(record: Mapping[str, Any], dtype: str) -> list[str]:
-    """Says where float32 tokens differ that are no near-ties."""
-    wrong = [item["input"] for item in record["differences"] if item["margin"] > MARGIN]
+def problems(record: Mapping[str, Any], dtype: str, margin: float = MARGIN) -> list[str]:
+    """Returns a message if float32 tokens differ that are no near-ties."""
+    wrong = [item["input"] for item in record["differences"] if item["margin"] > margin]
     if dtype != "float32" or not wrong:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Measures α, c and v of a target and a drafter, and says which improvement they let expect."""
+"""Measures α, c and v of a target and a drafter, and computes the improvement to expect from them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,17 +14,18 @@ from specdec_jax.decoding.checks import UnsupportedCombination
 
 
 def verifiers_of(options) -> tuple[str, ...]:
-    """Verifiers to compare: token and block where one of them is asked for and they differ, else what is asked for."""
+    """Returns the verifiers to compare: above temperature 0 token and block if one of them is asked
+    for, else the one asked for."""
     both = ("token", "block")
     return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
 
 
 def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: MeasureSetup) -> dict[str, Any]:
-    """The record."""
+    """Returns the record of `specdec measure`."""
     analysis_arms.check_prompts(target, drafter, batches, options)
     if options.compare_alpha and not drafter.scorable:
         raise UnsupportedCombination(
-            f"compare_alpha: got it with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
+            f"compare_alpha: got True with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
             f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that "
             "draws from its own law"
         )
@@ -52,7 +53,7 @@ def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: Me
 
 
 def step_times(target, drafter, batches: Sequence[analysis_arms.Batch], options: MeasureSetup) -> dict[str, Spread]:
-    """Seconds of single steps, for the shapes that the batches have."""
+    """Returns the seconds of single steps, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     gamma = options.gamma_max
     room = timing.total_slots(target, lengths[-1], options.max_new_tokens, gamma)
@@ -65,7 +66,8 @@ def step_times(target, drafter, batches: Sequence[analysis_arms.Batch], options:
 
 
 def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
-    """c: a draft step between target calls over a target step; without a model what drafting adds to an iteration."""
+    """Returns c: a draft step between target calls, in target steps; without a model, what drafting
+    adds to an iteration."""
     step = times["target step"].median
     if "draft step" in times:
         return predictions.draft_seconds(gamma, times) / step
@@ -73,11 +75,13 @@ def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
 
 
 def expectations(accepted: Acceptance, c: float, v: Mapping[int, float], gamma_max: int) -> dict[str, Any]:
-    """Expected improvement for γ = 1 … γ_max, and the best γ.
+    """Returns the expected improvement for γ = 1 … γ_max, and the best γ.
 
     Args:
+      accepted: the measured acceptance.
       c: cost of a draft step.
-      v: by number of positions, ascending; in between it is interpolated.
+      v: cost of a target call by number of positions, ascending; interpolated in between.
+      gamma_max: the greatest γ.
     """
     widths, values = list(v), list(v.values())
     verify_cost = np.interp(np.arange(1, gamma_max + 2), widths, values).tolist()
@@ -87,14 +91,13 @@ def expectations(accepted: Acceptance, c: float, v: Mapping[int, float], gamma_m
     }
     for gamma in range(1, gamma_max + 1):
         width = verify_cost[gamma]
-        known = alpha is not None
         table.append({
             "gamma": gamma,
             "verify_cost": width,
             "timed": gamma + 1 in v,
-            "tokens": formulas.expected_tokens(alpha, gamma) if known else None,
-            "theorem_3_8": formulas.improvement(alpha, gamma, c) if known else None,
-            "with_verify_cost": formulas.improvement(alpha, gamma, c, width) if known else None,
+            "tokens": None if alpha is None else formulas.expected_tokens(alpha, gamma),
+            "theorem_3_8": None if alpha is None else formulas.improvement(alpha, gamma, c),
+            "with_verify_cost": None if alpha is None else formulas.improvement(alpha, gamma, c, width),
             "by_position": {
                 name: {"tokens": per_call[gamma], "with_verify_cost": per_call[gamma] / (gamma * c + width)}
                 for name, per_call in tokens.items()

@@ -1,10 +1,11 @@
-"""The paper's formulas (Leviathan, Kalman and Matias 2023, section 3): what α, c, v and γ promise.
+"""Computes what α, c, v and γ promise, by the paper's formulas (Leviathan, Kalman and Matias 2023,
+section 3).
 
-α is the acceptance rate, γ the number of drafted tokens, c the time of a draft step over that of a
-target step (`cost_ratio`), v the time of a target call over γ + 1 positions over that of one
-position (`verify_cost`; the paper takes 1). Formulas of α assume that acceptances are independent
-with the same probability; those of `survival` assume nothing of the kind: it holds the
-probabilities that at least 1, 2 … of the drafted tokens stand.
+α is the acceptance rate; γ the number of drafted tokens; c the time of a draft step divided by that
+of a target step (`cost_ratio`); v the time of a target call over γ + 1 positions divided by that of
+a call over one (`verify_cost`; the paper takes 1). Formulas of α assume that tokens are accepted
+independently of each other, with the same probability. Formulas of `survival`, the probabilities
+that at least 1, 2 … drafted tokens are accepted, do not assume this.
 """
 
 import math
@@ -21,7 +22,7 @@ def _check(alpha: float, gamma: int):
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per target call, equation (1): `(1 − α^(γ+1)) / (1 − α)`; γ + 1 at α = 1.
+    """Returns the tokens per target call, equation (1): `(1 − α^(γ+1)) / (1 − α)`; γ + 1 at α = 1.
 
     >>> round(expected_tokens(0.8, 5), 2)
     3.69
@@ -31,32 +32,31 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float = 1.0) -> float:
-    """Expected factor in wall time, theorem 3.8: `E[tokens] / (γc + v)`, the paper's with v = 1.
+    """Returns the expected factor in wall time, theorem 3.8: `E[tokens] / (γc + v)`; the paper has v = 1.
 
     >>> round(improvement(0.75, 7, cost_ratio=0.02), 2)  # T5-small for T5-XXL, argmax, table 4
     3.16
     """
     if cost_ratio < 0 or verify_cost <= 0:
-        raise ValueError(f"got cost_ratio {cost_ratio} and verify_cost {verify_cost}, expected c >= 0 and v > 0")
+        got = f"got cost_ratio {cost_ratio} and verify_cost {verify_cost}"
+        raise ValueError(f"{got}, expected cost_ratio >= 0 and verify_cost > 0")
     return expected_tokens(alpha, gamma) / (gamma * cost_ratio + verify_cost)
 
 
 def operations(alpha: float, gamma: int, cost_ratio: float = 0.0) -> float:
-    """Expected factor in arithmetic operations, theorem 3.11: `(1 − α)(γĉ + γ + 1) / (1 − α^(γ+1))`.
-
-    Args:
-      cost_ratio: ĉ, the drafter's operations per token over the target's.
+    """Returns the factor in arithmetic operations, theorem 3.11: `(1 − α)(γĉ + γ + 1) / (1 − α^(γ+1))`.
+    `cost_ratio` is ĉ, the drafter's operations per token divided by the target's.
 
     >>> round(operations(0.8, 5), 2)  # table 1
     1.63
     """
     if cost_ratio < 0:
-        raise ValueError(f"got cost_ratio {cost_ratio}, expected at least 0")
+        raise ValueError(f"cost_ratio: got {cost_ratio}, expected at least 0")
     return (gamma * cost_ratio + gamma + 1) / expected_tokens(alpha, gamma)
 
 
 def least_improvement(alpha: float, cost_ratio: float) -> float:
-    """What the best γ improves at least, corollary 3.9: `(1 + α) / (1 + c)` where α > c, else nothing (1).
+    """Returns the least improvement of the best γ, corollary 3.9: `(1 + α) / (1 + c)` if α > c, else 1 (none).
 
     >>> least_improvement(0.5, cost_ratio=0.25)
     1.2
@@ -67,10 +67,9 @@ def least_improvement(alpha: float, cost_ratio: float) -> float:
 def optimal_gamma(
     alpha: float, cost_ratio: float, verify_cost: Callable[[int], float] = lambda width: 1.0, most: int = 100
 ) -> int:
-    """The γ from 0 (plain) to `most` with the greatest improvement, section 3.5; the smallest of equals.
+    """Returns the γ from 0 (plain) to `most` with the greatest improvement, section 3.5; the smallest of equals.
 
-    Args:
-      verify_cost: v by the positions of a target call, γ + 1; the paper takes 1.
+    `verify_cost` takes the number of positions of a target call, γ + 1, and returns v; the paper takes 1.
 
     >>> optimal_gamma(0.75, cost_ratio=0.02)
     9
@@ -79,7 +78,7 @@ def optimal_gamma(
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """D_LK of laws `[…, V]`, definition 3.2: `Σ_x |p(x) − (p(x) + q(x)) / 2|`; the total variation.
+    """Returns D_LK of laws `[…, V]`, definition 3.2: `Σ_x |p(x) − (p(x) + q(x)) / 2|`, the total variation.
 
     >>> float(divergence([0.5, 0.5], [0.75, 0.25]))
     0.25
@@ -89,7 +88,9 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def acceptance_rate(p: np.ndarray, q: np.ndarray, lenience: float = 1.0) -> np.ndarray:
-    """β of a drafted token, theorem 3.5 and section A.5: `Σ_x min(p(x) / l, q(x))`; its mean over prefixes is α.
+    """Returns β, the probability that a drafted token is accepted: `Σ_x min(p(x) / l, q(x))`.
+
+    See theorem 3.5 and section A.5; the mean of β over prefixes is α.
 
     Args:
       p, q: the target's and the drafter's law, `[…, V]`.
@@ -107,7 +108,9 @@ def acceptance_rate(p: np.ndarray, q: np.ndarray, lenience: float = 1.0) -> np.n
 
 
 def oracle_tokens(alpha: float) -> float:
-    """Tokens per target call if γ were always right, section 3: `1 / (1 − α)`, what no policy of γ exceeds.
+    """Returns the tokens per target call if γ were always right, section 3: `1 / (1 − α)`.
+
+    No policy of γ exceeds it.
 
     >>> oracle_tokens(0.8) / expected_tokens(0.8, 5) > 1.35
     True
@@ -117,22 +120,23 @@ def oracle_tokens(alpha: float) -> float:
 
 
 def oracle_improvement(alpha: float, cost_ratio: float) -> float:
-    """Factor in wall time of an oracle that drafts exactly the tokens that will stand, v = 1: `1 / (1 − α + cα)`.
+    """Returns the factor in wall time of an oracle that drafts exactly the tokens that will be accepted.
 
-    It drafts α / (1 − α) tokens for each target call, which take the time 1 + cα / (1 − α).
+    With v = 1 it is `1 / (1 − α + cα)`: the oracle drafts α / (1 − α) tokens for each target call,
+    and an iteration takes the time 1 + cα / (1 − α).
 
     >>> round(oracle_improvement(0.75, cost_ratio=0.02), 2)  # a fixed γ = 7 gives 3.16
     3.77
     """
     _check(alpha, 0)
     if cost_ratio < 0:
-        raise ValueError(f"got cost_ratio {cost_ratio}, expected c >= 0")
+        raise ValueError(f"cost_ratio: got {cost_ratio}, expected at least 0")
     time = 1 - alpha + cost_ratio * alpha
     return 1 / time if time > 0 else math.inf
 
 
 def expected_calls(alpha: float, gamma: int, length: int) -> float:
-    """Target calls for an output of `length` tokens, which theorem 3.8 takes to be long.
+    """Returns the expected target calls for an output of `length` tokens; theorem 3.8 assumes a long output.
 
     One call yields k ≤ γ tokens with probability `α^(k−1)·(1 − α)` and γ + 1 with `α^γ` (section
     3.1); what would lie past the end of the output is lost. With f(n) = 0 for n ≤ 0:
@@ -150,11 +154,11 @@ def expected_calls(alpha: float, gamma: int, length: int) -> float:
 
 
 def clustered_mean(sums, counts) -> tuple[float, float | None]:
-    """Mean of all items and its standard error, where the items of one sentence are not independent of each other.
+    """Returns the mean of all items and its standard error, for items that depend on each other within a sentence.
 
-    With K sentences of `counts` n_k items that sum to `sums` s_k: m = Σ s_k / Σ n_k, and its error
-    `√(K/(K−1) · Σ (s_k − m·n_k)²) / Σ n_k` (the ratio estimator of a sample of clusters); None of
-    fewer than two sentences.
+    For K sentences with n_k items (`counts`) that sum to s_k (`sums`) the mean is m = Σ s_k / Σ n_k
+    and its error `√(K/(K−1) · Σ (s_k − m·n_k)²) / Σ n_k` (the ratio estimator of a sample of
+    clusters); None with fewer than two sentences.
 
     >>> clustered_mean([1.0, 3.0], [2, 2])
     (1.0, 0.5)
@@ -171,7 +175,7 @@ def clustered_mean(sums, counts) -> tuple[float, float | None]:
 
 
 def tokens_by_survival(survival: Sequence[float]) -> list[float]:
-    """Tokens per target call for γ = 0 … G: `1 + Σ_{i ≤ γ} P(at least i drafted tokens stand)`.
+    """Returns the tokens per target call for γ = 0 … G: `1 + Σ_{i ≤ γ} P(at least i tokens are accepted)`.
 
     >>> tokens_by_survival([0.5, 0.25])
     [1.0, 1.5, 1.75]
@@ -180,12 +184,12 @@ def tokens_by_survival(survival: Sequence[float]) -> list[float]:
 
 
 def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequence[float]) -> int:
-    """The γ from 0 (plain) to G with the greatest `tokens / (γc + v)`; the smallest of equals.
+    """Returns the γ from 0 (plain) to G with the greatest `tokens / (γc + v)`; the smallest of equals.
 
     Args:
-      survival: `[G]`, as above; α, α², α³ … in the paper's model.
+      survival: `[G]`, P(at least 1, 2 … G drafted tokens are accepted); α, α², α³ … in the paper's model.
       cost_ratio: c.
-      verify_cost: `[G + 1]`: v of 1, 2 … G + 1 positions.
+      verify_cost: `[G + 1]`, v of 1, 2 … G + 1 positions.
 
     >>> best_gamma([0.8, 0.64, 0.512], cost_ratio=0.1, verify_cost=[1, 1, 1, 1]), best_gamma([0.1], 0.2, [1, 1])
     (3, 0)
@@ -197,38 +201,40 @@ def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequen
 
 
 def token_survival(log_ratios: np.ndarray) -> np.ndarray:
-    """P(at least i drafted tokens stand) by token verification, for i = 1 … G, given what the target says next.
+    """Returns P(at least i drafted tokens are accepted) by token verification, for i = 1 … G.
 
-    A drafted token equals the target's y and stands with probability min(p, q), so that one stood where y came has
-    probability `min(1, q(y)/p(y))`, independent of what comes later; over y ~ p the product has the mean
-    `E[Π min(1, p/q)]` over drafts from q, without their noise.
+    The probability is given the target's next tokens y. A drafted token equals y and is accepted with probability
+    min(p(y), q(y)). So, given that y came, it was drafted and accepted with probability `min(1, q(y)/p(y))`,
+    independently of later tokens. Over y ~ p the product has the mean `E[Π min(1, p/q)]` over drafts from q, without
+    the noise of drawing them.
 
-    Args:
-      log_ratios: `[..., G]`, log q(y) − log p(y) of the target's next tokens.
+    `log_ratios [..., G]` are log q(y) − log p(y) of the target's next tokens.
     """
     return np.exp(np.cumsum(np.minimum(log_ratios, 0), axis=-1))
 
 
 def block_survival(log_ratios: np.ndarray) -> np.ndarray:
-    """As `token_survival` for block verification, where at least i stand with probability π_i (Sun et al. 2024).
+    """Returns the same as `token_survival` for block verification, where at least i tokens are
+    accepted with probability π_i (Sun et al. 2024).
 
-    With Q_i/P_i the product of the first i ratios q(y)/p(y), `π_i · Q_i/P_i = min(1, Q_1/P_1 … Q_i/P_i)`.
+    With Q_i/P_i the product of the first i ratios q(y)/p(y), `π_i · Q_i/P_i = min(1, Q_1/P_1 …
+    Q_i/P_i)`.
     """
     return np.exp(np.minimum(np.minimum.accumulate(np.cumsum(log_ratios, axis=-1), axis=-1), 0))
 
 
 def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[float, float]:
-    """Expected target calls and draft steps for one output of n tokens, its end included.
+    """Returns the expected target calls and draft steps for one output of n tokens, EOS included.
 
-    From token t on, the number τ of drafted tokens that stand has the law that `survival[t]` gives
-    and the next iteration starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0.
-    Where a drafter whose last token stood feeds it with the next, that is one step here.
+    From token t on, the number τ of accepted tokens has the law that `survival[t]` gives, and the
+    next iteration starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0. After a
+    full acceptance a drafter's first call is over two positions; here it counts as one step.
 
     Args:
-      survival: `[n, G]`; G at least γ. What reaches past the end is not looked at.
+      survival: `[n, G]`, with G at least γ; what reaches past the end is not used.
       gamma: γ.
-      ended: whether the output ends with an EOS, which a draft may contain and then ends with; else
-        at a limit, and then the last token is never drafted.
+      ended: whether the output ends with an EOS, which a draft may contain and then ends with.
+        Else it ends at a limit, and the last token is never drafted.
 
     >>> calls_along(np.ones((9, 3)), 3)[0], calls_along(np.zeros((9, 3)), 3)
     (3.0, (9.0, 27.0))

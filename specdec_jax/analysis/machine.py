@@ -18,7 +18,7 @@ PACKAGES = ("specdec_jax", "jax", "jaxlib", "flax", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """Versions and hardware; names nobody and no path."""
+    """Returns versions and hardware, without names of people or paths."""
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
@@ -32,29 +32,32 @@ def machine() -> dict[str, Any]:
 
 
 def hardware(machine: Mapping[str, Any]) -> str:
-    """What of `machine()` a summary says; older records say nothing of kernels."""
+    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels,
+    and a CPU is named by its processor."""
     kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
-    return f"{machine['processor']}, {machine['cores']} cores, {machine['device']}{kernel}"
+    device = "" if machine["device"].startswith("cpu") else f", {machine['device']}"
+    return f"{machine['processor']}, {machine['cores']} cores{device}{kernel}"
 
 
 def model(model: LanguageModel) -> dict[str, Any]:
-    """Name, number of parameters, their dtype and the network's shape."""
+    """Returns a model's name, number of parameters, their dtype and the network's shape."""
     leaves = jax.tree.leaves(model.network.params)
     return {
         "name": model.name,
-        "parameters": parameter_count(model.config),  # of which the loop's layout may have copies, padded
+        "parameters": parameter_count(model.config),  # the loop's layout may hold padded copies beside them
         "parameter_dtype": ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
         "config": dataclasses.asdict(model.config),
     }
 
 
 def drafter(drafter) -> dict[str, Any]:
-    """As `model`; of a drafter without one its name."""
+    """Returns the same as `model` for a drafter's model; for a drafter without one its name."""
     return {"name": drafter.name} if drafter.second_model is None else model(drafter.second_model)
 
 
 def head(target, drafting, batches, options) -> dict[str, Any]:
-    """What every record begins with: machine, options, models, and how many inputs the batches have."""
+    """Returns what every record begins with: machine, options, models, and how many inputs the
+    batches have."""
     return {
         "machine": machine(),
         "options": dataclasses.asdict(options),
@@ -65,6 +68,7 @@ def head(target, drafting, batches, options) -> dict[str, Any]:
 
 
 def count_inputs(target: LanguageModel, batches) -> int:
-    """How many inputs the batches have; an empty one counts where the target is decoder-only, which goes on from it."""
+    """Returns how many inputs the batches have; an empty one counts for a decoder-only target,
+    which begins a text."""
     rows = [row for batch in batches for row in zip(batch.inputs, batch.ids, strict=True)]
     return sum(len(ids) > 0 or (decoder_only(target) and given is not None) for given, ids in rows)

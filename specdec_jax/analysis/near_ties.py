@@ -1,21 +1,29 @@
-"""Measures how far a call over several positions is from calls over one: what a near-tie is."""
+"""Measures how near a choice is to a tie: of a token, by how far logits from a call over several positions
+are from those of calls over one, and of the beams of a search."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis.timing import prefill_cache
+from specdec_jax.decoding.beams import plan_decoding
+from specdec_jax.decoding.beams import start as start_search
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
+from specdec_jax.speculative.beam_iteration import candidates, iterate_beams, live_beams, node_sums, scored
+from specdec_jax.speculative.beams import BeamState
 
 
 class Difference(NamedTuple):
     """How far one token's choice is from a tie.
 
     Attributes:
-      margin: between the target's two largest logits.
-      noise: largest difference between logits from calls over one position and over several, along the prefix.
+      margin: difference between the target's two largest logits.
+      noise: the largest difference, along the prefix, between logits from calls over one position
+        and over several.
     """
 
     margin: float
@@ -23,7 +31,8 @@ class Difference(NamedTuple):
 
     @property
     def near_tie(self) -> bool:
-        """Either token can be the argmax in exact arithmetic: each of two logits may be off by `noise`."""
+        """Whether either token can be the argmax in exact arithmetic: each of the two logits may be
+        off by `noise`."""
         return self.margin < 2 * self.noise
 
 
@@ -31,13 +40,14 @@ _decode = jax.jit(Network.decode)
 
 
 def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1) -> Difference:
-    """`Difference` at the token after `prefix`.
+    """Returns the `Difference` at the token after `prefix`.
 
     Args:
-      inputs: ids of one encoder input; they do not matter for a decoder-only model.
-      prefix: decoder tokens, start token first; of a decoder-only model prompt and new tokens.
-      width: positions of the wider call (γ + 1).
-      batch: rows; the input is repeated, since kernels differ with the number of rows.
+      model: the target.
+      inputs: ids of one encoder input; ignored for a decoder-only model.
+      prefix: decoder tokens, start token first; for a decoder-only model, prompt and new tokens.
+      width: number of positions of the wider call (γ + 1).
+      batch: number of rows; the input is repeated, since kernels differ with the number of rows.
     """
     inputs = np.tile(np.asarray(inputs, np.int32), (batch, 1))
     lengths = np.full(batch, inputs.shape[1], np.int32)
@@ -56,3 +66,41 @@ def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: 
     single, wide = logits(1), logits(width)
     second, first = np.partition(single[-1], -2)[-2:]
     return Difference(float(first - second), float(np.max(np.abs(single - wide))))
+
+
+def search_margin(model: LanguageModel, given, how: Mapping[str, Any]) -> float:
+    """Returns the least distance of two neighbours among the numbers that plain beam search orders, in all its steps.
+
+    Those are the sums of the best continuations of all beams, and the scores of the hypotheses that have ended. Where
+    it is no more than rounding, another order of additions may lead to another output.
+
+    Args:
+      given: one input, as `generate` takes it.
+      how: the arguments of `generate`.
+    """
+    job = plan_decoding(model, [given], **how)
+    state, least = start_search(job), np.inf
+    while not state.done.all():
+        margin, state = _margin(model.network, state)
+        least = min(least, float(margin))
+    return least
+
+
+@jax.jit
+def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
+    """The margin of one step of plain search, of one row, and the state after it."""
+    tree, live = live_beams(state), jnp.ones((1, state.program.beams), bool)
+    states, _ = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, live)
+    own, adjusted = scored(state, target.head(states, live), tree)
+    sums = node_sums(tree, state.live.scores, own if adjusted is None else adjusted)
+    found = candidates(own, adjusted, sums, state.program).sums.reshape(-1)
+    found, _ = jax.lax.top_k(found, min(state.program.candidates + 1, len(found)))
+    after = iterate_beams(target, None, state)
+    distances = [_distance(found), _distance(jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0])]
+    return jnp.min(jnp.stack(distances)), after
+
+
+def _distance(numbers: jax.Array) -> jax.Array:
+    """The least of two neighbours, without what stands for nothing and is lowered far below the others."""
+    gaps = -jnp.diff(jnp.sort(numbers, descending=True))
+    return jnp.min(jnp.where(jnp.sort(numbers, descending=True)[1:] > -1e6, gaps, jnp.inf), initial=jnp.inf)

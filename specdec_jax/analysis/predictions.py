@@ -11,13 +11,13 @@ from specdec_jax.analysis.timing import Spread
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one batch asked of the models.
+    """The calls that one batch needs.
 
     Attributes:
-      padded: length that its inputs are padded to.
-      calls: target calls.
-      draft_calls: draft steps, a call over two positions being one; None without a drafter, whose
-        encoder then does not run.
+      padded: length to which its inputs are padded.
+      calls: number of target calls.
+      draft_calls: number of draft steps, where a call over two positions counts as one; None
+        without a drafter, whose encoder then does not run.
     """
 
     padded: int
@@ -26,9 +26,10 @@ class Work:
 
 
 def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
-    """Seconds that the measured single steps give for `work`, by part; nothing for the loop around them.
+    """Returns the seconds of `work` by part, from the measured single steps; the loop around them
+    is not counted.
 
-    Drafting counts for nothing where no draft step was measured: the drafter has no model.
+    If no draft step was measured, the drafter has no model and drafting counts as nothing.
     """
     target_call = times[f"verify {gamma}" if gamma else "target step"].median
     parts = {"target encoder": 0.0, "drafter encoder": 0.0, "draft steps": 0.0, "target calls": 0.0}
@@ -43,21 +44,25 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
 
 
 def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
-    """Seconds of a draft step between target calls: what γ of them add to a call over γ + 1
-    positions, no less than alone."""
+    """Returns the seconds of a draft step between target calls.
+
+    That is what γ of them add to a call over γ + 1 positions, divided by γ, but no less than a
+    draft step alone.
+    """
     added = times[f"draft {gamma} and verify"].median - times[f"verify {gamma}"].median
     return max(added / gamma, times["draft step"].median)
 
 
 def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
-    """c of draft steps between target calls; 0 where no model drafts."""
+    """Returns c, for draft steps between target calls; 0 if no model drafts."""
     return draft_seconds(gamma, times) / times["target step"].median if "draft step" in times else 0.0
 
 
 def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, float | None]:
-    """What no policy of γ exceeds with this α (of the tokens that were examined) and c, target calls costing the same.
+    """Returns what no policy of γ exceeds with this α (of the examined tokens) and c, if target
+    calls cost the same at any width.
 
-    None where there is no bound.
+    A value is None if there is no bound.
     """
     bounds = {
         "tokens_per_target_call": formulas.oracle_tokens(alpha),
@@ -67,11 +72,14 @@ def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, f
 
 
 def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: int, alpha: float) -> list[Work]:
-    """Work by α and the output lengths alone: a batch runs until its last row is done.
+    """Returns the work that α and the output lengths alone let expect; a batch runs until its last
+    row is done.
 
     Args:
-      padded: of each batch.
-      lengths: of each batch, new tokens of its rows.
+      padded: padded input length of each batch.
+      lengths: for each batch, the new tokens of its rows.
+      gamma: γ.
+      alpha: α.
     """
     work = []
     for size, rows in zip(padded, lengths, strict=True):
@@ -83,14 +91,19 @@ def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: i
 def predictions(
     gamma: int, alpha: float, times: Mapping[str, Spread], padded, lengths, counted: Sequence[Work]
 ) -> dict[str, float]:
-    """Expected improvement, from the paper's formula to one that counts everything but the loop itself and the second
-    position of a drafter's first call after a full acceptance.
+    """Returns the expected improvement by four formulas, each of which counts more than the one
+    before.
+
+    None counts the loop itself, nor the second position of a drafter's first call after a full
+    acceptance.
 
     Returns:
-      cost_ratio, verify_cost: the measured c, of draft steps between target calls, and v(γ + 1).
-      theorem_3_8: E[tokens] / (γc + 1). with_verify_cost: E[tokens] / (γc + v).
-      with_lengths: as that, with the encoders and the real output lengths.
-      with_counts: as that, with the calls that were really made instead of those that α lets expect.
+      cost_ratio, verify_cost: the measured c, of draft steps between target calls, and v for γ + 1
+        positions.
+      theorem_3_8: E[tokens] / (γc + 1).
+      with_verify_cost: E[tokens] / (γc + v).
+      with_lengths: the same with encoders and the real output lengths.
+      with_counts: the same with the calls that were made instead of those that α lets expect.
     """
     step = times["target step"].median
     c = cost_ratio(gamma, times)
@@ -108,11 +121,13 @@ def predictions(
 
 
 def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """What choosing tokens adds to a target call over γ + 1 positions, as a share of the call, by verifier.
+    """Returns what choosing tokens adds to a target call over γ + 1 positions, as a share of the
+    call, by verifier.
 
     Args:
       gamma: γ.
-      seconds: of each pass, by arm: "call γ, alone", "call γ, token" and so on; compared pass by pass.
+      seconds: seconds of each pass by arm ("call γ, alone", "call γ, token" and so on); compared
+        pass by pass.
     """
     start = f"call {gamma}, "
     alone = np.array(seconds[start + "alone"])
@@ -125,5 +140,6 @@ def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[st
 
 
 def shares(parts: Mapping[str, float], measured: float) -> dict[str, float]:
-    """Each part's share of the measured seconds; "rest" is the loop, the host and what the single steps do not show."""
+    """Returns each part's share of the measured seconds; "rest" is the loop, the host and whatever
+    single steps do not show."""
     return {**{name: part / measured for name, part in parts.items()}, "rest": 1 - sum(parts.values()) / measured}

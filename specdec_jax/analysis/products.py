@@ -1,4 +1,4 @@
-"""Times the bare products of a decoder step: the floor under every step."""
+"""Times the bare matrix products of a decoder step: the floor under every step."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ class Products(NamedTuple):
     """The weights that one decoder step multiplies with.
 
     Attributes:
-      kernels: all kernels of the decoder and the head, as `apply_kernel` takes them, apart from the keys and values of
-        cross-attention, which are multiplied with once per request.
-      axes: of each, the one of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is
+      kernels: all kernels of the decoder and the head, as `apply_kernel` takes them, except those
+        of cross-attention's keys and values, which are used once per request.
+      axes: for each, the axis of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is
         the embedding `[V, D]`.
     """
 
@@ -29,7 +29,8 @@ class Products(NamedTuple):
 
     @classmethod
     def of(cls, network: Network, packed: bool = True) -> "Products":
-        """In the loop's own layout, or in the checkpoint's (new arrays, where the two differ)."""
+        """Returns the weights in the loop's own layout (`packed`) or in the checkpoint's (new
+        arrays, if the two differ)."""
         kernels = step_kernels(network.params)
         kernels = kernels if packed else list(map(matrix, kernels))
         axes = [0] * len(kernels)
@@ -41,10 +42,10 @@ class Products(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps"))
 def bare_products(kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int) -> jax.Array:
-    """`steps` times the products `x [B, K] · kernel` of one decoder step and nothing else.
+    """Computes `steps` times the products `x [B, K] · kernel` of one decoder step and nothing else.
 
-    Each product's operand depends on the maximum of the one before, which no compiler can see through; the factor keeps
-    the numbers as they are.
+    Each product's operand depends on the maximum of the one before, so that no compiler can leave
+    one out; the factor keeps the numbers as they are.
     """
 
     def body(_, carry):
@@ -62,9 +63,12 @@ def bare_products(kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...],
 
 
 def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object]]:
-    """Calls of `STEPS` times the bare matrix products of one step of `batch` rows: in the loop's
-    own layout of the weights and, where another is used for several positions, in the checkpoint's,
-    which may be the faster one for one position."""
+    """Returns calls that compute `STEPS` times the bare matrix products of one step of `batch`
+    rows.
+
+    They use the loop's own layout of the weights; where that is another than the checkpoint's, the
+    checkpoint's is timed too, since it may be faster for one position.
+    """
     layouts = {"products": Products.of(network)}
     if network.module.native:
         layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
@@ -72,8 +76,11 @@ def products_arms(network: Network, batch: int) -> dict[str, Callable[[], object
 
 
 def bare_arms(target: LanguageModel, drafter, rows: int, gammas: Sequence[int]) -> dict[str, Callable[[], object]]:
-    """As `products_arms`, in the loop's own layout: those of target calls over γ + 1 positions, and of
-    a draft step where the drafter is a model that is not reduced."""
+    """Returns calls as `products_arms` does, in the loop's own layout, for target calls over γ + 1
+    positions.
+
+    If the drafter is a model without a shortlist or 8 bits, a draft step is among them.
+    """
     arms = {}
     for gamma in gammas:
         wide = rows * (gamma + 1)

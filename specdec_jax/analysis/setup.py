@@ -1,4 +1,4 @@
-"""What a measurement is asked for: the part of a command's options that `analysis` reads."""
+"""Defines what a measurement is asked for: the part of a command's options that `analysis` reads."""
 
 from typing import Any, Protocol
 
@@ -7,82 +7,121 @@ from specdec_jax.speculative.sampling import SamplingConfig
 
 
 class Setup(Protocol):
-    """How sentences are decoded and timed; every measuring command's options are one, and go into its record whole.
+    """How sentences are decoded and timed. The options of every measuring command are one, and go
+    into its record whole.
+
+    Its members are properties since options are frozen, as in the protocols below.
 
     Attributes:
       verifier: name of the verifier.
       temperature: 0 is argmax.
-      max_new_tokens, max_input_length: in tokens.
-      batch_size: sentences decoded together.
-      repeats: passes over the sentences.
-      seed: of the sampling.
+      max_new_tokens, max_input_length: limits in tokens.
+      batch_size: number of sentences decoded together.
+      repeats: number of passes over the sentences.
+      seed: seed of the sampling.
     """
 
-    verifier: str
-    temperature: float
-    max_new_tokens: int
-    max_input_length: int
-    batch_size: int
-    repeats: int
-    seed: int
+    @property
+    def verifier(self) -> str: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def max_input_length(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def repeats(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
     def sampling(self) -> SamplingConfig:
         """Returns how tokens are chosen."""
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
-        """Returns the arguments of `generate` but for the drafter's; with `plain`, those of decoding without one."""
+        """Returns the arguments of `generate` except the drafter's; with `plain`, those of plain
+        decoding."""
 
 
-class BenchmarkSetup(Setup, Protocol):
-    """What `benchmark` reads beside.
+class BeamSetup(Setup, Protocol):
+    """What `benchmark_beams` and `tune_beams` read besides.
 
     Attributes:
-      gamma: numbers of drafted tokens that are timed.
+      num_beams: beams of a search; None: none.
+      beam_width: the numbers of nodes in a level of the tree that are timed; (): as each command says.
+    """
+
+    @property
+    def num_beams(self) -> int | None: ...
+    @property
+    def beam_width(self) -> tuple[int, ...]: ...
+
+    def search(self, **others: Any) -> dict[str, Any]:
+        """Returns the arguments of `generate` for a beam search; `others` are added to them."""
+
+
+class BenchmarkSetup(BeamSetup, Protocol):
+    """What `benchmark` reads besides.
+
+    Attributes:
+      gamma: the γ that are timed.
       gamma_policy: name of the policy of γ.
-      forced_alpha: acceptance by coin; (): as the models say.
+      forced_alpha: acceptance rates forced by coin; (): as the models say.
       preset: shape of a target with random weights, or None.
       samples_preset: whether the cost of sampling is measured.
     """
 
-    gamma: tuple[int, ...]
-    gamma_policy: str
-    forced_alpha: tuple[float, ...]
-    preset: str | None
-
     @property
-    def samples_preset(self) -> bool:
-        """Whether the cost of sampling is measured."""
+    def gamma(self) -> tuple[int, ...]: ...
+    @property
+    def gamma_policy(self) -> str: ...
+    @property
+    def forced_alpha(self) -> tuple[float, ...]: ...
+    @property
+    def preset(self) -> str | None: ...
+    @property
+    def samples_preset(self) -> bool: ...
 
     def gamma_of(self, gamma: int | str) -> int | str | Policy:
         """Returns what `generate` takes as γ."""
 
 
 class MeasureSetup(Setup, Protocol):
-    """What `expectations.measure` reads beside.
+    """What `expectations.measure` reads besides.
 
     Attributes:
-      gamma_max: the largest γ of the table.
-      timed_gammas: those whose target call is timed.
+      gamma_max: the greatest γ of the table.
+      timed_gammas: the γ whose target call is timed.
       compare_alpha: whether Σ min(p, q) is compared with what token verification accepts.
+      drafter, shortlist, shortlist_size, drafter_int8: what drafts, for a message.
     """
 
-    gamma_max: int
-    compare_alpha: bool
-
     @property
-    def timed_gammas(self) -> tuple[int, ...]:
-        """Numbers of drafted tokens whose target call is timed."""
+    def gamma_max(self) -> int: ...
+    @property
+    def compare_alpha(self) -> bool: ...
+    @property
+    def drafter(self) -> str | None: ...
+    @property
+    def shortlist(self) -> str | None: ...
+    @property
+    def shortlist_size(self) -> int: ...
+    @property
+    def drafter_int8(self) -> bool: ...
+    @property
+    def timed_gammas(self) -> tuple[int, ...]: ...
 
 
-class TuneSetup(Setup, Protocol):
-    """What `tuning.tune` reads beside.
+class TuneSetup(BeamSetup, Protocol):
+    """What `tuning.tune` reads besides.
 
     Attributes:
-      gamma: the numbers of drafted tokens to choose from.
+      gammas: the γ to choose from.
+      verifiers: the verifiers to choose from.
     """
 
-    gamma: tuple[int, ...]
-
     @property
-    def verifiers(self) -> tuple[str, ...]:
-        """The verifiers to choose from."""
+    def gammas(self) -> tuple[int, ...]: ...
+    @property
+    def verifiers(self) -> tuple[str, ...]: ...

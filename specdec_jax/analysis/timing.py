@@ -1,7 +1,9 @@
-"""Times single steps on this machine: seconds of a target step, a verify call, a draft step, an encoder.
+"""Times single steps on this machine: seconds of a target step, a verify call, a draft step, an
+encoder.
 
-Every timing runs many steps inside one compiled program, so that dispatch does not count. A step is a decode call
-and the argmax of its logits; the tokens it finds are fed to the next, so that nothing is hoisted or elided.
+Every timing runs many steps inside one compiled program, so that dispatch does not count. A step is
+a decode call and the argmax of its logits. The tokens that it finds are fed to the next step, so
+that the compiler can remove or move nothing.
 """
 
 import functools
@@ -27,12 +29,12 @@ from specdec_jax.speculative.state import DecodeState, Draft, StaticConfig
 from specdec_jax.speculative.verifiers import VERIFIERS
 
 STEPS = 32
-# Verifiers whose cost is measured.
+# The verifiers whose cost is measured.
 SAMPLED = ("token", "block", "gumbel")
 
 
 class Spread(NamedTuple):
-    """Median, least and most of repeated measurements."""
+    """Median, least and greatest of repeated measurements."""
 
     median: float
     least: float
@@ -40,15 +42,17 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values) -> "Spread":
+        """Returns the spread of `values`."""
         return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call, the devices' work included: the median of a few where they are short.
+    """Returns the seconds of one call, the devices' work included; for a short call the median of a
+    few.
 
-    An untimed call goes before: after a pause the first one also pays for sleeping threads and cold
-    caches, which of more than
-    two seconds is nothing.
+    An untimed call goes before, because after a pause the first one also pays for sleeping threads
+    and cold caches. For calls of more than two seconds that does not count, and the first one is
+    taken.
     """
 
     def once() -> float:
@@ -63,7 +67,8 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def rotate(arms: Mapping[str, object], turn: int) -> list[str]:
-    """Names of the arms, beginning with another one every turn: none always comes first."""
+    """Returns the names of the arms, beginning with another one every turn, so that none always
+    comes first."""
     names = list(arms)
     return names[turn % len(names) :] + names[: turn % len(names)]
 
@@ -73,10 +78,14 @@ def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cach
     """Feeds T tokens at the same positions `steps` times, each time those that the last step found.
 
     Args:
+      network: the network.
       tokens: `[B, T]`.
       positions: `[B]`; positions + T must not exceed the cache's slots.
+      cache: the decoder's cache.
+      steps: number of steps.
 
-    Returns: the last tokens `[B, T]`.
+    Returns:
+      The last tokens `[B, T]`.
     """
 
     def body(_, carry):
@@ -89,7 +98,8 @@ def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cach
 
 @functools.partial(jax.jit, static_argnames="slots")
 def prefill_cache(network: Network, inputs, input_lengths, *, slots: int):
-    """The cache with which decoding begins; for a decoder-only network after all but the last id of its prompt.
+    """Returns the cache with which decoding begins; for a decoder-only network, after all but the
+    last id of the prompt.
 
     A network that attends to another's encoder output is given zeros.
     """
@@ -102,14 +112,14 @@ def prefill_cache(network: Network, inputs, input_lengths, *, slots: int):
 
 
 def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, gamma: int) -> int:
-    """Slots that `generate` would take for inputs of this padded length."""
+    """Returns the number of slots that `generate` would take for inputs of this padded length."""
     return slots((input_length if decoder_only(target) else 1) + max_new_tokens, gamma)
 
 
 @functools.partial(jax.jit, static_argnames="steps")
 def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
-    """As `decode_steps` for two tokens `[B, 2]`, but with the head on the second alone, as a
-    drafter that catches up has it."""
+    """Runs steps as `decode_steps` does for two tokens `[B, 2]`, with the head on the second only,
+    like a drafter that catches up."""
 
     def body(_, carry):
         tokens, cache = carry
@@ -123,10 +133,10 @@ def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache,
 def step_arm(
     network: Network, batch: int, input_length: int, slots: int, width: int, stepping: Callable = decode_steps
 ) -> Callable[[], object]:
-    """A call of `STEPS` steps over `width` positions of `batch` rows, with inputs of `input_length` tokens.
+    """Returns a call that runs `STEPS` steps over `width` positions of `batch` rows, with inputs of
+    `input_length` tokens.
 
-    Args:
-      stepping: what takes the steps: `decode_steps`, or `pair_steps`, of which `width` must be 2.
+    `stepping` runs the steps: `decode_steps`, or `pair_steps`, for which `width` must be 2.
     """
     inputs, lengths = _inputs(network, batch, input_length)
     cache = prefill_cache(network, inputs, lengths, slots=slots)
@@ -137,13 +147,19 @@ def step_arm(
 
 @functools.partial(jax.jit, static_argnames=("gamma", "steps"))
 def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int):
-    """γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in turn.
+    """Runs γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in
+    turn.
 
-    What a draft step costs next to target calls is not what it costs alone: they push its weights
+    Between target calls a draft step costs another time than alone, because they push its weights
     out of the processor's caches.
 
     Args:
-      tokens: `[B, G + 1]`. positions: `[B]`. caches: the target's and the drafter's.
+      target, drafter: the networks.
+      tokens: `[B, G + 1]`.
+      positions: `[B]`.
+      caches: the target's cache and the drafter's.
+      gamma: γ.
+      steps: number of rounds.
     """
 
     def draft(_, carry):
@@ -162,11 +178,13 @@ def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *
 
 @functools.partial(jax.jit, static_argnames="steps")
 def call_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
-    """As `decode_steps`, but for the argmax: the call alone.
+    """Runs steps as `decode_steps` does, but without the argmax: the call alone.
 
-    Each next token is made of one logit; all of them are carried, so that the call cannot shrink to that one.
+    Each next token is made of one logit. All logits are carried along, so that the compiler cannot
+    reduce the call to that one.
 
-    Returns: the last tokens `[B, T]` and logits `[B, T, V]`.
+    Returns:
+      The last tokens `[B, T]` and logits `[B, T, V]`.
     """
 
     def body(_, carry):
@@ -181,16 +199,21 @@ def call_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache,
 
 @functools.partial(jax.jit, static_argnames="steps")
 def verified_steps(network: Network, state: DecodeState, *, steps: int):
-    """As `decode_steps` over γ + 1 positions, with the engine's own verification in the place of the argmax.
+    """Runs steps as `decode_steps` does over γ + 1 positions, with the engine's own verification in
+    place of the argmax.
 
-    The drafter's law is the target's of the step before, one position on; what follows the accepted tokens stands among
-    those fed next, and their number enters the keys of the next draws: so nothing can leave the loop.
+    The drafter's law is the target's law of the step before, one position on. What follows the
+    accepted tokens is among the tokens fed next, and their number enters the keys of the next
+    draws, so that nothing can leave the loop.
 
     Args:
+      network: the target.
       state: from `verified_state`.
+      steps: number of steps.
 
-    Returns: the last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and target's laws
-      `[B, G + 1, V]` (None for argmax).
+    Returns:
+      The last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and the target's laws `[B, G +
+        1, V]` (None for argmax).
     """
     program, positions = state.program, state.lengths - 1
     batch, width = len(positions), program.gamma + 1
@@ -212,7 +235,7 @@ def verified_steps(network: Network, state: DecodeState, *, steps: int):
 def verified_state(
     network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig, verifier: str
 ) -> DecodeState:
-    """A state in the middle of `batch` rows of `slots` tokens, for `verified_steps`."""
+    """Returns a state in the middle of `batch` rows of `slots` tokens, for `verified_steps`."""
     inputs, lengths = _inputs(network, batch, input_length)
     vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
     start = (slots - gamma - 1) // 2 + 1
@@ -228,8 +251,8 @@ def verified_state(
 def sampling_arms(
     network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig
 ) -> dict[str, Callable[[], object]]:
-    """Calls of `STEPS` target calls over γ + 1 positions: alone, with argmax, and with each of
-    `SAMPLED` under `config`."""
+    """Returns calls that run `STEPS` target calls over γ + 1 positions: alone, with argmax, and
+    with each verifier of `SAMPLED`."""
     argmax = verified_state(network, batch, input_length, slots, gamma, SamplingConfig(), "token")
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)
     arms = {
@@ -246,7 +269,8 @@ def sampling_arms(
 def paired_arm(
     target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int
 ) -> Callable[[], object]:
-    """A call of `STEPS` times γ draft steps and one target call over γ + 1 positions."""
+    """Returns a call that runs `STEPS` rounds of γ draft steps and one target call over γ + 1
+    positions."""
     inputs, lengths = _inputs(target, batch, input_length)
     caches = tuple(prefill_cache(network, inputs, lengths, slots=slots) for network in (target, drafter))
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)
@@ -258,7 +282,7 @@ _prefill_state = jax.jit(prefill.prefill, static_argnames=("program", "slots"))
 
 
 def prefill_arm(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
-    """A call of the encoder and of everything else that happens once per request."""
+    """Returns a call of the encoder and of everything else that happens once per request."""
     inputs, lengths = _inputs(network, batch, input_length)
     return lambda: prefill_cache(network, inputs, lengths, slots=slots)
 
@@ -267,14 +291,18 @@ def step_arms(
     target: LanguageModel, drafter, rows: int, lengths: Sequence[int], room: int, gammas: Sequence[int],
     pairs: Sequence[int]
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
-    """Single steps and encoders by name, for `steps_in(name)` steps each.
+    """Returns single steps and encoders by name, with `steps_in(name)` steps in each call.
 
     Args:
-      drafter: one without a model has no steps of its own.
-      rows: B. lengths: that inputs are padded to. room: slots.
-      gammas: a "verify γ" for each is a target call over γ + 1 positions.
-      pairs: a "draft γ and verify" for each is that with γ draft steps before it. A "draft pair" is the call over two
-        positions with which a model catches up after a full acceptance.
+      target: the target.
+      drafter: the drafter; one without a model has no steps of its own.
+      rows: B.
+      lengths: padded lengths of inputs.
+      room: number of slots.
+      gammas: for each γ there is "verify γ", a target call over γ + 1 positions.
+      pairs: for each γ there is "draft γ and verify", which has γ draft steps before that call; and
+        a "draft pair", the call over two positions with which a model catches up after a full
+        acceptance.
     """
     single, longest = target.network, max(lengths)
     arms = {"target step": step_arm(single, rows, longest, room, 1)}
@@ -297,14 +325,18 @@ def step_arms(
 
 
 def steps_in(name: str) -> int:
-    """How many steps a call of the arm of this name makes."""
+    """Returns how many steps one call of the arm with this name runs."""
     return 1 if "encoder" in name else STEPS
 
 
 def iteration_state(
     target: LanguageModel, drafter, batch: int, input_length: int, gamma: int, **options
 ) -> tuple[DecodeState, Request]:
-    """A state in the middle of `batch` rows whose drafter has nothing to catch up with; options as for `generate`."""
+    """Returns a state in the middle of `batch` rows whose drafter has nothing to catch up with, and
+    its request.
+
+    Options are those of `generate`.
+    """
     inputs, lengths = _inputs(target.network, batch, input_length)
     options |= dict(input_lengths=lengths, max_input_length=input_length, eos_ids=())
     state, request = prepare(target, inputs, drafter=drafter, gamma=gamma, **options)
@@ -315,12 +347,13 @@ def iteration_state(
 
 
 def iteration_arm(state: DecodeState, request: Request) -> Callable[[], object]:
-    """A call of `STEPS` iterations."""
+    """Returns a call that runs `STEPS` iterations."""
     return functools.partial(iterated_steps, request.network, request.drafter, state, np.int32(STEPS))
 
 
 def call_arm(state: DecodeState, request: Request) -> Callable[[], object]:
-    """A call of `STEPS` times the target call and the verification of such an iteration, without its draft."""
+    """Returns a call that runs `STEPS` times the target call and the verification of such an
+    iteration, without its draft."""
     return functools.partial(verified_steps, request.network, state, steps=STEPS)
 
 

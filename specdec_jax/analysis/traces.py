@@ -1,4 +1,4 @@
-"""The iterations of one input, as text (the paper's Figure 1) and as time (its Figure 5)."""
+"""Shows the iterations of one input as text (the paper's Figure 1) and as time (its Figure 5)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
 
-# What the kinds of text in a line are called, each in the style of its kind.
+# The names of the kinds of text in a line, each in the style of its kind.
 LEGEND = (
     ("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
     ("committed", "; the target's own: "), ("corrected", "correction"), ("committed", " after a rejection, "),
@@ -17,9 +17,11 @@ LEGEND = (
 
 
 def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
-    """Returns one line per target call: (kind, text) of what was committed before, of the drafted tokens that were
-    accepted and rejected, and of the target's own: a correction after a rejection, a bonus where nothing was
-    rejected."""
+    """Returns one line per target call, as (kind, text) pairs.
+
+    They are: what was committed before, the accepted and the rejected drafted tokens, and the
+    target's own token, which is a correction after a rejection and a bonus otherwise.
+    """
     found, committed = [], ""
     for step in steps:
         accepted = "".join(surface(token, target) for token in step.accepted)
@@ -33,26 +35,31 @@ def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[
 
 
 def surface(token: int, target: LanguageModel) -> str:
+    """Returns a token as text."""
     return " [END]" if token in target.eos_ids else target.vocabulary.piece(token)
 
 
 def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]) -> list[tuple[str, float]]:
-    """(what, seconds) of every call that the iterations made, by the medians of single steps; γ = 0 is plain decoding.
+    """Returns (kind of call, seconds) of every call that the iterations made, by the medians of
+    single steps; γ = 0 is plain decoding.
 
-    Where a model drafts, the first step after a full acceptance is a call over two positions.
+    If a model drafts, the first step after a full acceptance is a call over two positions.
 
     Args:
-      padded: length that the input is padded to.
-      times: as `timing.step_arms` names them.
+      steps: the iterations.
+      gamma: γ.
+      padded: padded length of the input.
+      times: seconds by the names of `timing.step_arms`.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
-    draft = predictions.draft_seconds(gamma, times) if gamma and "draft step" in times else None
-    pair = draft and draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median
+    drafts = gamma > 0 and "draft step" in times
+    draft = predictions.draft_seconds(gamma, times) if drafts else 0.0
+    pair = draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median if drafts else 0.0
     encoders = ("target encoder", "drafter encoder") if gamma else ("target encoder",)
     found = [(name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times]
     whole = False
     for step in steps:
-        if draft is not None and step.gamma:
+        if drafts and step.gamma:
             found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (step.gamma - 1)
         found.append(("target call", call))
         whole = 0 < step.gamma == len(step.accepted)
@@ -62,8 +69,8 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
 def example(
     target: LanguageModel, drafter, gammas: Sequence[int], batches, times: Mapping[str, Spread], options
 ) -> dict[str, Any] | None:
-    """The first input that has any text, decoded plainly and with every γ of `gammas`; None
-    where there is none such."""
+    """Returns the first input that has any text, decoded plainly and with every γ of `gammas`; None
+    if there is none."""
     batch = next((batch for batch in batches if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()), None)
     if batch is None:
         return None

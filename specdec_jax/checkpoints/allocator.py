@@ -11,12 +11,15 @@ _MAX_MMAP_THRESHOLD = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 @contextlib.contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """Within it, freed blocks of 64 KiB and more go back to the system at once; glibc only, elsewhere nothing.
+    """Makes glibc return freed blocks of 64 KiB and more to the system at once; does nothing
+    elsewhere.
 
-    glibc raises the size from which it maps blocks by themselves up to 32 MiB as it sees them freed; smaller ones stay
-    with the heap of the thread that asked for them. Loading frees an array for each one it keeps, in TensorStore's
-    threads too, and would leave the process at twice the weights for models whose kernels are below that size.
-    Afterwards the thresholds are where glibc's own adjustment ends, so that the decode loop's buffers are kept.
+    glibc maps large blocks by themselves, but as it sees them freed it raises the size from which
+    it does so, up to 32 MiB. Smaller blocks stay with the heap of the thread that asked for them.
+    Loading frees an array for each one it keeps, in TensorStore's threads too; for models whose
+    kernels are below that size the process would end up with twice the memory of the weights. After
+    the block the thresholds are where glibc's own adjustment ends, so that the decode loop's
+    buffers are kept.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None  # Windows takes no None
     if mallopt is None:

@@ -17,25 +17,27 @@ from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.t5 import T5Config, t5_only
 
 FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
-# The families that another's format has names for.
+# The model families that each format of others has names for.
 _HOLDS: dict[str, Collection[str]] = {
     "huggingface": huggingface.WRITERS, "t5x": (T5Config.family,), "t5x_legacy": (T5Config.family,),
 }  # fmt: skip
 
 
 def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
-    """Writes a model that `load` reads, in `dtype`, as for `convert`: kernels in 8 bits are widened,
-    unless that is "int8".
+    """Writes a model to a folder that `load` reads.
 
-    The vocabulary's file goes into the folder, unless, for "specdec", the folder above holds the
-    same file. The folder appears whole or not at all; an earlier model folder of this package there
-    is replaced.
+    The vocabulary's file goes into the folder, except that for "specdec" it is left out if the
+    folder above holds the same file. The folder appears whole or not at all; an earlier model
+    folder of this package there is replaced.
 
     Args:
-      format: as for `convert`.
+      model: the model; its kernels in 8 bits are widened unless `dtype` is "int8".
+      path: the folder.
+      dtype, format: as for `convert`.
 
     Raises:
-      ValueError: `path` is something else than a model folder, or the format cannot hold the model.
+      ValueError: `path` is something other than a model folder, or the format cannot hold the
+        model.
     """
     folder = pathlib.Path(path).absolute()
     check = own.check_free if _check_format(format) == "specdec" else _check_empty
@@ -57,9 +59,11 @@ class Written(NamedTuple):
     """What `convert` wrote.
 
     Attributes:
-      folder: for T5X the `checkpoint_<step>` directory.
-      dtype: of the parameters there. stored: of those in the source, several where they differ.
-      parameters: how many numbers. size: bytes of all files.
+      folder: where; for T5X the `checkpoint_<step>` directory.
+      dtype: dtype of the parameters that were written.
+      stored: dtypes of the parameters in the source.
+      parameters: number of parameters.
+      size: bytes of all files.
     """
 
     folder: pathlib.Path
@@ -81,20 +85,20 @@ def convert(
 
     Args:
       source: whatever `load` reads.
-      output: a folder that does not exist or is empty. It appears whole or not at all. For T5X one
-        named `checkpoint_<step>` is the checkpoint itself, any other gets `checkpoint_<step>`
-        inside, with the source's step if that is T5X's, else 1.
+      output: a folder that does not exist or is empty. It appears whole or not at all. For T5X, a
+        folder named `checkpoint_<step>` is the checkpoint itself; any other gets a folder
+        `checkpoint_<step>` inside, with the step of a T5X source, else 1.
       format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes
         today), "t5x_legacy", or "specdec", this package's own.
-      dtype: "float32" or "bfloat16", or for "specdec" also "int8": kernels and embeddings in 8
-        bits, those that are stored so with the very integers, the rest in float32. Drafters and
-        heads that were trained on a target's states do not fit the rounded one. None: bfloat16 if
-        all parameters are stored so, else float32.
+      dtype: "float32" or "bfloat16"; for "specdec" also "int8", which writes kernels and embeddings
+        in 8 bits and the rest in float32. Matrices that are stored in 8 bits already keep their
+        integers. Drafters and heads that were trained on a target's states do not fit the rounded
+        target. None: bfloat16 if all parameters are stored so, else float32.
       config, vocabulary: as for `load`.
-      track: given the parameters' names, yields them: for a progress bar.
+      track: takes the parameters' names and yields them one by one, for a progress bar.
 
     Raises:
-      ValueError: as for `load`; `output` holds something, or the format cannot hold the model.
+      ValueError: as for `load`; or `output` is not empty, or the format cannot hold the model.
     """
     _check_format(format)
     if dtype is not None:
@@ -125,7 +129,8 @@ def _write(
     checkpoint: Checkpoint, target: pathlib.Path, check_free: Callable[[pathlib.Path], None], format: str, dtype,
     step: int | None = None, track: Track = iter,
 ) -> Written:  # fmt: skip
-    """Writes a checkpoint whose special ids are known, and makes sure that the format says of it what it should."""
+    """Writes a checkpoint whose special ids are known, reads it back and checks that nothing was
+    lost."""
     config = checkpoint.config
     if format != "specdec" and (config.encoder_dim is not None or config.family not in _HOLDS[format]):
         kind = "a decoder-only model" if config.decoder_only else "a model without an encoder of its own"
@@ -138,7 +143,7 @@ def _write(
     checkpoint = dataclasses.replace(checkpoint, config=checkpoint.config.replace(dtype=computing))
     inner = pathlib.PurePath()
     if format.startswith("t5x") and t5x.step_of(target) is None:
-        inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes a step 0 for none
+        inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes step 0 to mean that there is no step
     with new_folder(target, check_free) as temporary:
         folder = temporary / inner
         folder.mkdir(exist_ok=True)
@@ -148,6 +153,7 @@ def _write(
             huggingface.write_folder(checkpoint, dtype, folder, track)
         else:
             number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
+            assert number is not None
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             own.write_description(checkpoint, folder, "t5x")
             leaves = t5x.leaves_by_their_names(checkpoint.leaves, t5_only("format", checkpoint.config))
@@ -158,13 +164,13 @@ def _write(
 
 
 def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
-    """Raises ValueError where a format has no way to say something of a model, as Hugging Face's
-    ByT5 of no sentinels."""
+    """Raises ValueError if a format cannot express something about a model; Hugging Face's ByT5,
+    for instance, cannot say that there are no sentinels."""
 
     def said(checkpoint: Checkpoint) -> dict:
         config, vocabulary = checkpoint.config.explicit(), checkpoint.vocabulary
         shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        for name in ("dropout_rate", "dtype", "matmul_dtype"):  # of training, and of the parameters
+        for name in ("dropout_rate", "dtype", "matmul_dtype"):  # settings of training, and of how parameters are held
             shape.pop(name, None)
         ids = dict(
             start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint

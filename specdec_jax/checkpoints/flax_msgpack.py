@@ -1,8 +1,9 @@
-"""Flax's msgpack files, one array at a time: the headers are walked first, then each array is read from its own place.
+"""Reads Flax's msgpack files one array at a time: first all headers, then each array from its
+place.
 
-The usual reader holds the whole file, and every array once more. Layout: nested maps from strings
-to arrays; an array is an extension of code 1 whose data is the msgpack of (shape, name of the
-dtype, bytes); above 1 GiB it is a map of such arrays, flat (`flax.serialization`).
+The usual reader holds the whole file in memory, and every array once more. Layout: nested maps from
+strings to arrays. An array is an extension of code 1 whose data is the msgpack of (shape, dtype
+name, bytes); an array above 1 GiB is a map of such arrays, each flat (see `flax.serialization`).
 """
 
 import math
@@ -20,10 +21,11 @@ from specdec_jax.models.parameters import flatten
 _CHUNKED = "__msgpack_chunked_array__"
 
 
-_VALUES = 1_000_000  # in a file; T5X's checkpoint of 24 + 24 layers has some 20,000
+# Limits of what a file may hold: values, levels of nesting, bytes of a string.
+_VALUES = 1_000_000  # T5X's checkpoint of 24 + 24 layers has some 20,000
 _DEPTH = 100
 _STRING = 4096
-# What an array may be made of: parameters, and what a training state has beside them.
+# The dtypes that an array may have: those of parameters, and of what a training state holds beside them.
 _DTYPES = {
     name: np.dtype(jnp.bfloat16 if name == "bfloat16" else name)
     for name in (*FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -31,7 +33,13 @@ _DTYPES = {
 
 
 class Array(NamedTuple):
-    """Where an array lies: shape, dtype, and (offset in the file, elements) of its parts in order."""
+    """Where an array lies in a file.
+
+    Attributes:
+      shape: shape of the array.
+      dtype: dtype of the array.
+      parts: (offset in the file in bytes, number of elements) of each part, in order.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -39,10 +47,10 @@ class Array(NamedTuple):
 
 
 def open_file(path: pathlib.Path) -> dict[str, Leaf]:
-    """Every array of the file by its `/`-joined name.
+    """Returns every array of the file by its `/`-joined name; none is read yet.
 
     Raises:
-      ValueError: the file is truncated, or holds something else than nested maps of arrays of floating-point numbers.
+      ValueError: the file is truncated, or holds anything but nested maps of floating-point arrays.
     """
     tree = read_tree(path)
     if not isinstance(tree, dict):
@@ -51,10 +59,10 @@ def open_file(path: pathlib.Path) -> dict[str, Leaf]:
 
 
 def read_tree(path: pathlib.Path) -> Any:
-    """What the file holds, with an `Array` for each array: no array is read.
+    """Returns the contents of the file, with an `Array` in place of each array: no array is read.
 
     Raises:
-      ValueError: the file is truncated, or has something that Flax does not write.
+      ValueError: the file is truncated, or holds something that Flax does not write.
     """
     check_file(path, 2**63)
     try:
@@ -80,7 +88,8 @@ _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
 class _Walk:
-    """A file that is gone through once; every method raises ValueError at what is not sound."""
+    """A file that is read once from start to end; every method raises ValueError for unsound
+    contents."""
 
     def __init__(self, file: BinaryIO, size: int):
         self._file, self.size, self._left = file, size, _VALUES
@@ -95,7 +104,7 @@ class _Walk:
         return struct.unpack(f">{form}", self._read(struct.calcsize(f">{form}")))[0]
 
     def value(self, depth: int) -> Any:
-        """The value at the file's place; bytes as (offset, length), never read."""
+        """Returns the value at the current position; byte strings as (offset, length), never read."""
         self._left -= 1
         if self._left < 0 or depth > _DEPTH:
             raise ValueError(f"more than {_VALUES:,} values, or {_DEPTH} in each other")
@@ -157,16 +166,16 @@ def _is_shape(value) -> bool:
 
 
 def _listed(tree) -> list:
-    """The list that Flax writes as a map from "0", "1", …; empty where it is none."""
+    """Returns the list that Flax writes as a map from "0", "1", …; an empty one for any other map."""
     keys = [str(i) for i in range(len(tree))] if isinstance(tree, dict) else []
     return [tree[key] for key in keys] if tree and set(keys) == set(tree) else []
 
 
 def _joined(tree: dict[str, Any]) -> Array:
-    """The array that a map of its parts stands for."""
+    """Returns the array that a map of its parts stands for."""
     shape, chunks = _listed(tree.get("shape")), _listed(tree.get("chunks"))
     if not (chunks and all(isinstance(chunk, Array) and chunk.dtype == chunks[0].dtype for chunk in chunks)):
-        raise ValueError("an array in parts that are none")
+        raise ValueError("an array in parts that are not arrays")
     parts = tuple(part for chunk in chunks for part in chunk.parts)
     if not _is_shape(shape) or math.prod(shape) != sum(count for _, count in parts):
         raise ValueError(f"parts that do not make an array of shape {shown(shape)}")
@@ -174,7 +183,7 @@ def _joined(tree: dict[str, Any]) -> Array:
 
 
 def leaf(path: pathlib.Path, name: str, array) -> Leaf:
-    """The parameter `name` out of what `read_tree` gave for it."""
+    """Returns the parameter `name`, given what `read_tree` returned for it."""
     if not isinstance(array, Array) or array.dtype.name not in FLOATS:
         got = f"numbers of {array.dtype}" if isinstance(array, Array) else shown(array)
         raise ValueError(f"{path}: parameter {name}: got {got}, expected an array of {' or '.join(FLOATS)}")

@@ -1,4 +1,5 @@
-"""Hugging Face folders: config.json, tensors, tokenizer. What is a family's own is in `huggingface_FAMILY.py`."""
+"""Reads and writes Hugging Face folders; what differs between families is in
+`huggingface_FAMILY.py`."""
 
 import json
 import pathlib
@@ -22,7 +23,8 @@ WRITERS = {"t5": huggingface_t5}  # by the name of our family
 
 
 def is_folder(folder: pathlib.Path) -> bool:
-    """Whether `folder` looks like one: a config.json, or weights in a file of Hugging Face's name."""
+    """Returns whether `folder` looks like a Hugging Face model: it has a config.json, or weights
+    under a name that Hugging Face uses."""
     names = (
         "config.json",
         "model.safetensors",
@@ -53,7 +55,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
 
 
 def _ids(folder: pathlib.Path, generation: dict, options: dict, name: str) -> tuple[int, ...] | None:
-    """The id or ids that generation_config.json, or else config.json, says."""
+    """Returns the id or ids that generation_config.json gives under `name`, or else config.json."""
     file = "config.json" if generation.get(name) is None else "generation_config.json"
     found = first(generation.get(name), options.get(name))
     ids = found if found is None or isinstance(found, list) else [found]
@@ -89,7 +91,8 @@ def _open_tensors(folder: pathlib.Path) -> dict[str, Leaf]:
 
 
 def _from_flax(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Flax's names and `[in, out]` kernels as PyTorch's, so that one mapping serves both."""
+    """Returns Flax's leaves with PyTorch's names and `[out, in]` kernels, so that one mapping
+    serves both."""
     tensors = {}
     for name, leaf in leaves.items():
         *parents, last = name.split("/")
@@ -102,7 +105,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
     """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an empty folder.
 
     Raises:
-      ValueError: a feed-forward block or a vocabulary that Hugging Face's model has no name for.
+      ValueError: Hugging Face's model has no name for the feed-forward block or the vocabulary.
     """
     writer = WRITERS[checkpoint.config.family]
     eos_ids = list(checkpoint.eos_ids or ())

@@ -1,4 +1,4 @@
-"""What the families' readers of a Hugging Face config.json share."""
+"""Helpers that the families' readers of a Hugging Face config.json share."""
 
 import pathlib
 from typing import Any
@@ -8,15 +8,20 @@ from specdec_jax.files import reading
 
 
 def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of our fields: what config.json says, else the default, else None.
+    """Returns the values of our configuration's fields: from config.json, else the default, else
+    None.
 
-    `names`: what config.json calls each.
+    Args:
+      options: contents of config.json.
+      names: config.json's name of each of our fields.
+      defaults: values by our names.
     """
     return {ours: first(options.get(theirs), defaults.get(ours)) for ours, theirs in names.items()}
 
 
 def choose(path: pathlib.Path, options: dict, name: str, default: str, known: dict[str, Any]) -> Any:
-    """Returns what `known` makes of a value, or of the default; raises ValueError for one that is not in it."""
+    """Returns `known[value]` for the value of `name` in config.json, or for the default; raises
+    ValueError for an unknown value."""
     value = options.get(name, default)
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected one of {', '.join(known)}")
@@ -24,7 +29,8 @@ def choose(path: pathlib.Path, options: dict, name: str, default: str, known: di
 
 
 def check_fixed(path: pathlib.Path, options: dict, fixed: dict[str, Any]) -> None:
-    """Raises ValueError where config.json says another value than the one that there is here."""
+    """Raises ValueError if config.json sets an option to another value than the only one supported
+    here."""
     for name, expected in fixed.items():
         if options.get(name, expected) != expected:
             raise ValueError(f"{path}: {name}: got {reading.shown(options[name])}, expected {expected!r}")

@@ -16,7 +16,7 @@ _END = 50256  # <|endoftext|>
 SPECIAL_IDS = {"bos_token_id": _END, "eos_token_id": _END}  # where config.json does not say
 NO_EOS: tuple[int, ...] = ()  # what `"eos_token_id": null` means: nothing ends a sequence
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu", "silu": "silu"}
-# What a GPT-2 may be configured to and is not here, with the value that is.
+# Options of a GPT-2 that are not supported, with the only value that is.
 _FIXED = {
     "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False, "add_cross_attention": False,
@@ -28,7 +28,7 @@ _FIELDS = {
 
 
 def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[GPTConfig, dict[str, Leaf]]:
-    """Returns the configuration that config.json tells, and the tensors as our leaves."""
+    """Returns the configuration that config.json gives, and the tensors as our leaves."""
     config = _config(folder, options)
     return config, _by_our_names(tensors, config)
 
@@ -54,7 +54,9 @@ _PLACES = {
 
 
 def tensor_name(name: str) -> str:
-    """Hugging Face's name of our parameter `name`, without the prefix `transformer.` that all but the head's may have.
+    """Returns Hugging Face's name of our parameter `name`.
+
+    All tensors but the head's may also have the prefix `transformer.`, which is left out here.
 
     Example: `decoder/layers_3/mlp/wo/kernel` -> `h.3.mlp.c_proj.weight`.
     """
@@ -69,7 +71,10 @@ def tensor_name(name: str) -> str:
 
 
 def _by_our_names(tensors: dict[str, Leaf], config: GPTConfig) -> dict[str, Leaf]:
-    """Tensors as our leaves: kernels are `[in, out]` already, but for the head; unknown ones keep their names."""
+    """Returns the tensors as our leaves; unknown ones keep their names.
+
+    Kernels other than the head's are `[in, out]` already.
+    """
     tensors = {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()}
     leaves = {}
     for name in parameter_shapes(config):
@@ -78,6 +83,6 @@ def _by_our_names(tensors: dict[str, Leaf], config: GPTConfig) -> dict[str, Leaf
             leaves[name] = leaf.transposed() if name == "decoder/logits_dense/kernel" else leaf
     if config.logits_via_embedding:
         tensors.pop("lm_head.weight", None)  # a copy of the embedding
-    # The mask, which old files hold as a tensor of every layer.
+    # Old files also hold the causal mask of every layer as a tensor.
     masks = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
     return leaves | {name: leaf for name, leaf in tensors.items() if not masks.fullmatch(name)}

@@ -1,4 +1,5 @@
-"""Hugging Face's T5 1.0, 1.1, Flan-T5, mT5, umT5, UL2 and ByT5: config.json and the names of tensors, both ways."""
+"""Maps Hugging Face's T5 1.0, 1.1, Flan-T5, mT5, umT5, UL2 and ByT5 (config.json, tensor names) to
+ours and back."""
 
 import pathlib
 from typing import Any
@@ -10,12 +11,12 @@ from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
 
 _NAMES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
-# Those of every model_type; in umT5 every layer has a position table.
+# Architectures by model_type. In umT5 every layer has a position table of its own.
 ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES, "umt5": ("UMT5ForConditionalGeneration",)}
 START = "decoder_start_token_id"
 SPECIAL_IDS: dict[str, int] = {}  # where config.json does not say
-NO_EOS = None  # what `"eos_token_id": null` means: nothing
-# "gelu" alone means the exact form there, which no T5 uses; "gated-gelu" means the tanh approximation.
+NO_EOS = None  # `"eos_token_id": null` says nothing about what ends a sequence
+# In Hugging Face's names "gelu" alone is the exact form, which no T5 uses; "gated-gelu" is the tanh approximation.
 _ACTIVATIONS = {
     "relu": ("relu",), "gelu_new": ("gelu",), "silu": ("silu",), "gated-relu": ("relu", "linear"),
     "gated-gelu": ("gelu", "linear"), "gated-gelu_new": ("gelu", "linear"), "gated-silu": ("silu", "linear"),
@@ -34,19 +35,23 @@ _FIELDS = {
 
 
 def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[T5Config, dict[str, Leaf]]:
-    """Returns the configuration that config.json and the tensors tell, and the tensors as our leaves."""
+    """Returns the configuration that config.json and the tensors give, and the tensors as our
+    leaves."""
     config = _config(folder, options, separate_head="lm_head.weight" in tensors)
     return config, _by_our_names(tensors, config)
 
 
 def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Config:
-    """config.json as ours; what decides on the head is the file (transformers 5 calls every T5 tied)."""
+    """Returns config.json as our configuration.
+
+    Whether the head is separate is decided by the file: transformers 5 calls every T5 tied.
+    """
     path, kind = folder / "config.json", options["model_type"]
     is_mt5 = kind == "mt5"
     activations = choose(path, options, "feed_forward_proj", "relu" if kind == "t5" else "gated-gelu", _ACTIVATIONS)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
-    # mT5's reference never scales, whatever its tie_word_embeddings says (transformers 5 always
-    # writes true). umT5's does where it says true, as T5's; the published checkpoints say false.
+    # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings says (transformers 5
+    # always writes true). umT5's does if it says true, as T5's; the published checkpoints say false.
     defaults = {
         "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
         "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
@@ -62,7 +67,7 @@ _ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
 
 def tensor_name(name: str) -> str:
-    """Hugging Face's name of our parameter `name`.
+    """Returns Hugging Face's name of our parameter `name`.
 
     Example: `decoder/layers_3/mlp/wo/kernel` -> `decoder.block.3.layer.2.DenseReluDense.wo.weight`.
     """
@@ -71,9 +76,8 @@ def tensor_name(name: str) -> str:
         return fixed[name]
     stack, *path = name.split("/")
     if path[-2] == "relpos_bias":
-        layer = (
-            0 if path[0] == "relpos_bias" else path[0].removeprefix("layers_")
-        )  # in T5's first layer, in all of umT5's
+        # T5 has one table, in its first layer; umT5 has one in every layer.
+        layer = 0 if path[0] == "relpos_bias" else path[0].removeprefix("layers_")
         return f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
     if path[0].endswith("_norm"):
         return f"{stack}.final_layer_norm.weight"
@@ -89,12 +93,14 @@ def tensor_name(name: str) -> str:
 
 
 def _turned(name: str, leaf: Leaf) -> Leaf:
-    """Their tensor `[out, in]` of our parameter `name` as ours, or ours as theirs."""
+    """Returns the leaf of our parameter `name`, transposed if Hugging Face keeps it `[out, in]` and
+    we `[in, out]`; works both ways."""
     return leaf.transposed() if name.endswith(("/kernel", "/rel_embedding")) else leaf
 
 
 def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
-    """Tensors `[out, in]` as our leaves; tensors that no T5 of this configuration has keep their own names."""
+    """Returns Hugging Face's tensors as our leaves; tensors that no T5 of this configuration has
+    keep their names."""
     embedding = next((name for name in _EMBEDDINGS if name in tensors), _EMBEDDINGS[0])
     leaves, used = {}, {*_EMBEDDINGS, _UNUSED}
     for name in parameter_shapes(config):
@@ -106,23 +112,23 @@ def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]
 
 
 def by_their_names(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Returns our leaves as their tensors."""
+    """Returns our leaves as Hugging Face's tensors, by their names."""
     return {tensor_name(name): _turned(name, leaf) for name, leaf in leaves.items()}
 
 
 def options_of(config: T5Config, dtype: str) -> dict[str, Any]:
-    """Returns `config` as config.json has it: the inverse of `_config`.
+    """Returns the contents of a config.json for `config`: the inverse of `_config`.
 
     Raises:
-      ValueError: a feed-forward block that Hugging Face's T5 has no name for.
+      ValueError: Hugging Face's T5 has no name for the feed-forward block.
     """
     names = [name for name, activations in _ACTIVATIONS.items() if activations == config.mlp_activations]
     if not names:
         known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
         raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
     kind = "umt5" if config.relative_bias_per_layer else "t5"
-    # transformers builds the network by `num_decoder_layers`, its caches by `decoder_layers` and
-    # without it `num_layers`.
+    # transformers builds the network by `num_decoder_layers`, but its caches by `decoder_layers`, or
+    # by `num_layers` if that is missing.
     return {
         "model_type": kind, "architectures": [ARCHITECTURES[kind][0]], "is_encoder_decoder": True,
         "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,

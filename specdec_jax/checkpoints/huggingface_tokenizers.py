@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, out of the several files that may say what it is."""
+"""Reads and writes the tokenizer of a Hugging Face folder, which several files may describe."""
 
 import os
 import pathlib
@@ -17,23 +17,25 @@ from specdec_jax.models.vocabularies import (
 
 
 def first(*values) -> Any:
-    """The first that is not None."""
+    """Returns the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 def optional(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file that need not be there."""
+    """Returns the object in a JSON file, an empty one if there is no such file."""
     return reading.read_json(path) if os.path.lexists(path) else {}
 
 
 def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...]) -> Vocabulary | None:
-    """The tokenizer of a folder.
+    """Returns the tokenizer of a folder, None if it has none.
 
-    That is `tokenizer.json`, else `vocab.json` with `merges.txt`, else `spiece.model`, else bytes where it says ByT5,
-    else None.
+    The first that is there counts: `tokenizer.json`, `vocab.json` with `merges.txt`,
+    `spiece.model`, or bytes if the folder says that it is a ByT5.
 
     Args:
-      stop_ids: ids at which the model stops; inputs end with the tokenizer's own EOS all the same, where it has one.
+      folder: the folder.
+      stop_ids: ids at which the model stops. Inputs still end with the tokenizer's own EOS, if it
+        has one.
     """
     path = folder / "tokenizer_config.json"
     options = optional(path)
@@ -63,15 +65,15 @@ def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None
 
 
 def _content(token, path: pathlib.Path, name: str) -> str:
-    """The surface form of a token, which a file gives alone or in a description."""
+    """Returns the text of a token, which a file gives either alone or inside an object."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise ValueError(f"{path}: {name}: got {reading.shown(token)}, expected tokens")
+        raise ValueError(f"{path}: {name}: got {reading.shown(token)}, expected a string or an object with `content`")
     return content
 
 
 def _byte_level_bpe(folder: pathlib.Path, options: dict, stop_ids: tuple[int, ...]) -> TokenizerJsonVocabulary:
-    """GPT-2's own files: pieces with their ids, and merges in their order."""
+    """Returns the vocabulary of GPT-2's own files: pieces with their ids, and merges in order."""
     names = ("bos_token", "eos_token", "unk_token")
     special = {_special_token(folder, options, name) or "<|endoftext|>": None for name in names}
     added = special | _added_tokens(folder, options)
@@ -89,7 +91,8 @@ def _byte_level_bpe(folder: pathlib.Path, options: dict, stop_ids: tuple[int, ..
 
 
 def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
-    """Tokens that the tokenizer's files add to the SentencePiece model, with their ids where these are given."""
+    """Returns the tokens that the folder adds to its vocabulary, with their ids where the files
+    give them."""
     path, others, key = folder / "tokenizer_config.json", folder / "added_tokens.json", "additional_special_tokens"
     # transformers 5 calls them extra_special_tokens.
     listed = options.get("extra_special_tokens") or options.get(key)
@@ -102,7 +105,7 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
         or not all(re.fullmatch(r"\d{1,9}", i) for i in entries)
     ):
         got = reading.shown(entries if isinstance(listed, list) else listed)
-        raise ValueError(f"{path}: got added tokens {got}, expected a list, and an object of ids")
+        raise ValueError(f"{path}: got added tokens {got}, expected a list of tokens, and an object of tokens by id")
     added: dict[str, int | None] = {_content(token, path, key): None for token in listed}
     added |= {_content(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()}
     numbered = optional(others)
@@ -117,7 +120,7 @@ def _sentinels(added: dict) -> list[str]:
 
 
 def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary) -> None:
-    """Refuses added tokens that the vocabulary would not give the ids they have."""
+    """Raises ValueError if the vocabulary would give an added token another id than the files do."""
     for token, i in added.items():
         if token in ("<pad>", "</s>", "<unk>"):
             continue
@@ -129,7 +132,8 @@ def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary:
 
 
 def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Returns the contents of the files that `open_folder` makes the same vocabulary of: bytes, or what JSON holds."""
+    """Returns the files from which `open_folder` makes the same vocabulary: by name, bytes or the
+    contents of a JSON file."""
     if vocabulary is None:
         return {}
     options: dict[str, Any] = {

@@ -1,8 +1,9 @@
-"""Matrices stored in 8 bits, half of bfloat16's size: rounded values, and a scale for each output
-or row of an embedding.
+"""Stores matrices in 8 bits, half of bfloat16's size: rounded values, and one scale for each output
+of a kernel or row of an embedding.
 
-They can be read as floating-point numbers, so that a model stored so is one like any other, only a
-little another one; where the CPU's own kernel is there, kernels are used as they are stored.
+They can be read as floating-point numbers, so that a model stored in this way is used like any
+other, with slightly different weights. With the CPU's own kernels they are multiplied as they are
+stored.
 """
 
 import functools
@@ -16,13 +17,14 @@ _VALUES, _SCALES = "values", "scales"
 
 
 def divided(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """What is stored of a parameter, by name: kernels and embeddings in 8 bits, anything else as it is.
+    """Returns the arrays that are stored for a parameter, by name: kernels and embeddings in 8
+    bits, anything else as it is.
 
-    Column f of a kernel is about `values[:, f] · scales[f]`, row v of an embedding
-    `values[v] · scales[v]`: symmetric, the greatest magnitude being 127.
+    Column f of a kernel is about `values[:, f] · scales[f]`, row v of an embedding about `values[v]
+    · scales[v]`. Rounding is symmetric: the greatest magnitude becomes 127.
 
     Raises:
-      ValueError: a number in them is not finite.
+      ValueError: a number in a matrix is not finite.
     """
     kind = name.rpartition("/")[2]
     if array.ndim != 2 or kind not in ("kernel", "embedding"):
@@ -45,7 +47,8 @@ def fits(name: str, leaf: Leaf) -> bool:
 
 
 def written(name: str, leaf: Leaf) -> dict[str, np.ndarray]:
-    """As `divided`; of a matrix that is stored so already its very values and scales."""
+    """Returns the same arrays as `divided`; a matrix that is stored so already keeps its values and
+    scales."""
     if not fits(name, leaf):
         return divided(name, leaf.load(np.float32))
     assert leaf.parts
@@ -55,15 +58,16 @@ def written(name: str, leaf: Leaf) -> dict[str, np.ndarray]:
 
 
 def dtypes_of(name: str) -> tuple[str, ...]:
-    """What the array that is stored under this name may be made of."""
+    """Returns the dtypes that the array stored under this name may have."""
     return ("int8",) if name.endswith(f"/{_VALUES}") else FLOATS
 
 
 def join(leaves: dict[str, Leaf], path) -> dict[str, Leaf]:
-    """The parameters of which `leaves` is what is stored.
+    """Returns the parameters that the stored arrays `leaves` stand for.
 
     Raises:
-      ValueError: values or scales alone, or of shapes that do not fit each other.
+      ValueError: values without scales, scales without values, or shapes that do not fit each
+        other.
     """
     found = {}
     for name, leaf in leaves.items():
@@ -86,7 +90,7 @@ def join(leaves: dict[str, Leaf], path) -> dict[str, Leaf]:
 
 
 def product(values: Leaf, scales: Leaf) -> Leaf:
-    """Returns the parameter of which these are stored."""
+    """Returns the parameter that is stored as these values and scales."""
     read, read_part = functools.partial(_read, values, scales), functools.partial(_read_part, values, scales)
     return Leaf(values.shape, read, "int8", read_part=read_part, parts=(values, scales))
 

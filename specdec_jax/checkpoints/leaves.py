@@ -1,4 +1,5 @@
-"""What every checkpoint format gives: parameters by T5X's names, each with its shape and a way to read it alone."""
+"""Defines what every checkpoint format yields: parameters by T5X's names, each with its shape and a
+way to read it alone."""
 
 import dataclasses
 import math
@@ -11,7 +12,7 @@ from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.vocabularies import Vocabulary
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a parameter may be stored as
-# What a writer goes through the names of the parameters with: a progress bar, or nothing.
+# Wraps the parameters' names that a writer goes through: in a progress bar, or (`iter`) in nothing.
 Track = Callable[[Sequence[str]], Iterable[str]]
 
 
@@ -20,13 +21,15 @@ class Leaf:
     """One stored parameter.
 
     Attributes:
-      shape: in this package's layout, kernels `[in, out]`.
-      read: `(dtype, transpose)` -> what is stored, or its transpose, as an array of that dtype; reads nothing else.
+      shape: shape in this package's layout, where kernels are `[in, out]`.
+      read: `(dtype, transpose)` -> the stored array, or its transpose, in that dtype; reads nothing
+        else.
       dtype: name of the stored dtype.
-      turned: the parameter is the transpose of what is stored.
-      read_part: `(dtype, box)` -> that part of what is stored, a slice of every axis; None where only all can be read.
-      parts: int8 values and float32 scales whose product it is, where that is what is stored; the
-        scales have length 1 along the axis of which all numbers share one.
+      turned: whether the parameter is the transpose of what is stored.
+      read_part: `(dtype, box)` -> a part of the stored array, one slice for every axis; None if
+        only the whole can be read.
+      parts: the int8 values and float32 scales whose product the parameter is, if it is stored in 8
+        bits, else None. The scales have length 1 along the axis on which all numbers share a scale.
     """
 
     shape: tuple[int, ...]
@@ -37,16 +40,17 @@ class Leaf:
     parts: "tuple[Leaf, Leaf] | None" = None
 
     def transposed(self) -> "Leaf":
-        """The transpose of a matrix, made while it is read."""
+        """Returns the transpose of a matrix, made while it is read."""
         parts = self.parts and (self.parts[0].transposed(), self.parts[1].transposed())
         return dataclasses.replace(self, shape=self.shape[::-1], turned=not self.turned, parts=parts)
 
     def load(self, dtype) -> np.ndarray:
-        """The parameter, in this package's layout."""
+        """Returns the parameter in this package's layout."""
         return self.read(np.dtype(dtype), self.turned)
 
     def load_part(self, dtype, box: tuple[slice, ...]) -> np.ndarray:
-        """A part of the parameter, a slice of every axis; no more is read, where the format allows it."""
+        """Returns a part of the parameter, one slice for every axis; reads no more if the format
+        allows it."""
         whole = all(axis.stop - axis.start == size for axis, size in zip(box, self.shape))
         if whole or self.read_part is None:
             return self.load(dtype)[box]
@@ -54,7 +58,7 @@ class Leaf:
 
     @classmethod
     def of(cls, array) -> "Leaf":
-        """An array that is there already, of numpy or JAX."""
+        """Returns a leaf for a numpy or JAX array in memory."""
 
         def read(dtype, transpose: bool) -> np.ndarray:
             stored = np.asarray(array)
@@ -69,10 +73,11 @@ class Checkpoint:
 
     Attributes:
       config: shape of the network; its `dtype` does not matter.
-      leaves: parameters by their name, T5X's, `decoder/layers_0/mlp/wo/kernel`.
-      vocabulary: None where the checkpoint has none.
-      start_token, eos_ids: None where the checkpoint does not say.
-      encoder_fingerprint: of the model whose encoder output the network attends to, see `LanguageModel`.
+      leaves: parameters by T5X's names, such as `decoder/layers_0/mlp/wo/kernel`.
+      vocabulary: None if the checkpoint has none.
+      start_token, eos_ids: None if the checkpoint does not give them.
+      encoder_fingerprint: fingerprint of the model whose encoder output the network attends to, see
+        `LanguageModel`.
     """
 
     config: ModelConfig
@@ -84,13 +89,14 @@ class Checkpoint:
 
 
 def check(checkpoint: Checkpoint, path) -> None:
-    """Raises ValueError where a parameter is missing, unexpected or of the wrong shape."""
+    """Raises ValueError if a parameter is missing, unexpected or of the wrong shape."""
     kind = checkpoint.config.family.upper()
     check_shapes(checkpoint.leaves, parameter_shapes(checkpoint.config), path, f"of a {kind} of this configuration")
 
 
 def check_shapes(leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], path, whose: str) -> None:
-    """As `check`, for any set of names and shapes; `whose` says in the message what they are those of."""
+    """Raises ValueError as `check` does, for any names and shapes; `whose` ends the message, e.g.
+    "of these heads"."""
     for name, shape in expected.items():
         if name not in leaves:
             raise ValueError(f"{path}: parameter {name}: got none, expected one of shape {shape}")
@@ -101,18 +107,19 @@ def check_shapes(leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], 
             raise ValueError(f"{path}: got unexpected parameter {name}, expected only those {whose}")
 
 
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time
 
 
 def fill_rows(shape, dtype, read_rows, transpose: bool = False, multiple: int = 1) -> np.ndarray:
-    """An array built from blocks of rows, so that a cast or a transpose never holds a second copy of it.
+    """Returns an array built from blocks of rows, so that a cast or a transpose never holds a
+    second copy of it.
 
     Args:
       shape: `(rows, …)` as stored.
-      dtype: of the result.
+      dtype: dtype of the result.
       read_rows: `(start, stop)` -> those rows as stored.
-      transpose: the result is the transpose of the stored matrix.
-      multiple: rows that are stored together; blocks are multiples of it.
+      transpose: whether the result is the transpose of the stored matrix.
+      multiple: number of rows that are stored together; blocks are multiples of it.
     """
     out = np.empty(shape[::-1] if transpose else shape, dtype)
     if not shape:

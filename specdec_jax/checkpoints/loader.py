@@ -31,7 +31,8 @@ _VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
 
 
 def bundled() -> tuple[str, ...]:
-    """Names of the models that come with the package, for `load`: "ende/target", "ende/drafter"."""
+    """Returns the names of the models that come with the package, for `load`: "ende/target",
+    "ende/drafter"."""
     return tuple(sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json")))
 
 
@@ -50,39 +51,39 @@ def load(
     quantize: str | None = None,
     say: Callable[[str], None] = _say,
 ) -> LanguageModel:
-    """A model of any format this package knows, recognised by the folder's contents.
+    """Returns a model in any format that this package knows, recognised by the folder's contents.
 
-    Parameters are read one at a time, so that peak memory stays near the size of the weights in `dtype`.
+    Parameters are read one at a time, so that peak memory stays near the weights' size in `dtype`.
 
     Args:
-      path: a Hugging Face folder; a T5X `checkpoint_<step>` or the folder of several (the newest is taken); a folder
-        that `save` wrote; or one of `bundled()`.
-      dtype: of parameters and computation. "float32" multiplies at float32 precision on every device (on
+      path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the newest is taken; a
+        folder that `save` wrote; or one of `bundled()`.
+      dtype: dtype of parameters and computation. "float32" multiplies at float32 precision on every device (on
         accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`); "bfloat16" multiplies bfloat16
-        operands; normalisation, softmax and logits are float32 in both. None: float32 on a CPU, bfloat16 on an
-        accelerator.
-      config: for a T5X checkpoint, which does not hold one: None infers it from the parameters, taking a gated
-        feed-forward block for gelu (give it for UL2's silu).
-      vocabulary: overrides the checkpoint's; a `Vocabulary`, or the path of a SentencePiece model (with T5's 100
-        sentinels where the embedding has room for them) or of a tokenizer.json. A T5X checkpoint has none, unless a
-        `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; without one a model takes ids only.
-      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model"; a process reads what its
-        own devices hold (all of a parameter where the format has no parts). None: the default device has all.
-      replicate: with a mesh, every device holds the whole model, and only rows are divided: for drafters.
-      quantize: weights in 8 bits, multiplied with inputs rounded to 16: a quarter of the bytes that a step reads. That
-        takes float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they are there). None:
-        weights stored in 8 bits stay so where that can be had, which changes numbers only by the rounding of inputs; all
-        others are in `dtype`. "int8": kernels, the head's too, are rounded while they are read, unless stored so: the
-        model is then another one, whose law is what is decoded. "none": all are in `dtype`.
-      say: where the line about the chosen dtype goes; standard error.
+        operands; normalisation, softmax and logits are float32 in both. None: float32 on a CPU, else bfloat16.
+      config: configuration of a T5X checkpoint, which does not hold one. None infers it from the parameters and takes a
+        gated feed-forward block for gelu; UL2's silu must be given.
+      vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a tokenizer.json or of a
+        SentencePiece model (T5's 100 sentinels are added if the embedding has room for them). A T5X checkpoint has none
+        unless a `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside it; without one only ids work.
+      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A process reads only what
+        its own devices hold, if the format allows it. None: one device.
+      replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
+      quantize: whether weights are multiplied in 8 bits, with inputs rounded to 16 bits; a step then reads a quarter of
+        the bytes. This needs float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they
+        are there). None: weights that are stored in 8 bits stay so where that is possible, which changes numbers only
+        by the rounding of inputs; all others are in `dtype`. "int8": kernels, the head's too, are rounded while they
+        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "none": all
+        weights are in `dtype`.
+      say: called with the line about the chosen dtype; prints it to standard error by default.
 
     Raises:
       ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
-        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory; heads
-        or a feed-forward width that the mesh does not divide; `quantize="int8"` where it cannot be had.
+        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
+        or a feed-forward width that the mesh does not divide, or `quantize="int8"` where it is not possible.
     """
     if replicate and mesh is None:
-        raise ValueError("replicate: got it without a mesh, expected one")
+        raise ValueError("replicate: got True without a mesh, expected mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
     checkpoint = open_checkpoint(folder, config)
@@ -102,11 +103,12 @@ def load(
 
 
 def complete(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkpoint:
-    """The checkpoint with the vocabulary that is to be used and with special ids, all checked; nothing is read."""
+    """Returns the checkpoint with the chosen vocabulary and special ids, all checked; no parameter
+    is read."""
     check(checkpoint, folder)
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
     start = 0 if checkpoint.start_token is None else checkpoint.start_token
-    eos_ids = checkpoint.eos_ids  # () says that nothing ends a sequence
+    eos_ids = checkpoint.eos_ids  # () means that nothing ends a sequence
     if eos_ids is None:
         eos_ids = vocabulary.eos_ids if vocabulary else (1,)
     try:
@@ -117,18 +119,20 @@ def complete(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkp
 
 
 def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
-    """A checkpoint's vocabulary (`vocabulary` overrides it) and its start token; no parameter is read."""
+    """Returns a checkpoint's vocabulary, or `vocabulary` if given, and its start token; reads no
+    parameter."""
     checkpoint = open_checkpoint(resolve(path), None)
     return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
 
 
 def load_shape(path) -> ModelConfig:
-    """A checkpoint's configuration; no parameter is read."""
+    """Returns a checkpoint's configuration; reads no parameter."""
     return open_checkpoint(resolve(path), None).config
 
 
 def check_stored(dtype, format: str) -> str:
-    """`dtype` of what is written in this format."""
+    """Returns the name of a dtype that parameters can be written in in this format; raises
+    ValueError for others."""
     return _check_dtype(dtype, (*DTYPES, "int8") if format == "specdec" else DTYPES)
 
 
@@ -143,7 +147,7 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
 
 
 def _known_dtype(dtype) -> str:
-    """`dtype`, or the default of the machine."""
+    """Returns the name of `dtype`, or of the machine's default for None."""
     if dtype is not None:
         return _check_dtype(dtype)
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -153,7 +157,11 @@ _IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded":
 
 
 def choose_dtype(dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None) -> str:
-    """`dtype`, or the default of the machine, which `say` is then told with `path` and what `kernels_of` gave."""
+    """Returns the name of `dtype`, or of the machine's default for None.
+
+    A default is told to `say`, together with `path` and with how weights are held (`kernels`, from
+    `kernels_of`).
+    """
     chosen = _known_dtype(dtype)
     if dtype is None:
         platform = jax.default_backend()
@@ -166,7 +174,8 @@ def choose_dtype(dtype, path, say: Callable[[str], None] = _say, kernels: str | 
 
 
 def resolve(path) -> pathlib.Path:
-    """Returns the folder of a checkpoint that `load` is given; ValueError where there is none."""
+    """Returns the folder that a path or bundled name given to `load` means; raises ValueError if
+    there is none."""
     folder = pathlib.Path(path)
     if folder.is_dir():
         return folder
@@ -185,7 +194,7 @@ def resolve(path) -> pathlib.Path:
 
 
 def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
-    """Recognises the format by contents; nothing of the parameters is read."""
+    """Opens a checkpoint in the format that its folder's contents show; reads no parameter."""
     step = t5x.find(folder)
     if step is not None:
         if own.is_folder(step, "t5x"):  # `save` wrote it
@@ -195,7 +204,7 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
         checkpoint = t5x.open_step(step, config)
         return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
     if config is not None:
-        raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (a config.json says it here)")
+        raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (here is a config.json)")
     if own.is_folder(folder):
         return own.open_folder(folder)
     if own.is_folder(folder, "heads"):

@@ -1,4 +1,4 @@
-"""Refuses to load what does not fit into this machine's memory, as the system or a container limits it."""
+"""Refuses to load a model that does not fit into memory, as the system or a container limits it."""
 
 import pathlib
 
@@ -14,8 +14,8 @@ MEMORY = pathlib.Path("/proc/meminfo")
 
 
 def available_bytes(device: jax.Device | None = None) -> int | None:
-    """Free memory of the device that parameters go to, within the limit of a container; None
-    where it cannot be told."""
+    """Returns the free memory in bytes of the device that parameters go to, within a container's
+    limit; None if it cannot be found out."""
     device = device or jax.devices()[0]
     if device.platform != "cpu":
         statistics = device.memory_stats() or {}
@@ -36,9 +36,11 @@ def _lines(path: pathlib.Path) -> list[str]:
 
 
 def _cgroup_bytes() -> list[int]:
-    """What is left under each memory limit that a container or a service sets on this process (cgroups v2 and v1).
+    """Returns the bytes left under each memory limit that a container or a service sets (cgroups v1
+    and v2).
 
-    Cached file pages count as free, as in MemAvailable: reading a checkpoint fills a container up with them.
+    Cached file pages count as free, as in MemAvailable: reading a checkpoint fills a container with
+    them.
     """
     left = []
     for line in _lines(CGROUPS_OF_PROCESS):  # "0::/path" (v2), "4:memory:/path" (v1)
@@ -63,6 +65,8 @@ def _cgroup_bytes() -> list[int]:
 def check_memory(
     config: ModelConfig, dtype: str, path, rules: ShardingRules | None = None, kernels: str | None = None
 ) -> None:
+    """Raises ValueError if a model needs more memory than is free; arguments as for
+    `required_bytes`."""
     available = available_bytes() if rules is None else available_bytes(rules.mesh.local_devices[0])
     required = required_bytes(config, dtype, rules, kernels)
     if available is not None and required > available:

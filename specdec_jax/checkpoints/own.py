@@ -1,7 +1,8 @@
-"""This package's own folders: config.json, a vocabulary file here or in the folder above, Orbax arrays in params/.
+"""Reads and writes this package's own folders: config.json, a vocabulary file here or in the folder
+above, and Orbax arrays in params/.
 
-Models, and heads, which have no vocabulary. A config.json without params/ says of a T5X checkpoint
-what that does not hold.
+They hold a model, or heads, which have no vocabulary. Beside a T5X checkpoint a config.json without
+params/ holds what that format has no place for.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ FORMAT, VERSION = "specdec_jax", 1
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
-    """Whether `folder` holds a model, the heads of one (`kind` "heads"), or what is to be known
-    of a T5X checkpoint ("t5x")."""
+    """Returns whether `folder` is of this package and this kind: "model", "heads", or "t5x" for a
+    T5X checkpoint with our config.json."""
     try:
         content = reading.read_json(folder / "config.json")
     except ValueError:
@@ -47,10 +48,10 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
 
 
 def open_description(folder: pathlib.Path) -> Checkpoint:
-    """All that `write_description` wrote; no leaves."""
+    """Returns what `write_description` wrote, as a checkpoint without leaves."""
     path, content = folder / "config.json", _read_record(folder)
     try:
-        shape = family_of(content.get("architecture", "t5"))  # the first models were all T5s, and do not say so
+        shape = family_of(content.get("architecture", "t5"))  # the first models were all T5s and do not say so
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     config = build(shape, content.get("model"), path)
@@ -69,7 +70,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
-    """The shape of the heads that `write_heads` wrote, the fingerprint of their target, and
+    """Returns the shape of the heads that `write_heads` wrote, the fingerprint of their target, and
     their parameters, not yet read."""
     if not is_folder(folder, "heads"):
         raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
@@ -94,7 +95,7 @@ def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
         return ByteVocabulary(check_extra_ids(extra_ids, file))
     if kind not in ("sentencepiece", "tokenizer_json"):
         raise ValueError(f"{file}: vocabulary: got kind {reading.shown(kind)}, expected one of this package")
-    # A pair of models shares the parent's.
+    # A target and a drafter may share the file in the folder above theirs.
     places = [reading.inside(place, entry.get("file"), file) for place in (folder, folder.absolute().parent)]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
@@ -105,13 +106,14 @@ def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
 
 
 def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:
-    """All that decides how text becomes ids and ids become text, of which the pieces are but a part."""
+    """Returns bytes that hold everything that decides how text becomes ids and ids become text; the
+    pieces alone do not."""
     entry, contents = _describe_vocabulary(vocabulary)
     return json.dumps(entry).encode() + contents
 
 
 def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, bytes]:
-    """The entry of config.json and the contents of the vocabulary's file."""
+    """Returns the vocabulary's entry in config.json and the contents of its file."""
     if vocabulary is None:
         return None, b""
     if isinstance(vocabulary, SentencePieceVocabulary):
@@ -126,7 +128,8 @@ def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, by
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
-    """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" is of matrices (`int8.py`)."""
+    """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" rounds
+    matrices only (see `int8.py`)."""
     write_description(checkpoint, folder)
     names = track(list(checkpoint.leaves))
     leaves = checkpoint.leaves
@@ -135,8 +138,9 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
 
 
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
-    """Writes config.json with everything but the parameters, and the vocabulary's file unless
-    the folder above holds the same."""
+    """Writes config.json with everything but the parameters, and the vocabulary's file unless the
+    folder above holds the same."""
+    assert checkpoint.eos_ids is not None
     entry, contents = _describe_vocabulary(checkpoint.vocabulary)
     described = describe(checkpoint.config)
     record = {
@@ -147,12 +151,13 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
     if checkpoint.encoder_fingerprint is not None:
         record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
     _write_record(record, folder)
-    if contents and not _same(folder.parent / entry["file"], contents):
+    if entry and contents and not _same(folder.parent / entry["file"], contents):
         write_file(folder / entry["file"], contents)
 
 
 def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
-    """Writes heads on the target with this fingerprint; earlier ones there are replaced, anything else is refused."""
+    """Writes the heads of the target with this fingerprint; replaces earlier heads there and
+    refuses anything else."""
     with new_folder(folder, lambda place: check_free(place, "heads")) as temporary:
         heads = {"heads": dataclasses.asdict(config), "target_fingerprint": fingerprint}
         _write_record(_head("heads") | heads, temporary)
@@ -160,7 +165,7 @@ def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pat
 
 
 def check_free(folder: pathlib.Path, kind: str = "model") -> None:
-    """Raises ValueError where `folder` is something else than a folder of this kind."""
+    """Raises ValueError if something other than a folder of this kind is at `folder`."""
     if folder.exists() and not is_folder(folder, kind):
         raise ValueError(f"{folder}: got something that is no {kind} folder of this package, expected nothing there")
 

@@ -1,6 +1,7 @@
-"""Tensors of safetensors files, read by rows with plain file reads, written one at a time.
+"""Reads tensors of safetensors files by rows, with plain file reads, and writes them one at a time.
 
-A memory map would be simpler, but the pages it touches count as the process's memory beside the parameters.
+A memory map would be simpler, but the pages it touches count as the process's memory, on top of the
+parameters.
 """
 
 import json
@@ -18,11 +19,12 @@ from specdec_jax.files.writing import naming, write_file
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 _CODES = {np.dtype(dtype).name: code for code, dtype in _DTYPES.items()}
-SHARD_BYTES = 5 * 10**9  # of tensors in one file, as transformers cuts them
+SHARD_BYTES = 5 * 10**9  # most bytes of tensors in one file, as in transformers
 
 
 def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
-    """Every tensor of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
+    """Returns every tensor of `model.safetensors`, or of the shards that
+    `model.safetensors.index.json` names.
 
     Raises:
       ValueError: a shard or a tensor is missing, or a file is damaged.
@@ -32,7 +34,7 @@ def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
         return _open_file(folder / "model.safetensors")
     shard_of = reading.read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
-        raise ValueError(f"{index}: got weight_map {reading.shown(shard_of)}, expected the file of each tensor")
+        raise ValueError(f"{index}: got weight_map {reading.shown(shard_of)}, expected each tensor's file by its name")
     reading.check_names(shard_of, index)
     shards = {name: reading.inside(folder, shard, index) for name, shard in shard_of.items()}
     tensors: dict[pathlib.Path, dict[str, Leaf]] = {}
@@ -45,7 +47,10 @@ def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
 
 
 def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
-    """Tensors of one file; the package `safetensors` checks its header: lengths, and that the tensors fill the file."""
+    """Returns the tensors of one file.
+
+    The package `safetensors` checks the header: its lengths, and that the tensors fill the file.
+    """
     reading.check_file(path, 2**63)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -54,9 +59,8 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
         header = file.read(length)
     try:
         with safetensors.safe_open(path, "numpy"):
-            entries = reading.parse_json(
-                header.decode()
-            )  # which, unlike the package, refuses a name that is there twice
+            # Unlike the package, `parse_json` refuses a name that is there twice.
+            entries = reading.parse_json(header.decode())
     except (safetensors.SafetensorError, ValueError) as error:
         got = reading.reason(error).removeprefix("got ")
         raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)") from None
@@ -79,8 +83,8 @@ def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
 
 
 def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
-    """Writes `model.safetensors`, or shards of at most `SHARD_BYTES` and their index; tensors
-    larger than that stand alone."""
+    """Writes `model.safetensors`, or an index and shards of at most `SHARD_BYTES`; a larger tensor
+    has a shard of its own."""
     size = lambda name: math.prod(tensors[name].shape) * jnp.dtype(dtype).itemsize
     shards: list[list[str]] = [[]]
     for name in tensors:

@@ -1,5 +1,5 @@
-"""T5X checkpoints, read and written without t5x: legacy (msgpack beside zarr arrays) and Orbax
-(OCDBT), scanned layers too."""
+"""Reads and writes T5X checkpoints without t5x: legacy (msgpack and zarr arrays) and Orbax (OCDBT),
+with scanned layers too."""
 
 import collections
 import dataclasses
@@ -22,20 +22,22 @@ from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.models.t5 import T5Config
 
 _STEP = re.compile(r"checkpoint_(\d+)")
-_MOST_LAYERS = 1000  # as a configuration may have
-_TABLE_SIZE = 1 << 22  # of the position tables of all layers; T5 11B's have 98,304 numbers
+_MOST_LAYERS = 1000  # the limit of a configuration
+_TABLE_SIZE = 1 << 22  # most numbers in the position tables of all layers; T5 11B's have 98,304
 
 
 def find(folder: pathlib.Path) -> pathlib.Path | None:
-    """The `checkpoint_<step>` directory that `folder` is or holds (the newest), or None."""
+    """Returns the `checkpoint_<step>` directory that `folder` is, or the newest in it, or None."""
     if _is_step(folder):
         return folder
-    steps = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and _is_step(child)]
-    return max(steps, key=lambda child: int(_STEP.fullmatch(child.name)[1]), default=None)
+    found = ((_STEP.fullmatch(child.name), child) for child in folder.iterdir())
+    steps = {int(name[1]): child for name, child in found if name and _is_step(child)}
+    return steps[max(steps)] if steps else None
 
 
 def why_not(config: ModelConfig) -> str | None:
-    """Says what T5X's own network, `t5x.examples.t5`, lacks to compute a model of this shape; None: it can."""
+    """Returns why T5X's own network, `t5x.examples.t5`, cannot compute a model of this shape; None
+    if it can."""
     if config.family != T5Config.family:
         return f"got a {type(config).__name__}, expected a T5"
     if (config.num_buckets, config.max_distance) != (32, 128):
@@ -53,7 +55,7 @@ def _is_step(folder: pathlib.Path) -> bool:
 
 
 def step_of(folder: pathlib.Path) -> int | None:
-    """The step that the name `checkpoint_<step>` says, or None."""
+    """Returns the step in the name `checkpoint_<step>`, None for other names."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -62,7 +64,7 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     """Opens a `checkpoint_<step>` directory without reading its parameters.
 
     Args:
-      folder: holds `checkpoint` (legacy) or `state/` (Orbax).
+      folder: the directory, with the file `checkpoint` (legacy) or the folder `state` (Orbax).
       config: shape of the network; None infers it from the parameters (`infer_config`).
     """
     if (folder / "checkpoint").is_file():
@@ -95,7 +97,7 @@ class _Spec(NamedTuple):
 
 
 def _mark_arrays(tree):
-    """The tree with every spec wrapped, so that `flatten` stops there."""
+    """Returns the tree with every TensorStore spec wrapped, so that `flatten` stops there."""
     if not isinstance(tree, dict):
         return tree
     if {"driver", "kvstore"} <= tree.keys():
@@ -109,8 +111,9 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
     spec, store = value.spec, value.spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
         raise ValueError(f"{path}: parameter {name}: got driver {shown(spec['driver'])}, expected zarr")
-    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
-    array = inside(path.parent, store.get("path", spec.get("path")), path)  # at the top before TensorStore 0.1.14
+    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack. Before
+    # TensorStore 0.1.14 the path was at the top of the spec.
+    array = inside(path.parent, store.get("path", spec.get("path")), path)
     check_folder(array)
     if (array / ".zarray").exists():
         check_file(array / ".zarray")
@@ -119,14 +122,17 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
 
 
 def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path, per_layer: bool | None) -> dict[str, Leaf]:
-    """Parameters of `scalable_t5` as those of unrolled layers; others as they are.
+    """Returns the parameters of `scalable_t5` as those of separate layers; others as they are.
 
-    There the layers lie on axis 1 under `decoder/decoder` and `encoder/encoder` (or each by itself,
-    where they were not scanned), kernels may keep heads and features apart (`[D, layers, H, K]`,
-    `out [H, layers, K, D]`), and every layer has a position table of its own.
+    In `scalable_t5` the layers are stacked on axis 1 under `decoder/decoder` and `encoder/encoder`
+    (or separate, if they were not scanned), kernels may keep heads and features apart (`[D, layers,
+    H, K]`, `out [H, layers, K, D]`), and every layer has a position table of its own.
 
     Args:
-      per_layer: whether the tables stay the layers' own; None: unless those of each stack are equal.
+      leaves: parameters by T5X's names.
+      folder: the checkpoint, for error messages.
+      per_layer: whether every layer keeps its own table; None: only if the tables of a stack
+        differ.
     """
     flat = {}
 
@@ -154,7 +160,7 @@ def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path, per_layer: bool | No
 
 
 def _layer(stack: Leaf, read_stack, i: int) -> Leaf:
-    """Layer `i` of a stacked parameter."""
+    """Returns layer `i` of a stacked parameter."""
 
     def read(dtype, transpose: bool) -> np.ndarray:
         array = read_stack(dtype)[:, i]
@@ -164,7 +170,8 @@ def _layer(stack: Leaf, read_stack, i: int) -> Leaf:
 
 
 def _joined(leaf: Leaf, module: str) -> Leaf:
-    """A kernel `[D, H, K]`, or `[H, K, D]` of `out`, with heads and features joined; anything else as it is."""
+    """Returns a kernel `[D, H, K]`, or `[H, K, D]` for `out`, with heads and features joined;
+    anything else as it is."""
     shape = leaf.shape
     if len(shape) != 3:
         return leaf
@@ -183,24 +190,25 @@ def _is_stack_of_tables(name: str) -> bool:
 
 
 def _read_tables(leaf: Leaf, name: str, folder: pathlib.Path) -> np.ndarray:
-    """The position tables `[H, layers, buckets]` of a stack, float32."""
+    """Returns the position tables `[H, layers, buckets]` of a stack in float32."""
     if len(leaf.shape) != 3 or math.prod(leaf.shape) > _TABLE_SIZE:
         raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected relative position tables")
     return leaf.load(np.float32)
 
 
 def _shared_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Path) -> Leaf:
-    """Tables `[H, layers, buckets]` as one `[H, buckets]`, which all layers have."""
+    """Returns the one table `[H, buckets]` that all layers of `tables [H, layers, buckets]` share."""
     if not (tables == tables[:, :1]).all():
         raise ValueError(
-            f"{folder}: parameter {name}: got a relative position table of its own for each layer (as umT5), "
+            f"{folder}: parameter {name}: got a relative position table of its own for each layer (as in umT5), "
             "expected one that all layers share, or a configuration with relative_bias_per_layer"
         )
     return dataclasses.replace(Leaf.of(tables[:, 0]), dtype=dtype)
 
 
 def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
-    """The configuration that parameter shapes tell; gated feed-forward is taken for gelu, the distance limit is 128."""
+    """Returns the configuration that the parameters' shapes imply; takes a gated feed-forward block
+    for gelu and the distance limit to be 128."""
 
     def shape(name: str, rank: int) -> tuple[int, ...]:
         if name not in leaves:
@@ -236,8 +244,8 @@ def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
 def leaves_by_their_names(leaves: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
     """Returns our leaves as those of the T5X network that can compute with them.
 
-    That is `t5`, or, where every layer has a position table, `scalable_t5` as it is by default:
-    with layers on axis 1, and kernels of attention that keep heads and features apart.
+    That network is `t5`; or, if every layer has a position table, `scalable_t5` as it is by
+    default: layers stacked on axis 1, and attention kernels that keep heads and features apart.
     """
     if not config.relative_bias_per_layer:
         return leaves
@@ -255,7 +263,8 @@ def leaves_by_their_names(leaves: dict[str, Leaf], config: T5Config) -> dict[str
 
 
 def _stacked(name: str, layers: list[Leaf], config: T5Config) -> Leaf:
-    """The inverse of what `_unstack` makes of a stacked parameter; all layers are read together."""
+    """Returns a parameter stacked over its layers: the inverse of `_unstack`; all layers are read
+    together."""
     *_, parent, module, last = name.split("/")
     shape, heads = layers[0].shape, (config.num_heads, config.head_dim)
     if "attention" in parent and last == "kernel":
@@ -276,7 +285,7 @@ def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step
 
 
 def write_orbax(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:
-    """As `write_legacy`, in the format that T5X writes today."""
+    """Writes the same as `write_legacy` in Orbax's format, which T5X writes today."""
 
     def arrays():
         yield ("state", "step"), np.asarray(step, np.int32)

@@ -1,10 +1,12 @@
-"""Arrays that TensorStore opens and writes: zarr directories (legacy T5X) and OCDBT databases (Orbax)."""
+"""Reads and writes arrays with TensorStore: zarr directories (legacy T5X) and OCDBT databases
+(Orbax)."""
 
 import contextlib
 import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -12,20 +14,21 @@ from specdec_jax.checkpoints.leaves import FLOATS, Leaf, fill_rows
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 
-_METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}  # of one array, by TensorStore's driver
+_METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}  # an array's file of metadata, by TensorStore's driver
 _METADATA_BYTES = 1 << 16
-_CHUNK_BYTES = 1 << 26  # what T5X aims at
-# Of Orbax's list of all arrays, optimizer states included, and of the database's list of its nodes.
+_CHUNK_BYTES = 1 << 26  # size of a chunk that T5X aims at
+# Limit of Orbax's list of all arrays, optimizer states included, and of the database's list of its nodes.
 _STRUCTURE_BYTES = 1 << 24
-_COMMIT_BYTES = 1 << 28  # of arrays that are held until they are written to a database together
+_COMMIT_BYTES = 1 << 28  # arrays of this size are held until they are written to a database together
 
 
 def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) -> Leaf:
-    """The array of a TensorStore spec; opening reads its metadata only.
+    """Returns the array of a TensorStore spec as a leaf; reads only its metadata.
 
     Raises:
-      ValueError: there is none, its numbers are of none of `dtypes`, or its chunks, which are read whole, are larger
-        than itself; `read` raises it for a missing or damaged chunk.
+      ValueError: there is no such array, its dtype is none of `dtypes`, or its chunks, which are
+        read whole, are larger than itself. Reading the leaf raises it for a missing or damaged
+        chunk.
     """
     import tensorstore
 
@@ -41,7 +44,7 @@ def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) ->
     shape, stored = tuple(store.shape), store.dtype.name
     if stored not in dtypes:
         raise ValueError(f"{path}: parameter {name}: got dtype {stored}, expected one of {', '.join(dtypes)}")
-    chunk = store.chunk_layout.read_chunk.shape
+    chunk: Any = store.chunk_layout.read_chunk.shape  # whole, of a store that is open
     if any(part > max(size, 1) for part, size in zip(chunk, shape)):
         raise ValueError(f"{path}: parameter {name}: got chunks of shape {tuple(chunk)}, expected at most {shape}")
 
@@ -64,7 +67,7 @@ def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) ->
 
 @contextlib.contextmanager
 def _told(name: str, path, stored: str, shape: tuple[int, ...]):
-    """Says of a chunk that is missing or damaged which parameter's it is."""
+    """Turns an error about a missing or damaged chunk into one that names the parameter."""
     try:
         yield
     except ValueError as error:
@@ -78,7 +81,7 @@ def _reason(error: ValueError) -> str:
 
 
 def ocdbt_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
-    """Paths of all leaves of an Orbax folder, and TensorStore's driver for them."""
+    """Returns the paths of all leaves of an Orbax folder, and TensorStore's driver for them."""
     path = folder / "_METADATA"
     if not path.exists():
         raise ValueError(f"{folder}: got no _METADATA, expected the one of an Orbax checkpoint")
@@ -96,12 +99,15 @@ def open_ocdbt(
     prefix: tuple[str, ...] = (),
     dtypes_of: Callable[[str], tuple[str, ...]] = lambda name: FLOATS,
 ) -> dict[str, Leaf]:
-    """The arrays under `prefix` in an Orbax folder, by their `/`-joined names without it; what dtypes each may have."""
+    """Returns the arrays under `prefix` in an Orbax folder, by their `/`-joined names below it.
+
+    `dtypes_of` gives the dtypes that the array of each name may have.
+    """
     paths, driver = ocdbt_structure(folder)
     reading.check_folder(folder)
     for manifest in folder.rglob("manifest.*"):  # which is read whole, unlike the data
         reading.check_file(manifest, _STRUCTURE_BYTES)
-    # No file:// URL: in one '#', '?' and '%' of the path would have to be quoted.
+    # A file:// URL would need '#', '?' and '%' of the path to be quoted.
     base, leaves = {"driver": "file", "path": f"{folder.resolve()}/"}, {}
     for path in paths:
         if path[: len(prefix)] != prefix:
@@ -113,19 +119,19 @@ def open_ocdbt(
 
 
 def _layout(array: np.ndarray, compressor: dict) -> dict:
-    """zarr's metadata for chunks that are runs of whole rows."""
+    """Returns zarr's metadata for chunks that are runs of whole rows."""
     width = math.prod(array.shape[1:]) * array.dtype.itemsize
     rows = [min(max(1, _CHUNK_BYTES // max(width, 1)), array.shape[0])] if array.ndim else []
     return {"shape": list(array.shape), "chunks": rows + list(array.shape[1:]), "compressor": compressor}
 
 
-# Otherwise a chunk of zeros is left out, and could not be told from one that is lost.
+# Otherwise a chunk of zeros is not written, and could not be told from a lost one.
 _WRITE_ALL = {"store_data_equal_to_fill_value": True, "create": True}
 
 
 def write_zarr(array: np.ndarray, folder: pathlib.Path, name: str) -> dict:
     """Writes an array as the zarr directory `name` in `folder`; returns its spec with a path
-    relative to that, as T5X keeps it."""
+    relative to `folder`, as T5X keeps it."""
     import tensorstore
 
     spec = {"driver": "zarr", "dtype": array.dtype.name, "metadata": _layout(array, {"id": "gzip", "level": 1})}
@@ -135,8 +141,8 @@ def write_zarr(array: np.ndarray, folder: pathlib.Path, name: str) -> dict:
 
 
 def write_ocdbt(arrays: Iterable[tuple[tuple[str, ...], np.ndarray]], folder: pathlib.Path) -> None:
-    """Writes arrays by their paths in a tree to a folder that Orbax reads; a quarter of a
-    gigabyte of them is held at a time."""
+    """Writes arrays by their paths in a tree to a folder that Orbax reads; holds at most a quarter
+    of a gigabyte of them at a time."""
     import tensorstore
 
     # Every commit writes the database's index anew, so the small ones are written together.

@@ -1,4 +1,5 @@
-"""A checkpoint's parameters, read one at a time: as floating-point numbers, or with kernels in 8 bits."""
+"""Reads a checkpoint's parameters one at a time: as floating-point numbers, or with kernels in 8
+bits."""
 
 import functools
 import math
@@ -23,15 +24,18 @@ _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 def kernels_of(
     checkpoint: Checkpoint, quantize: str | None, dtype: str, rules: ShardingRules | None = None
 ) -> str | None:
-    """Returns how kernels are to be kept: "stored", in the 8 bits that they are stored in, "rounded"
-    to 8 bits, or None, in
-    `dtype`.
+    """Returns how kernels are to be kept.
+
+    That is "stored" (in the 8 bits that they are stored in), "rounded" (to 8 bits while they are
+    read), or None (in `dtype`).
 
     Args:
-      quantize: as for `checkpoints.load`.
+      checkpoint: whose kernels.
+      quantize, dtype: as for `checkpoints.load`.
+      rules: how parameters are divided on a mesh, None without one.
 
     Raises:
-      ValueError: `quantize` is not known, or cannot be had here.
+      ValueError: `quantize` is not known, or not possible here.
     """
     panels.check_quantize(quantize, dtype, rules is not None)
     if quantize == "none" or rules is not None or not _stored(checkpoint) or not panels.usable(dtype):
@@ -40,7 +44,8 @@ def kernels_of(
 
 
 def _stored(checkpoint: Checkpoint) -> bool:
-    """Whether all kernels, and with them an embedding that is the head, are stored in 8 bits."""
+    """Returns whether all kernels are stored in 8 bits, and the embedding too if it is also the
+    head."""
     names = [name for name in checkpoint.leaves if _is_kernel(name)]
     names += [_EMBEDDING] if checkpoint.config.logits_via_embedding else []
     return all(int8.fits(name, checkpoint.leaves[name]) for name in names)
@@ -53,15 +58,19 @@ def _is_kernel(name: str) -> bool:
 def read_params(
     checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
 ) -> dict:
-    """Returns the parameters as a nested dict of arrays on the default device, or in parts on a
-    mesh, read one at a time.
+    """Returns the parameters as a nested dict of arrays, read one at a time.
+
+    They lie on the default device, or divided over a mesh.
 
     Args:
-      kernels: as from `kernels_of`; in 8 bits they are `Int8Kernel`s, and an embedding that is the
-        head too is there as a kernel beside it.
+      checkpoint: what to read.
+      dtype: dtype of the arrays.
+      rules: how parameters are divided on a mesh, None without one.
+      kernels: from `kernels_of`. Kernels in 8 bits are `Int8Kernel`s; an embedding that is also the
+        head is then there once more as a kernel.
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
-    # The largest first: what a read needs beside its result then adds to the little that is already there.
+    # The largest first: what a read needs beside its result comes when little else is in memory.
     for name in sorted(checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)):
         leaf = checkpoint.leaves[name]
         if kernels and _is_kernel(name):
@@ -83,7 +92,7 @@ def _read(name: str, leaf: Leaf, dtype: np.dtype, rules: ShardingRules | None) -
 
 
 def _in_8_bits(name: str, leaf: Leaf) -> Int8Kernel:
-    """A kernel `[D, F]`: its very integers where it is stored so, else rounded."""
+    """Returns a kernel `[D, F]` in 8 bits: its stored integers if there are any, else rounded."""
     if leaf.parts and int8.fits(name, leaf):
         values, scales = leaf.parts
         found = Int8Kernel(jax.device_put(values.load(np.int8)), jax.device_put(scales.load(np.float32)[0]))
@@ -95,9 +104,17 @@ def _in_8_bits(name: str, leaf: Leaf) -> Int8Kernel:
 def required_bytes(
     config: ModelConfig, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
 ) -> int:
-    """Returns the memory of a device that loading takes: the parameters, or its part of them, and the
-    largest twice more while
-    the loop's layout is made of it. The CPU's devices are one memory. `kernels`: as from `kernels_of`."""
+    """Returns the bytes of a device's memory that loading takes.
+
+    They are those of the parameters, or of the device's part of them, and of twice the largest one,
+    while the decode loop's layout is made of it. The devices of a CPU share one memory.
+
+    Args:
+      config: shape of the network.
+      dtype: dtype of the parameters.
+      rules: how parameters are divided on a mesh, None without one.
+      kernels: from `kernels_of`.
+    """
     shapes = parameter_shapes(config)
     if rules is not None:
         shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
@@ -115,5 +132,5 @@ def _sizes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, in
 
 
 def _sizes_in_8_bits(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Bytes of the kernels, with a scale of 4 for each output."""
+    """Returns the bytes of each kernel in 8 bits, with a scale of 4 bytes for each output."""
     return {name: math.prod(shape) + 4 * shape[-1] for name, shape in shapes.items() if _is_kernel(name)}

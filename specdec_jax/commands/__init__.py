@@ -1,1 +1,2 @@
-"""The command line `specdec`: one file for every command; the only room that knows flags and gin."""
+"""Runs the command line `specdec`: one file for every command; the only room that knows flags and
+gin."""

@@ -5,14 +5,15 @@ from typing import Any
 
 from specdec_jax.commands.options import option
 from specdec_jax.decoding.beams import beam_options
+from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.speculative.beams import STYLES
 
 _EARLY = {"false": False, "true": True, "never": "never"}
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamFlags:
-    """Flags of a beam search; see `generate`."""
+class SearchFlags:
+    """Flags that say which beam search it is; see `generate`."""
 
     num_beams: int | None = option(
         None, "search with so many beams instead of taking one token after another; with a drafter, in trees that it "
@@ -27,6 +28,43 @@ class BeamFlags:
         "false", "with --beam_style=huggingface, when a search ends: true (there are num_beams hypotheses), false (the "
         "best beam would not make it, were it to end here) or never (only when it cannot, whatever its length)",
     )  # fmt: skip
+
+    def search(self, **others: Any) -> dict[str, Any]:
+        """Returns the arguments of `generate` for a beam search, none without one.
+
+        Args:
+          others: of them, what these flags do not say.
+
+        Raises:
+          ValueError: values outside their range, or options that mean nothing without `num_beams`.
+        """
+        if self.early_stopping not in _EARLY:
+            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {', '.join(_EARLY)}")
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SearchFlags)}
+        given |= {"early_stopping": _EARLY[self.early_stopping], **others}
+        return {} if beam_options(**given) is None else given
+
+    def check_beside_beams(self, **usual: Any) -> None:
+        """Refuses what has no meaning beside a beam search.
+
+        Args:
+          usual: what options must be left at.
+
+        Raises:
+          UnsupportedCombination: another value.
+        """
+        if self.num_beams is None:
+            return
+        for name, value in usual.items():
+            if (got := getattr(self, name)) != value:
+                expected = value if isinstance(value, str | float) else "none"
+                raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamFlags(SearchFlags):
+    """Flags of a beam search that is decoded with; see `generate`."""
+
     num_return_sequences: int = option(1, "with --num_beams: outputs for every sentence, the best first")
     beam_width: int | None = option(
         None, "with --num_beams and a drafter: nodes in each level of the tree (default: twice num_beams); --gamma is "
@@ -34,13 +72,11 @@ class BeamFlags:
     )  # fmt: skip
 
     def beams(self) -> dict[str, Any]:
-        """Returns the arguments of `generate` for a beam search, none without one.
+        """As `search`."""
+        return self.search(num_return_sequences=self.num_return_sequences, beam_width=self.beam_width)
 
-        Raises:
-          ValueError: values outside their range, or options that mean nothing without `num_beams`.
-        """
-        if self.early_stopping not in _EARLY:
-            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {', '.join(_EARLY)}")
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(BeamFlags)}
-        given["early_stopping"] = _EARLY[self.early_stopping]
-        return {} if beam_options(**given) is None else given
+
+def width_option(default: str) -> Any:
+    """Makes the field of several widths, which are timed in turn; `default` is what is timed without it."""
+    text = "with --num_beams: nodes in each level of the tree; several, comma-separated, are timed in turn"
+    return option((), f"{text} (default: {default})")

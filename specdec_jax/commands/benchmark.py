@@ -1,4 +1,4 @@
-"""Options of `specdec benchmark`, the models and inputs that they name, and one comparison."""
+"""Defines the options of `specdec benchmark`, loads what they name, and runs one comparison."""
 
 import dataclasses
 import importlib.util
@@ -8,11 +8,14 @@ import numpy as np
 
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
-from specdec_jax.analysis.report import plots, summaries
+from specdec_jax.analysis.report import beam_summaries, plots, summaries
 from specdec_jax.checkpoints import loader
+from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
+from specdec_jax.decoding.beams import BeamOptions
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.writing import check_output, write_file
@@ -26,7 +29,7 @@ AGAINST = ("t5x",)
 
 
 def check_against(name: str | None, sampling: SamplingConfig) -> None:
-    """Refuses what cannot be compared, before a model is loaded."""
+    """Raises ValueError, before a model is loaded, for an implementation that cannot be compared."""
     if name is None:
         return
     if name not in AGAINST:
@@ -34,28 +37,33 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
     if not sampling.mode.greedy or sampling.mode.processes:
         raise UnsupportedCombination(f"against: got {name!r} with sampling or processors, expected argmax alone")
     if importlib.util.find_spec("t5x") is None:
-        raise ValueError(f"against: got {name!r}, which is not installed, expected it with its dependencies")
+        raise ValueError(f"against: got {name!r}, which is not installed, expected it to be, with its dependencies")
 
 
 class CheckFailed(RuntimeError):
-    """What was measured contradicts what must hold; the record is written all the same."""
+    """A measurement contradicts what must hold; the record is written all the same."""
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions(DecodingOptions):
+class BenchmarkOptions(SearchFlags, DecodingOptions):
     """Options of `specdec benchmark`."""
 
-    gamma: tuple[int, ...] = option((4,), "tokens drafted per target call; several, comma-separated, are timed in turn")
+    gamma: tuple[int, ...] = option(
+        (4,),
+        "tokens drafted per target call, with --num_beams levels of the tree; several, comma-separated, are timed in "
+        "turn",
+    )
+    beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(0, "take only the first lines of the input; 0: all")
+    limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(3, "passes over the sentences; medians and spread are over them")
+    repeats: int = option(3, "passes over the sentences, of which the median and the spread are reported")
     preset: str | None = option(
         None, "time a target of this shape with random weights instead of --target: " + ", ".join(PRESETS)
     )
-    drafter_preset: str | None = option(None, "the same for the drafter, instead of --drafter")
+    drafter_preset: str | None = option(None, "shape of a drafter with random weights, instead of --drafter")
     input_length: int | None = option(None, "with --preset: length of the input, in tokens (default: 64)")
     forced_alpha: tuple[float, ...] = option(
         (),
@@ -64,7 +72,8 @@ class BenchmarkOptions(DecodingOptions):
     )
     against: str | None = option(
         None,
-        "time another implementation in turn with ours, argmax, same weights and inputs: t5x, which must be installed",
+        "time another implementation in turn with ours, by argmax or beam search, on the same weights and inputs: t5x, "
+        "which must be installed",
     )
     suite: str | None = option(
         None,
@@ -73,7 +82,7 @@ class BenchmarkOptions(DecodingOptions):
     )
     report: str | None = option(
         None,
-        "with --suite: HTML file for the records beside the paper's tables and figures",
+        "with --suite: HTML file to write, with the records beside the paper's tables and figures",
     )
     plot: str | None = option(None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)")
     output: str | None = option(None, "file that the JSON record is written to")
@@ -84,11 +93,11 @@ class BenchmarkOptions(DecodingOptions):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
-            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter)):
+            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter or "")):
                 raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
         if self.drafter_preset and not self.preset:
             raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
-        if self.drafter_preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
+        if self.drafter_preset and self.preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
             got, expected = (
                 f"drafter_preset: got {self.drafter_preset!r}",
                 f"a shape of the same family as {self.preset!r}",
@@ -100,6 +109,7 @@ class BenchmarkOptions(DecodingOptions):
             raise ValueError(f"report: got {self.report!r} without a suite, expected --suite (or `specdec figures`)")
         if self.drafter and self.drafter_preset:
             raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
+        self._check_beams()
         super().check() if not self.preset else self.check_decoding()
         self._check_forced()
         check_against(self.against, self.sampling())
@@ -107,7 +117,7 @@ class BenchmarkOptions(DecodingOptions):
             raise ValueError("gamma: got no value, expected at least one")
         for gamma in self.gamma:
             check_gamma(gamma)
-            at_least(1, gamma=gamma)  # γ = 0 is the plain arm
+            at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
         at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length)
         at_least(0, limit=self.limit)
@@ -122,20 +132,39 @@ class BenchmarkOptions(DecodingOptions):
         if self.plot:
             plots.check(self.plot)
 
+    def _check_beams(self) -> None:
+        """Refuses what has no meaning for a beam search, or none without one."""
+        for width in self.beam_width or (None,):
+            self.search(beam_width=width)
+        self.check_beside_beams(temperature=0.0, verifier="block", gamma_policy="fixed", forced_alpha=(), suite=None)
+        if self.beam_width and not self.drafter:
+            raise UnsupportedCombination(f"beam_width: got {self.beam_width} for plain beam search, expected a drafter")
+        if self.num_beams is None:
+            return
+        if self.preset and (self.drafter or self.drafter_preset):
+            raise UnsupportedCombination(
+                f"num_beams: got {self.num_beams} with --preset and a drafter, expected no drafter: with random "
+                "weights nothing that is drafted stands"
+            )
+        if self.against and self.beam_style != self.against:
+            raise UnsupportedCombination(
+                f"against: got {self.against!r} with beam_style={self.beam_style!r}, expected the style to be that"
+            )
+
     def _check_forced(self) -> None:
         for alpha in self.forced_alpha:
             if not 0 < alpha <= 1:
                 raise ValueError(f"forced_alpha: got {alpha}, expected a number in (0, 1]")
         if self.forced_alpha and not (self.drafter or self.drafter_preset):
-            raise UnsupportedCombination("forced_alpha: got it for plain decoding, expected a drafter")
+            raise UnsupportedCombination("forced_alpha: got a value for plain decoding, expected a drafter too")
         if self.preset and self.drafter and not self.forced_alpha:
             raise UnsupportedCombination(
-                f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both: "
-                "with random weights nothing else is timed of it"
+                f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both "
+                "(without models, only whole decodes with forced acceptance time such a drafter)"
             )
         if self.forced_alpha and (self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy):
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
-            raise UnsupportedCombination(f"forced_alpha: got it with {got}, expected neither: nothing is verified")
+            raise UnsupportedCombination(f"forced_alpha: got a value with {got}, expected neither: nothing is verified")
 
     @property
     def preset_length(self) -> int:
@@ -148,23 +177,27 @@ class BenchmarkOptions(DecodingOptions):
 
 
 def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm]:
-    """The implementations that `--against` names, by name."""
+    """Returns the implementation that `--against` names, by its name; an empty dict for none."""
     if not options.against:
         return {}
     from specdec_jax.interop import t5x
 
+    if options.num_beams:
+        return {options.against: t5x.beam_arm(target, options.max_new_tokens, BeamOptions(**options.search()))}
     return {options.against: t5x.benchmark_arm(target, options.max_new_tokens)}
 
 
 def run(options: BenchmarkOptions) -> None:
-    """`specdec benchmark`."""
+    """Runs `specdec benchmark` without a suite."""
     options.check()
     target, drafter, batches = load(options)
-    record, problems = benchmark(target, drafter, batches, options, others_of(options, target))
+    measure = benchmark_beams if options.num_beams else benchmark
+    summary = beam_summaries.benchmark_summary if options.num_beams else summaries.benchmark_summary
+    record, problems = measure(target, drafter, batches, options, others_of(options, target))
     text = json.dumps(record, indent=1)
     try:
-        print(text if options.json else summaries.benchmark_summary(record))
-    finally:  # if one of them fails, the record is in another
+        print(text if options.json else summary(record))
+    finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")
         if options.plot:
@@ -176,7 +209,7 @@ def run(options: BenchmarkOptions) -> None:
 def load(
     options: BenchmarkOptions, target: LanguageModel | None = None
 ) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
-    """The target, unless it is given, the drafter and the inputs that the options name."""
+    """Returns the target (unless it is given), the drafter and the inputs that the options name."""
     if options.preset:
         return _preset(options, target)
     sentences = sentences_of(options.input_file, options.limit)

@@ -1,4 +1,4 @@
-"""`specdec convert`: a checkpoint in another format."""
+"""Runs `specdec convert`: writes a checkpoint in another format."""
 
 import dataclasses
 import pathlib
@@ -29,7 +29,7 @@ class ConvertOptions:
     dtype: str | None = option(
         None,
         "float32 or bfloat16, for specdec also int8 (matrices in 8 bits; not for a target whose drafter or heads "
-        "were trained on its states); none: bfloat16 if all parameters are stored so, else float32",
+        "were trained on its states) (default: bfloat16 if all parameters are stored so, else float32)",
     )
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too"
@@ -47,8 +47,9 @@ class ConvertOptions:
 
 
 def run(options: ConvertOptions) -> None:
-    """`specdec convert`."""
+    """Runs `specdec convert`."""
     options.check()
+    assert options.source and options.output and options.format
     config = None
     if options.gated_activation:
         if options.gated_activation not in ACTIVATIONS:
@@ -57,7 +58,7 @@ def run(options: ConvertOptions) -> None:
             raise ValueError(f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only")
         shape = t5_only("source", loader.load_shape(options.source))
         if len(shape.mlp_activations) == 1:
-            raise ValueError("gated_activation: got it for a checkpoint without gates, expected none")
+            raise ValueError("gated_activation: got a value for a checkpoint without gates, expected none")
         config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
     written = converter.convert(
         options.source, options.output, options.format, options.dtype, config=config, vocabulary=options.vocabulary,

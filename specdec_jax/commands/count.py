@@ -1,4 +1,4 @@
-"""`specdec count`: an n-gram table out of the outputs in text files."""
+"""Runs `specdec count`: counts an n-gram table of the outputs in text files."""
 
 import dataclasses
 import pathlib
@@ -26,7 +26,7 @@ class CountOptions:
     )
     order: int = option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
     continuations: int = option(8, "how many of the most frequent next tokens are kept for each context")
-    sampled: bool = option(False, "draw drafts from the frequencies instead of taking the most frequent token")
+    sampled: bool = option(False, "draft tokens drawn from the frequencies instead of the most frequent token")
     output: str | None = option(None, "file (.npz) that the table is written to, for --drafter")
 
     def check(self) -> None:
@@ -45,7 +45,7 @@ class CountOptions:
 
 
 def run(options: CountOptions) -> None:
-    """`specdec count`."""
+    """Runs `specdec count`."""
     options.check()
     vocabulary, start_token = loader.load_vocabulary(options.target, options.vocabulary)
     if vocabulary is None:
@@ -66,10 +66,10 @@ def run(options: CountOptions) -> None:
 
 
 def _outputs(path: str) -> Iterator[str]:
-    """The last of one or two columns of every line that has any text there.
+    """Yields the last of one or two columns of every line, if it has any text.
 
     Raises:
-      ValueError: more columns, or the file cannot be read.
+      ValueError: a line has more columns, or the file cannot be read.
     """
     for number, line in enumerate(text_files.read_lines(path), 1):
         columns = line.split("\t")

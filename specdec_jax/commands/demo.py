@@ -1,4 +1,5 @@
-"""`specdec demo`: speculative decoding as one can see it, after the paper's Figure 1, and the time it takes."""
+"""Runs `specdec demo`: shows speculative decoding call by call, like the paper's Figure 1, and the
+time it takes."""
 
 import contextlib
 import dataclasses
@@ -29,13 +30,13 @@ from specdec_jax.speculative.auto import MAXIMUM
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.verifiers import verifier_of
 
-# Styles in a terminal, and marks where there are no colours (wdiff's, and one for the bonus).
+# Styles in a terminal; marks where there are no colours (wdiff's, and one for the bonus).
 _STYLES = {
     "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
 }  # fmt: skip
 _MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
-_COLUMNS = 112  # of the picture
-_SENTENCES = 8  # of the built-in ones
+_COLUMNS = 112  # width of the picture in characters
+_SENTENCES = 8  # how many of the built-in sentences are shown
 _NEXT = """
 next: specdec demo "A sentence of your own."
       specdec generate --help      decodes files, with models of your own
@@ -50,10 +51,10 @@ class DemoOptions(DecodingOptions):
     drafter: str | None = option(
         "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
     )
-    # A number, so that there is something to see: nothing is drafted where that would not pay.
+    # A number, so that there is something to see: "auto" drafts nothing where that would not pay.
     gamma: int | str = option(4, AUTO_HELP)
     repeats: int = option(3, "timed passes over the sentences")
-    picture: str | None = option(None, "SVG file for what the terminal shows, in colour")
+    picture: str | None = option(None, "SVG file to write, with what the terminal shows in colour")
 
     def check(self) -> None:
         super().check()
@@ -68,7 +69,8 @@ class DemoOptions(DecodingOptions):
 
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
-    """`specdec demo`: a trace of every sentence, then the wall time of plain and speculative decoding."""
+    """Runs `specdec demo`: prints a trace of every sentence, then the wall time of plain and
+    speculative decoding."""
     options.check()
     check_text("sentence", arguments)
     sentences = list(arguments) or built_in()[:_SENTENCES]
@@ -121,7 +123,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
 
 
 class Screen:
-    """Standard output, and the same in colour for a picture."""
+    """Standard output, and a copy in colour for a picture."""
 
     def __init__(self):
         self._console = Console()
@@ -144,7 +146,8 @@ class Screen:
         self._picture.print(render(parts, True))
 
     def save(self, path: str | None) -> None:
-        """Writes what was printed as an SVG file, where there is a path; it needs no font but the reader's own."""
+        """Writes what was printed as an SVG file, if there is a path; it needs no font but the
+        reader's own."""
         if path:
             svg = self._picture.export_svg(title="specdec demo", unique_id="specdec")
             svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
@@ -152,21 +155,21 @@ class Screen:
 
 
 def _promise(options: DemoOptions) -> str:
-    """Says what the output has to do with the target's own."""
+    """Returns what the verifier promises about the output."""
     if not verifier_of(options.verifier).exact:
-        return f"{options.verifier} verification lets others pass than the target would choose"
+        return f"{options.verifier} verification lets tokens pass that the target would not choose"
     if options.temperature > 0:
         return "the text is distributed as if the target alone had written it"
     return "the text is the one that the target alone would have written"
 
 
 def compiling(what: str, tokens: int):
-    """Returns a context that says what compiles."""
+    """Returns a context manager that says what compiles."""
     return waiting(f"compiling {what} (up to {bucket(tokens)} tokens)")
 
 
 def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
-    """A line with styles, or with marks; leading spaces stay outside of both."""
+    """Returns a line with styles, or with marks; leading spaces stay outside of both."""
     line = Text()
     for kind, text in parts:
         space = text[: len(text) - len(text.lstrip(" "))]
@@ -177,12 +180,14 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
 
 
 def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
-    """Returns the times of both arms on the same sentences, interleaved, in the pass whose ratio is in the middle.
+    """Returns lines with the times of both arms, in the pass whose ratio is the median.
+
+    The arms are timed in turn on the same sentences.
 
     Args:
-      arms: from the number of a sentence to its result, "plain" and "speculative"; compiled.
-      numbers: of the sentences that have anything to decode.
-      repeats: passes.
+      arms: "plain" and "speculative", each a compiled function from a sentence's number to its result.
+      numbers: numbers of the sentences that have anything to decode.
+      repeats: number of passes.
     """
     seconds: dict[str, list[float]] = {name: [0.0] * repeats for name in arms}
     results: dict[str, list[GenerationResult]] = {}

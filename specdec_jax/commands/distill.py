@@ -1,8 +1,8 @@
-"""`specdec distill`: a drafter learns from what its target writes (sequence level), and from its
-laws there (token level).
+"""Runs `specdec distill`: a drafter learns from its target's outputs (sequence level) and laws
+(token level).
 
-Both happen in one folder and both go on after a kill: first the target's outputs are written, in files of a fixed
-number of sources each, then `train.fit` runs on them.
+Both happen in one folder, and both go on after a kill: first the target's outputs are written, in
+files for a fixed number of sources each, then `train.fit` learns from them.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from specdec_jax.training.outputs import plan_jobs, write_outputs
 
 _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 _RECORD = "distill.json"
-# What decides the outputs, beside the sources.
+# The settings that decide the outputs, besides the sources.
 _DECIDING = (
     "target", "max_sources", "greedy", "samples", "temperature", "max_new_tokens", "batch_size", "shard_size", "seed",
     "dtype",
@@ -43,55 +43,52 @@ class DistillConfig:
 
     target: str | None = option(None, "model to learn from: a checkpoint's folder or a bundled name")
     drafter: str | None = option(
-        None, "model to start from, of the target's vocabulary; a new one is made with --drafter_shape instead"
+        None, "model to start from, with the target's vocabulary (--drafter_shape makes a new one instead)"
     )
     drafter_shape: tuple[int, ...] = option(
         (),
-        f"{', '.join(_SHAPE)} of a new drafter, comma-separated; the rest is as in the target; with 0 "
+        f"shape of a new drafter: {', '.join(_SHAPE)}, comma-separated; the rest is as in the target; with 0 "
         "encoder layers it attends to the target's encoder output",
     )
     source_files: tuple[str, ...] = option(
-        (), "UTF-8 text, gzip or not, a source a line (what follows a tab is ignored); repeatable"
+        (), "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored); repeatable"
     )
-    validation_files: tuple[str, ...] = option((), "the same for validation; repeatable")
-    data_dir: str = option("", "folder to which the names of those files are relative")
-    output_dir: str | None = option(None, "folder of the run; a run that is there goes on")
+    validation_files: tuple[str, ...] = option((), "sources for validation, given like --source_files; repeatable")
+    data_dir: str = option("", "folder to which the names of the files are relative")
+    output_dir: str | None = option(None, "folder of the run; a run that is there is resumed")
     max_sources: int = option(0, "sources to take from each file, evenly spread; 0: all")
     greedy: bool = option(True, "train and validate on the target's argmax output for every source")
     samples: int = option(0, "train and validate on this many samples of the target for every source")
-    temperature: float = option(1.0, "temperature of those samples")
-    max_new_tokens: int = option(64, "maximum length of an output, in tokens; of a longer one the beginning is learnt")
+    temperature: float = option(1.0, "temperature of the samples")
+    max_new_tokens: int = option(64, "maximum length of an output, in tokens; a longer one is cut")
     batch_size: int = option(64, "sources decoded together")
-    shard_size: int = option(2048, "sources whose outputs are written together: what a kill loses at most")
-    distill_weight: float = option(1.0, "w in (1 - w) * cross-entropy + w * divergence, for every token")
-    divergence: str = option("forward_kl", f"divergence from the target's law: {', '.join(DIVERGENCES)} (1 - alpha)")
+    shard_size: int = option(2048, "sources whose outputs are written together; a kill loses at most as many")
+    distill_weight: float = option(1.0, "w in the loss of every token, (1 - w) * cross-entropy + w * divergence")
+    divergence: str = option("forward_kl", f"divergence from the target's law: {', '.join(DIVERGENCES)} (= 1 - alpha)")
     distill_temperature: float = option(
         1.0, "temperature of the target's law in the divergence; below 1 its argmax counts more"
     )
     select: str = option(
-        "loss", "which parameters are kept, by validation: loss, acceptance (alpha at temperature 1), agreement (at 0)"
+        "loss",
+        "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature 1) or agreement (at 0)",
     )
     steps: int = option(2000, "optimiser steps in all")
-    warmup_steps: int = option(100, "linear warm-up at the start")
-    decay_steps: int = option(500, "linear decay to zero at the end")
+    warmup_steps: int = option(100, "steps of linear warm-up at the start")
+    decay_steps: int = option(500, "steps of linear decay to zero at the end")
     learning_rate: float = option(0.01, "size of a step relative to the root mean square of the array it changes")
-    batch_tokens: int = option(4096, "padded pieces of one side of a batch")
+    batch_tokens: int = option(4096, "padded pieces on the longer side of a batch")
     buckets: tuple[int, ...] = option(
         (8, 10, 12, 14, 16, 20, 24, 32, 48, 64), "padded lengths, ascending; longer sources are left out"
     )
     seed: int = option(0, "seed of the samples, the drafter's initial parameters and the order of the batches")
-    log_every: int = option(20, "steps between two records")
+    log_every: int = option(20, "steps between two records in the log")
     save_every: int = option(100, "steps between two checkpoints")
     evaluate_every: int = option(200, "steps between two validations")
-    dtype: str | None = option(None, "float32 or bfloat16; none: float32 on a CPU, bfloat16 on an accelerator")
-    matmul_dtype: str | None = option(None, "dtype to which the operands of products are rounded in training")
+    dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")
+    matmul_dtype: str | None = option(None, "dtype to which operands of products are rounded (default: they are not)")
 
     def check(self) -> None:
-        """Refuses what can be seen to be wrong before a model is loaded.
-
-        Raises:
-          ValueError: with what was got and what was expected.
-        """
+        """Raises ValueError for settings that can be seen to be wrong before a model is loaded."""
         for name, expected in (
             ("target", " or ".join(["a checkpoint's folder", *loader.bundled()])),
             ("output_dir", "a folder for the run"),
@@ -123,11 +120,11 @@ class DistillConfig:
             raise ValueError(f"max_new_tokens: got {self.max_new_tokens}, expected {expected}")
 
     def paths(self, name: str) -> list[pathlib.Path]:
-        """`source_files` or `validation_files` with their folder."""
+        """Returns the paths of `source_files` or `validation_files`, within `data_dir`."""
         return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
 
     def shape(self, target: T5Config) -> T5Config:
-        """The drafter's."""
+        """Returns the drafter's configuration."""
         network = t5_only("drafter", loader.load_shape(self.drafter)) if self.drafter else target
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
         if shape and not shape["num_encoder_layers"]:
@@ -135,7 +132,7 @@ class DistillConfig:
         return dataclasses.replace(network, **shape, dtype="float32", matmul_dtype=self.matmul_dtype)
 
     def training(self, model: T5Config, vocabulary_size: int, train_files, validation_files) -> TrainConfig:
-        """The settings of the second stage."""
+        """Returns the settings of the second stage."""
         same = (
             "output_dir", "steps", "warmup_steps", "decay_steps", "learning_rate", "batch_tokens", "buckets",
             "distill_weight", "divergence", "distill_temperature", "select", "seed", "log_every", "save_every",
@@ -149,16 +146,19 @@ class DistillConfig:
 
 
 def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> dict:
-    """`specdec distill`: writes the target's outputs, trains on them, writes the model `output_dir/model`.
+    """Runs `specdec distill`: writes the target's outputs, trains on them, writes the model to `output_dir/model`.
 
     Args:
-      begun: called once nothing is left that could refuse the run, before an output is written and before
+      config: the settings.
+      begun: called when nothing can refuse the run any more, before an output is written and before
         the first step.
 
-    Returns: the parameters of the last step.
+    Returns:
+      The parameters of the last step.
+
     Raises:
-      ValueError: bad settings or files, before anything compiles; settings that contradict outputs that are there.
-      KeyboardInterrupt: after a signal; the same settings go on from there.
+      ValueError: bad settings or files, before anything compiles; or settings that contradict existing outputs.
+      KeyboardInterrupt: after a signal; a run with the same settings goes on from there.
     """
     config.check()
     assert config.target and config.output_dir
@@ -190,9 +190,10 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
     with alone(output):
-        _record(config, parts, contents)
+        _record(output / _RECORD, config, parts, contents)
         target_model = loader.load(config.target, config.dtype)
-        _record(config, parts, contents | {"target's contents": digest([target_model.contents.encode()])})
+        contents |= {"target's contents": digest([target_model.contents.encode()])}
+        _record(output / _RECORD, config, parts, contents)
         if not all(job.path.exists() for job in jobs):
             begun()
             write_outputs(config, target_model, jobs, console)
@@ -200,13 +201,16 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
 
 
 def _vocabulary(config: DistillConfig) -> vocabularies.Vocabulary:
-    """The target's; refuses what `train.fit` would refuse hours later."""
+    """Returns the target's vocabulary; raises ValueError for what `train.fit` would refuse hours
+    later."""
     vocabulary, start_token = loader.load_vocabulary(config.target)
     corpus = Pairs(config.buckets, ())
     check_special("target", vocabulary, start_token, corpus)
+    assert vocabulary is not None
     if config.drafter:
         pieces, start_token = loader.load_vocabulary(config.drafter)
         check_special("drafter", pieces, start_token, corpus)
+        assert pieces is not None
         if pieces.fingerprint() != vocabulary.fingerprint():
             raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
         width, expected = (loader.load_shape(path).vocab_size for path in (config.drafter, config.target))
@@ -224,14 +228,13 @@ def _sources(config: DistillConfig, paths) -> list[str]:
     return sources
 
 
-def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]) -> None:
-    """Writes what decides the outputs, or compares it with that of the run that goes on.
+def _record(path: pathlib.Path, config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]) -> None:
+    """Writes the settings that decide the outputs to `path`, or compares them with those of the run
+    that is resumed.
 
-    Args:
-      contents: of models and vocabulary, as far as they are known; what was not recorded of them before
-        is taken as it is.
+    `contents` are fingerprints of models and vocabulary, as far as they are known. If an earlier
+    run did not record one, it is not compared.
     """
-    path = pathlib.Path(config.output_dir, _RECORD)
     settings: dict[str, Any] = {name: getattr(config, name) for name in _DECIDING}
     settings["longest bucket"] = config.buckets[-1]
     for part, texts in parts.items():
@@ -242,5 +245,5 @@ def _record(config: DistillConfig, parts: dict[str, list[str]], contents: dict[s
     for name in before | settings:
         got, expected = settings.get(name), before.get(name)
         if got != expected:
-            raise ValueError(f"{name}: got {got}, expected {expected}: the outputs in {path.parent} are of that")
+            raise ValueError(f"{name}: got {got}, expected {expected}, as for the outputs in {path.parent}")
     write_file(path, json.dumps(settings, indent=1) + "\n")

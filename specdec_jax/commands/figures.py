@@ -1,4 +1,4 @@
-"""Runs `specdec figures`: one HTML page of the paper's figures and of what was measured here."""
+"""Runs `specdec figures`: writes one HTML page with the paper's figures and with measured records."""
 
 import dataclasses
 import pathlib
@@ -19,25 +19,22 @@ class FiguresOptions:
         "file with a record of `specdec benchmark` or `measure`, scripts/compare_drafters.py or scripts/tpu_aot.py "
         "--times; repeatable",
     )
-    output: str = option("report.html", "HTML file that is written; it needs nothing beside it")
+    output: str = option("report.html", "HTML file to write; it needs no other files")
 
     def check(self) -> None:
         check_page("output", self.output)
 
 
 def check_page(name: str, path: str) -> None:
-    """Refuses a page that could not be written; `name` is the option that asked for it.
-
-    Raises:
-      ValueError: no name of an HTML file in a folder that exists.
-    """
+    """Raises ValueError if `path` is no name of an HTML file in an existing folder; `name` is the
+    option that gave it."""
     if not path.endswith(".html"):
         raise ValueError(f"{name}: got {path!r}, expected the name of a file that ends in .html")
     check_output(path, name)
 
 
 def run(options: FiguresOptions) -> None:
-    """`specdec figures`."""
+    """Runs `specdec figures`."""
     options.check()
     read = [(pathlib.Path(path), record) for path in options.records for record in read_records(path)]
     if len(read) > MOST_ITEMS:

@@ -1,4 +1,5 @@
-"""`specdec generate`: many sentences, or the examples of a task, decoded; outputs in order."""
+"""Runs `specdec generate`: decodes many sentences, or the examples of a task; outputs come in
+order."""
 
 import dataclasses
 import importlib.metadata
@@ -42,12 +43,12 @@ class GenerateOptions(BeamFlags, DecodingOptions):
     stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
     deadline: float | None = option(
         None,
-        "seconds for each batch, after which its outputs are taken as far as they are; its rows are not refilled then",
+        "seconds after which the outputs of a batch are taken as they are; with it finished rows are not refilled",
     )
     input_file: str | None = option(
         None,
-        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt: English that comes "
-        "with the package",
+        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt: English sentences that "
+        "come with the package",
     )
     output_file: str | None = option(
         None,
@@ -55,21 +56,27 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         "same command goes on after a kill",
     )
     task: str | None = option(
-        None, "seqio task or mixture to decode instead of sentences: for every example a JSON object as T5X's infer "
-              "writes it, "
-        "with the prediction's ids, then the task's metrics; inputs are cut to --max_input_length"
+        None, "seqio task or mixture to decode instead of sentences; prints a JSON object for every example, as T5X's "
+        "infer does, with the prediction's ids, then the task's metrics; inputs are cut to --max_input_length"
     )  # fmt: skip
     split: str | None = option(None, "split of --task (default: test)")
     module_import: tuple[str, ...] = option((), "Python module that registers --task; repeatable")
-    score_targets: bool = option(False, "add the log-likelihood of the targets to the lines of --task")
+    score_targets: bool = option(False, "with --task: add the log-likelihood of the targets to the lines")
     tfds_data_dir: str | None = option(
         None, "folder in which TensorFlow Datasets keeps the data of --task (default: its own)"
     )
-    json: bool = option(False, "one JSON object a line: text, tokens, log-probabilities, why it ended, statistics")
+    json: bool = option(
+        False, "print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics"
+    )
     stream: bool = option(False, "print each output while it is decoded; with --json, one object for each piece")
 
     def check(self) -> None:
         super().check()
+        self.beams()
+        self.check_beside_beams(
+            num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
+            gamma_policy="fixed",
+        )  # fmt: skip
         check_gamma(self.gamma)
         self.gamma_of(self.gamma)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
@@ -78,36 +85,22 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
             raise UnsupportedCombination(
-                f"stream: got it with output_file={self.output_file!r}, expected one of the two"
+                f"stream: got True with output_file={self.output_file!r}, expected one of the two"
             )
         if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
             raise ValueError(f"output_file: got {self.output_file!r}, which is the input, expected another file")
-        self._check_beams()
         if self.stream and self.rows * self.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
         self._check_task()
 
-    def _check_beams(self) -> None:
-        """Refuses what has no meaning for a beam search."""
-        if not self.beams():
-            return
-        usual = dict(
-            num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
-            gamma_policy="fixed",
-        )  # fmt: skip
-        for name, value in usual.items():
-            if getattr(self, name) != value:
-                got, expected = getattr(self, name), value if isinstance(value, str | float) else "none"
-                raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
-
     @property
     def outputs(self) -> int:
-        """Outputs for every sentence."""
+        """Number of outputs for every sentence."""
         return self.num_return_sequences if self.beams() else self.num_samples
 
     def _check_task(self) -> None:
-        """Refuses what has no meaning for a task, or none without one."""
+        """Raises ValueError for options that mean nothing with a task, or nothing without one."""
         if not self.task:
             for name in ("split", "module_import", "score_targets", "tfds_data_dir"):
                 if getattr(self, name):
@@ -135,16 +128,19 @@ class GenerateOptions(BeamFlags, DecodingOptions):
 
 
 def stats_record(stats: Stats) -> dict:
-    """A `Stats` without its rows as JSON values."""
+    """Returns a `Stats` as JSON values, without its rows."""
     values = stats._replace(per_row=None)._asdict()
     del values["per_row"]
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
 class _Sentences(NamedTuple):
-    """What is decoded: ids of every input, what tells each apart as text, and the lines of output for it.
+    """What is decoded; a seqio task's job has the same interface.
 
-    A seqio task's job has the same interface.
+    Attributes:
+      inputs: ids of every input.
+      contents: text that identifies each input.
+      as_json: whether lines of output are JSON objects.
     """
 
     inputs: list[list[int]]
@@ -156,7 +152,7 @@ class _Sentences(NamedTuple):
 
 
 def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
-    """`specdec generate`."""
+    """Runs `specdec generate`."""
     options.check()
     if options.task:
         _run_task(options, arguments)
@@ -176,7 +172,8 @@ def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
 
 
 def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
-    """The examples of a seqio task instead of sentences, then its metrics."""
+    """Decodes the examples of a seqio task instead of sentences, then computes its metrics."""
+    assert options.task
     if arguments:
         raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
     try:
@@ -200,7 +197,7 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
 
 
 def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
-    """Arguments of `generate`."""
+    """Returns the arguments of `generate`."""
     return options.decoding() | dict(
         drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline,
         **options.beams(),
@@ -208,7 +205,7 @@ def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, An
 
 
 def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any]) -> Iterator[str]:
-    """Lines of all outputs in the order of the inputs."""
+    """Yields the lines of all outputs in the order of the inputs."""
     outputs = decode_all(
         target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
     )
@@ -220,14 +217,14 @@ def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding
 
 
 def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
-    """Yields every line when it is written, to standard output or to a file that passes on what it is given."""
+    """Yields every line after writing it to standard output, or to a device or pipe."""
     if not output_file:
         for line in lines:
             print(line, flush=True)
             yield line
         return
     print(
-        f"{output_file}: no regular file: outputs go there in order, and a run that is killed begins anew",
+        f"{output_file}: not a regular file: outputs are written in order, and a run that is killed begins anew",
         file=sys.stderr,
     )
     with new_file(output_file) as file:
@@ -241,6 +238,7 @@ def _line(output: Output, as_json: bool) -> str:
     if as_json:
         record = {**output._asdict(), "stats": stats_record(output.stats)}
         return _json({name: value for name, value in record.items() if (name, value) != ("score", None)})
+    assert output.text is not None, "the inputs were text"
     return _one_line(output.text)
 
 
@@ -248,18 +246,21 @@ def _write_file(
     target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any],
     finish: Callable[[Iterable[str], str], None] | None = None,
 ) -> None:  # fmt: skip
-    """All outputs to a file, whole or not at all; what a run that was killed had finished is not decoded again.
+    """Writes all outputs to a file, whole or not at all; what a killed run had finished is not
+    decoded again.
 
-    `finish` is called with all lines before, so that a kill does not spare it; the file is written even if it fails.
+    `finish` is called with all lines before the file is written, so that it is called even if a
+    kill comes in between; the file is written even if `finish` fails.
     """
+    assert options.output_file
     inputs = job.inputs
     rows = rows_for(target, options.rows, len(inputs))
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
-    checked = plan_decoding(target, inputs, batch_size=rows, **how)  # what is refused leaves no journal
+    checked = plan_decoding(target, inputs, batch_size=rows, **how)  # refuses bad arguments before there is a journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)
     found = {"costs": _costs(checked)} if how["gamma"] == "auto" else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:
-        if found:  # by what was measured when the job began, so that every input gets what it would have got then
+        if found:  # the costs that the job began with, so that every input gets what it would have got then
             how |= _by_costs(journal.found["costs"], options)
         with Progress("sentences", len(inputs)) as progress:
             if journal.done:
@@ -274,14 +275,14 @@ def _write_file(
         try:
             if finish:
                 finish(journal.lines(), options.output_file)
-        except ValueError:  # of hours of decoding all is there
+        except ValueError:  # everything is decoded, which may have taken hours
             journal.finish()
             raise
         journal.finish()
 
 
 def _costs(job: Plan) -> dict[str, Any]:
-    """What `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
+    """Returns what `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
     if job.policy is None:
         return {"gamma": job.program.gamma}
     policy: Any = job.policy
@@ -290,7 +291,8 @@ def _costs(job: Plan) -> dict[str, Any]:
 
 
 def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
-    """Arguments of `generate` for what `_costs` gave; raises ValueError for what it never gives."""
+    """Returns the arguments of `generate` for what `_costs` returned; raises ValueError for
+    anything else."""
     match record:
         case {"gamma": 0}:
             nothing = dict(lenience=None, typical_epsilon=None, typical_delta=None, verifier="block")
@@ -305,7 +307,8 @@ def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
 def _deciding(
     options: GenerateOptions, target: LanguageModel, drafter: Drafter | None, sentences: Sequence[str]
 ) -> dict[str, Any]:
-    """What decides the lines of an output file: settings, models and sentences, by their contents."""
+    """Returns what decides the lines of an output file: settings, and fingerprints of models and
+    sentences."""
     apart = (
         *("target", "drafter", "shortlist", "vocabulary", "dtype", "quantize", "input_file", "output_file", "stream"),
         *("module_import", "tfds_data_dir"),
@@ -326,7 +329,7 @@ def _deciding(
 
 
 def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:
-    """Every sentence alone, its text printed as it is committed."""
+    """Decodes every sentence alone and prints its text as it is committed."""
     keys = fold_keys(seeded(options.seed), np.arange(len(inputs)))
     for number, ids in enumerate(inputs):
         held = ""  # spaces at the end: with a line end after them they become one
@@ -342,7 +345,7 @@ def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decod
 
 
 def _json(record: dict[str, Any]) -> str:
-    """One line; −inf, which JSON lacks, becomes null."""
+    """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, list):
@@ -353,5 +356,6 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """`text` with spaces for line ends: one line per sentence, whatever the model wrote."""
+    """Returns `text` with spaces for line ends, so that there is one line per sentence, whatever
+    the model wrote."""
     return re.sub(r"\s*[\r\n]+\s*", " ", text)

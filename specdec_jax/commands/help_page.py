@@ -1,4 +1,4 @@
-"""What `specdec COMMAND --help` prints: examples first, then flags by what they are about."""
+"""Builds what `specdec COMMAND --help` prints: examples first, then flags in groups."""
 
 import dataclasses
 import inspect
@@ -29,6 +29,9 @@ GROUPS = {
         "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens",
             "logit_bias",
     ),
+    "beam search": (
+        "num_beams", "beam_style", "length_penalty", "early_stopping", "num_return_sequences", "beam_width",
+    ),
     "batches and limits": ("batch_size", "max_input_length", "deadline", "shard_size"),
     "seqio tasks instead of sentences": ("task", "split", "module_import", "score_targets", "tfds_data_dir"),
     "what is measured": ("repeats", "widths", "compare_alpha", "against", "suite"),
@@ -55,6 +58,7 @@ EXAMPLES = {
     ),
     "benchmark": (
         f"specdec benchmark {_PAIR} --gamma=3,5 --output=record.json",
+        f"specdec benchmark {_PAIR} --num_beams=4 --gamma=1,2,3 --beam_width=6,8",
         "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --forced_alpha=0.75",
     ),
     "measure": (f"specdec measure {_PAIR} --temperature=1 --plot=figure.png",),
@@ -79,10 +83,11 @@ def page(name: str, summary: str, arguments: str, cls: type, names: Sequence[str
     """Returns the help of a command.
 
     Args:
-      arguments: how its positional arguments are called; "": it takes none.
+      name, summary: of the command.
+      arguments: placeholder for its positional arguments; "": it takes none.
       cls: its dataclass of options.
-      names: fields of `cls` that have flags; with none of its own the command is set by gin alone.
-      flags: absl's, by name.
+      names: fields of `cls` that have flags; empty if the command is set by gin alone.
+      flags: absl's flags by name.
     """
     width = min(shutil.get_terminal_size((88, 24)).columns, _WIDEST) - 1
     lines = [f"usage: specdec {name} [flags] {arguments}".rstrip(), "", *textwrap.wrap(summary, width), "", "examples:"]
@@ -99,8 +104,8 @@ def page(name: str, summary: str, arguments: str, cls: type, names: Sequence[str
 
 
 def _attributes(cls: type, width: int) -> list[str]:
-    """Returns what the docstring of a dataclass says of its fields."""
-    items = re.split(r"\n  (?=\S)", inspect.getdoc(cls).partition("Attributes:\n  ")[2])
+    """Returns the fields of a dataclass as its docstring describes them."""
+    items = re.split(r"\n  (?=\S)", (inspect.getdoc(cls) or "").partition("Attributes:\n  ")[2])
     return [
         line
         for item in items
@@ -109,7 +114,7 @@ def _attributes(cls: type, width: int) -> list[str]:
 
 
 def _flag(name: str, flag: Any, width: int) -> list[str]:
-    text = flag.help.splitlines()[0].rstrip(";")  # absl appends to some
+    text = flag.help.splitlines()[0].rstrip(";")  # absl appends lines to some
     shown = ",".join(flag.default) if isinstance(flag.default, list) else flag.default
     given = shown is not None and shown is not False and shown != ""
     return _entry(

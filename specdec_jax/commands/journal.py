@@ -1,4 +1,4 @@
-"""A long job's output file: results are kept as they are finished, and put together in order at the end."""
+"""Keeps the results of a long job as they are finished, and puts them together in order at the end."""
 
 import json
 import os
@@ -9,37 +9,38 @@ from typing import Any
 
 from specdec_jax.files.writing import lock, naming, new_file, passes_through
 
-# Seconds between two calls that bring what was written to the disk; to the system it goes at once.
+# Seconds between two calls of fsync; what is written goes to the operating system at once.
 _SYNC = 1.0
 
 
 class Journal:
-    """Results in `<output>.partial`, in the order in which they were finished, until `finish` writes the output file.
+    """Results in `<output>.partial`, in the order in which they were finished, until `finish`
+    writes the output file.
 
-    The first line holds the settings; each other one the number of an input and its lines of
-    output, as JSON. A process that is killed loses nothing that was added, but for a line that was
-    being written. The output file appears whole or not at all; where it is a symbolic link, the
-    journal lies beside the file that it leads to.
+    The first line holds the settings; every other line the number of an input and its lines of
+    output, as JSON. If the process is killed, nothing is lost but a line that was being written.
+    The output file appears whole or not at all. If it is a symbolic link, the journal lies beside
+    the file that it leads to.
 
     Attributes:
-      path: of the journal.
+      path: path of the journal.
       done: numbers of the inputs whose results are there.
-      found: what the process that began it had found out.
+      found: what the process that began the journal had measured.
     """
 
     def __init__(self, output, settings: Mapping[str, Any], total: int, found: Mapping[str, Any] | None = None):
-        """Begins a journal, or goes on with the one that is there.
+        """Begins a journal, or goes on with an existing one.
 
         Args:
-          output: the file to be written.
-          settings: what decides the results, JSON values.
+          output: path of the output file.
+          settings: what decides the results, as JSON values.
           total: number of inputs.
-          found: what this process has found out and results depend on, JSON values; where a journal
-            is there, its own hold.
+          found: what this process has measured and results depend on, as JSON values. An existing
+            journal's own are used instead.
 
         Raises:
-          ValueError: a journal of other settings, a damaged one, or one that another process is writing.
-          OSError: with the journal's name, what the system says.
+          ValueError: the journal has other settings, is damaged, or is being written by another process.
+          OSError: a system error, with the journal's name.
         """
         self._output, self._total = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output), total
         self.path = self._output.with_name(self._output.name + ".partial")
@@ -47,7 +48,7 @@ class Journal:
             raise ValueError(f"{self.path}: got no regular file, expected a journal or nothing there")
         self._places: dict[int, int] = {}  # where in the file the line of each input begins
         self._synced = 0.0
-        # Without a buffer: what could not be written is not tried again when the file is closed.
+        # Without a buffer, so that closing the file does not try again what could not be written.
         self._file = open(self.path, "ab", buffering=0)
         try:
             lock(self._file.fileno(), self.path)
@@ -60,6 +61,7 @@ class Journal:
 
     @property
     def done(self) -> frozenset[int]:
+        """Numbers of the inputs whose results are there."""
         return frozenset(self._places)
 
     def __enter__(self) -> "Journal":
@@ -73,7 +75,7 @@ class Journal:
         self._places[number] = self._append([number, list(lines)])
 
     def lines(self) -> Iterator[str]:
-        """The lines of all inputs, in order; each input must be there."""
+        """Yields the lines of all inputs, in order; each input must be there."""
         with open(self.path, "rb") as file:
             for number in range(self._total):
                 file.seek(self._places[number])
@@ -90,11 +92,11 @@ class Journal:
         self.path.unlink()
 
     def _append(self, record: Any) -> int:
-        """Writes a line; returns where it begins."""
+        """Writes a line; returns its place in the file."""
         rest = _line(record)
         with naming(self.path):
             place = self._file.seek(0, os.SEEK_END)
-            while rest:  # of a disk that becomes full a part is written
+            while rest:  # when the disk becomes full, only a part is written
                 rest = rest[self._file.write(rest) :]
             if time.monotonic() - self._synced > _SYNC:
                 os.fsync(self._file.fileno())
@@ -102,7 +104,7 @@ class Journal:
         return place
 
     def _read(self, settings: dict[str, Any]) -> None:
-        """Takes over what is there; a last line that a kill cut short goes."""
+        """Reads an existing journal; a last line that a kill cut short is removed."""
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file):
@@ -119,11 +121,12 @@ class Journal:
             try:
                 self._append({**settings, **self.found})
             except OSError:
-                self.path.unlink()  # it would hold nothing
+                self.path.unlink()  # it holds nothing yet
                 raise
 
     def _record(self, number: int, line: bytes) -> Any:
-        """What line `number` holds: the settings if it is the first one, else the number of an input and its lines."""
+        """Returns what line `number` holds: the settings if it is the first one, else the number of
+        an input and its lines."""
         try:
             record = json.loads(line)
             if number:
@@ -141,7 +144,8 @@ class Journal:
         return record
 
     def _begins(self, line: bytes, settings: dict[str, Any]) -> bool:
-        """Whether a first line that was cut short may be one of these settings, whatever had been found out."""
+        """Returns whether a first line that was cut short may be of these settings, whatever
+        `found` was."""
         own = _line(settings)[:-2]  # without the bracket and the end of the line
         return own.startswith(line) or line.startswith(own)
 
@@ -149,7 +153,7 @@ class Journal:
         before = before if isinstance(before, dict) else {}
         missing = self.found.keys() - before.keys()
         self.found = {name: before.pop(name) for name in self.found.keys() - missing}
-        settings = settings | dict.fromkeys(missing, "what was found out")
+        settings = settings | dict.fromkeys(missing, "what was measured")
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):
                 raise ValueError(

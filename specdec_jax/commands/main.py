@@ -1,8 +1,8 @@
-"""The command line `specdec`: flags (absl), gin, the compilation cache and errors.
+"""Runs the command line `specdec`: flags (absl), gin, the compilation cache and errors.
 
 A command is a frozen dataclass of options and a function. Flags are made from the dataclass's
-fields; gin binds the same fields by dynamic registration; a flag wins over gin, gin over the
-default.
+fields, and gin binds the same fields by dynamic registration. A flag overrides gin, and gin
+overrides the default.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ class Command(NamedTuple):
     """One command of the command line.
 
     Attributes:
-      summary: one line for the help.
+      summary: one line for `--help`.
       module: module of this package, imported when the command is used.
-      options: name of the frozen dataclass of options in it.
-      run: name of the function in it that takes the options, and the positional arguments if there are any.
-      arguments: how the positional arguments are called in the help; "" takes none.
+      options: name of the frozen dataclass of options in that module.
+      run: name of the function there that takes the options, and the positional arguments if there are any.
+      arguments: placeholder for the positional arguments in `--help`; "" if it takes none.
       by_flags: whether the options have flags of their own; otherwise they come from gin alone.
     """
 
@@ -49,6 +49,7 @@ class Command(NamedTuple):
     by_flags: bool = True
 
     def load(self) -> tuple[type, Callable]:
+        """Returns the dataclass and the function."""
         module = importlib.import_module(f"specdec_jax.{self.module}")
         return getattr(module, self.options), getattr(module, self.run)
 
@@ -64,9 +65,9 @@ COMMANDS = {
         arguments="[sentence ...]",
     ),
     "benchmark": Command("Times plain against speculative decoding.", "commands.suite", "BenchmarkOptions"),
-    "measure": Command("Measures acceptance and cost, and what they promise.", "commands.measure", "MeasureOptions"),
+    "measure": Command("Measures acceptance and costs, and what they promise.", "commands.measure", "MeasureOptions"),
     "figures": Command(
-        "Draws the paper's tables and figures, and what was measured.", "commands.figures", "FiguresOptions"
+        "Draws the paper's tables and figures, and measured records.", "commands.figures", "FiguresOptions"
     ),
     "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "commands.tune", "TuneOptions"),
     "count": Command("Counts an n-gram table to draft with.", "commands.count", "CountOptions"),
@@ -74,7 +75,7 @@ COMMANDS = {
         "Writes a checkpoint in another format: Hugging Face, T5X, our own.", "commands.convert", "ConvertOptions"
     ),
     "distill": Command(
-        "Trains a drafter on a target's outputs and laws, or resumes that.", "commands.distill", "DistillConfig"
+        "Trains a drafter on a target's outputs and laws, or resumes a run.", "commands.distill", "DistillConfig"
     ),
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.",
@@ -94,12 +95,15 @@ COMMANDS = {
 
 
 class UsageError(ValueError):
-    """A command line that cannot be understood."""
+    """A command line that is wrong."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 1 (a check failed, or whoever read the output has gone), 2 (bad
-    input, or what the system refuses), 130 (interrupted), 143 (terminated)."""
+    """Runs one command; returns the exit code.
+
+    It is 0; 1 if a check failed or the reader of the output has gone; 2 for bad input or an error of
+    the system; 130 if interrupted; 143 if terminated.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _main(argv)
@@ -114,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if "--debug" in argv:
             raise
-        with contextlib.suppress(OSError):  # what is said next matters more
+        with contextlib.suppress(OSError):  # the error that is printed next matters more
             _flush()
         _say(f"error: {' '.join(str(error).split())}")
         return 1 if isinstance(error, CheckFailed) else 2
@@ -127,10 +131,10 @@ def _say(text: str) -> None:
 
 
 def _flush(*streams) -> None:
-    """Empties the buffers of standard error and standard output, while what fails can still be said.
+    """Flushes standard error and standard output while a failure can still be reported.
 
     Raises:
-      OSError: standard output is closed, its disk is full, or whoever read it has gone.
+      OSError: standard output is closed, its disk is full, or its reader has gone.
     """
     for stream in streams or (sys.stderr, sys.stdout):
         try:
@@ -170,7 +174,7 @@ def _main(argv: list[str]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             writing.write_file(path, settings)
 
-    if hasattr(options, "output_dir"):  # takes hours, and may be killed
+    if hasattr(options, "output_dir"):  # a training, which may be killed: the settings are recorded before it
         run(options, begun=record)
         return 0
     run(options, *([arguments] if command.arguments else []))
@@ -182,7 +186,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _define_flags(cls: type, fields) -> flags.FlagValues:
-    """Flags of one command, apart from absl's global ones, so that commands do not see each other's."""
+    """Returns the flags of one command, apart from absl's global ones, so that commands do not see
+    each other's."""
     values = flags.FlagValues()
     values.set_gnu_getopt(True)  # flags may follow sentences
     kinds = typing.get_type_hints(cls)
@@ -207,14 +212,14 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
 
 
 def _parsed(values: flags.FlagValues, arguments: list[str]) -> list[str]:
-    """Reads the flags; returns the arguments that are none."""
+    """Reads the flags; returns the other arguments."""
     try:
         return values(["specdec", *arguments])[1:]
     except flags.IllegalFlagValueError as error:
         kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
         found = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
         expected = kinds.get(values[found[1]].flag_type()) if found else None
-        if not expected:
+        if not found or not expected:
             raise
         raise UsageError(f"{found[1]}: got {found[2]!r}, expected {expected}") from None
 
@@ -240,11 +245,11 @@ def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
 
 
 def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
-    """The options that the command line names, as opposed to defaults."""
+    """Returns the options that the command line sets, without defaults."""
     given, kinds = {}, typing.get_type_hints(cls)
     for field in fields:
         if values[field.name].present:
-            value = values[field.name].value
+            value: Any = values[field.name].value
             if isinstance(values[field.name].parser, flags.ListParser):
                 value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
             if kinds[field.name] == int | str and re.fullmatch(r"[+-]?\d+", value):
@@ -265,7 +270,8 @@ def _numbers(name: str, items: list[str], kind: type) -> tuple[int | float, ...]
 
 
 def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Takes `--gin.NAME=value` out of the arguments, as T5X does; returns (the rest, `NAME=value` …)."""
+    """Takes `--gin.NAME=value` out of the arguments, as T5X does; returns (the other arguments,
+    `NAME=value` …)."""
     rest: list[str] = []
     bindings: list[str] = []
     for index, argument in enumerate(arguments):
@@ -281,7 +287,7 @@ def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValues, bindings: list[str]) -> Any:
-    """A command's options out of defaults, gin and the flags that were given."""
+    """Returns a command's options from defaults, gin and the given flags."""
     if not (values.gin_file or bindings):
         try:
             return cls(**given)
@@ -297,7 +303,7 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
         _register(cls)
         gin.parse_config_files_and_bindings(values.gin_file, bindings)
         options = gin.get_configurable(cls)()
-        if given:  # only then, so that gin counts what a flag overrules as used
+        if given:  # after gin, so that gin counts a setting that a flag overrides as used
             options = dataclasses.replace(options, **given)
     except RecursionError as error:
         where = ", ".join(values.gin_file) or "--gin.NAME=value"
@@ -321,11 +327,9 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
 
 
 def _operative(options: Any, given: dict[str, Any] | None) -> str:
-    """The settings as a gin file that gives them again.
+    """Returns the settings as a gin file that gives the same run.
 
-    Args:
-      given: what flags have overruled in gin's operative configuration; None if there is none,
-        since all came from flags.
+    `given` are flags that override gin's operative configuration; None: everything came from flags.
     """
     cls = type(options)
     *package, module = cls.__module__.split(".")
@@ -335,14 +339,15 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
         text = f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import {module}\n\n"
     else:
         text = gin.operative_config_str()
-        found = re.search(rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE)  # as gin calls it in there
+        found = re.search(rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE)  # gin's name of the class
         name = found[1] if found else name
-        text += "\n# Flags, which overrule what is above:\n" if given else ""
+        text += "\n# Flags, which override what is above:\n" if given else ""
     return text + "".join(f"{name}.{field} = {value!r}\n" for field, value in given.items())
 
 
 def _beside_output(options: Any) -> pathlib.Path | None:
-    """Where a run's settings are written: `operative.gin` in its folder, or its output file's name and `.gin`."""
+    """Returns where a run's settings are written: to `operative.gin` in its folder, or to its
+    output file's name and `.gin`."""
     if folder := getattr(options, "output_dir", None):
         return pathlib.Path(folder, "operative.gin")
     file = getattr(options, "output_file", None) or getattr(options, "output", None)
@@ -353,7 +358,7 @@ def _beside_output(options: Any) -> pathlib.Path | None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value that gin bound, which checks no types, is of a field's type."""
+    """Returns whether a value from gin, which checks no types, is of a field's type."""
     if isinstance(kind, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
@@ -364,19 +369,18 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _register(cls: type) -> None:
-    """Makes `--gin.NAME=value` know the options without a gin file that imports them; once,
-    gin's registry is global."""
+    """Makes `--gin.NAME=value` know the options, once, without a gin file that imports them."""
     try:
         gin.get_configurable(cls)
     except (KeyError, ValueError):
         gin.external_configurable(cls, module=cls.__module__)
 
 
-# The rest of the edge.
+# Cache and overview.
 
 
 def _use_compilation_cache(folder: str | None) -> None:
-    """Keeps compiled programs on disk: a second start finds them."""
+    """Keeps compiled programs on disk, so that a second start is quick."""
     if folder is None:
         folder = str(user_cache.folder())
     if folder:

@@ -17,7 +17,7 @@ from specdec_jax.files.writing import check_output, write_file
 class MeasureOptions(DecodingOptions):
     """Options of `specdec measure`."""
 
-    gamma_max: int = option(8, "give the improvement for every number of drafted tokens up to this one")
+    gamma_max: int = option(8, "compute the improvement for every number of drafted tokens up to this one")
     widths: tuple[int, ...] = option(
         (2, 3, 5, 9),
         "widths of the target calls that are timed, in positions, up to gamma_max + 1; v is interpolated in between",
@@ -25,17 +25,16 @@ class MeasureOptions(DecodingOptions):
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(0, "take only the first lines of the input; 0: all")
+    limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
-        False, "also decode by token verification with gamma_max, and compare alpha by counting with alpha by the "
-               "models' laws on "
-        "the same positions; only for a drafting model in full precision without a shortlist"
+        False, "also decode by token verification with gamma_max, and compare alpha as counted with alpha from the "
+        "models' laws on the same positions; only for a drafting model in full precision without a shortlist"
     )  # fmt: skip
-    repeats: int = option(3, "passes over the single steps; medians and spread are over them")
+    repeats: int = option(3, "passes over the single steps, of which the median and the spread are reported")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
-    plot: str | None = option(None, "file (.png, .pdf or .svg) for a figure")
+    plot: str | None = option(None, "file for a plot of expected improvement, acceptance and v (.png, .pdf, .svg)")
 
     def check(self) -> None:
         check_measured(self)
@@ -45,7 +44,7 @@ class MeasureOptions(DecodingOptions):
             at_least(2, widths=width)
         if self.compare_alpha and self.max_new_tokens == 1:
             raise UnsupportedCombination(
-                "compare_alpha: got it with max_new_tokens=1, expected at least 2: nothing is drafted before the "
+                "compare_alpha: got True with max_new_tokens=1, expected at least 2: nothing is drafted before the "
                 "last token"
             )
         check_output(self.output)
@@ -53,13 +52,15 @@ class MeasureOptions(DecodingOptions):
             plots.check(self.plot)
 
     @property
-    def timed_gammas(self) -> list[int]:
-        """γ whose target calls are timed: those of the widths up to γ_max + 1, and γ_max itself."""
-        return sorted({width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max})
+    def timed_gammas(self) -> tuple[int, ...]:
+        """The γ whose target calls are timed: those of the widths up to γ_max + 1, and γ_max
+        itself."""
+        return (*sorted({width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max}),)
 
 
 def check_measured(options) -> None:
-    """What `measure` and `tune` check alike, for options with a batch size, repeats and a limit."""
+    """Checks what `measure` and `tune` have in common: drafter, policy, mesh, batch size, repeats
+    and limit."""
     DecodingOptions.check(options)
     if not options.drafter:
         raise ValueError("drafter: got nothing, expected what `specdec generate --help` lists for --drafter")
@@ -68,13 +69,13 @@ def check_measured(options) -> None:
             f"gamma_policy: got {options.gamma_policy!r}, expected fixed: gamma is what is chosen"
         )
     if options.mesh:
-        raise UnsupportedCombination(f"mesh: got {options.mesh!r}, expected none: what is measured here is one device")
+        raise UnsupportedCombination(f"mesh: got {options.mesh!r}, expected none (one device is measured)")
     at_least(1, batch_size=options.batch_size, repeats=options.repeats)
     at_least(0, limit=options.limit)
 
 
 def run(options: MeasureOptions) -> None:
-    """`specdec measure`."""
+    """Runs `specdec measure`."""
     options.check()
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load()
@@ -84,6 +85,6 @@ def run(options: MeasureOptions) -> None:
         print(text if options.json else measure_summary(record))
         if options.plot:
             plots.save(plots.improvement(record), options.plot)
-    finally:  # if one fails, the record is in another
+    finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")

@@ -1,4 +1,5 @@
-"""What every decoding command takes: models, what drafts, how it is sampled; and the checks that need no model."""
+"""Defines the options that every decoding command takes (models, drafting, sampling), and the
+checks that need no model."""
 
 import dataclasses
 import functools
@@ -31,19 +32,19 @@ from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS, verifier_of
 
 AUTO_HELP = (
-    "tokens drafted per target call, or auto: as many as pay on this machine, measured when a model is first used, "
-    "and at each sentence's own acceptance, none included"
+    "tokens drafted per target call, or auto: as many as pay, possibly none, by the costs on this machine (measured "
+    "when a model is first used) and each sentence's own acceptance"
 )
 
 
 def option(default, text: str):
-    """A field of an options dataclass; `text` is its help on the command line."""
+    """Returns a field of an options dataclass; `text` is its help on the command line."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodingOptions:
-    """What every decoding command takes; each field's help is in its metadata."""
+    """The options that every decoding command takes; each field's help is in its metadata."""
 
     target: str | None = option(
         None, "model whose output you want: a checkpoint's folder or a bundled name (ende/target)"
@@ -52,7 +53,7 @@ class DecodingOptions:
         None,
         "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the "
         "target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
-        + "; ".join(f"{name}, {one.summary}" for name, one in WITHOUT_FILES.items())
+        + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
         + " (default: nothing drafts, which is plain decoding)",
     )
     shortlist_size: int = option(
@@ -61,7 +62,7 @@ class DecodingOptions:
         "0: all",
     )
     shortlist: str | None = option(
-        None, "table (.npz) of `specdec count` that says which ids are frequent (default: the vocabulary's first are); "
+        None, "table (.npz) of `specdec count` that says which ids are frequent (default: the vocabulary's first ids); "
         "without --shortlist_size, all ids that it counted are proposed"
     )  # fmt: skip
     drafter_int8: bool = option(False, "let a drafting model multiply with weights of 8 bits")
@@ -72,9 +73,8 @@ class DecodingOptions:
     quantize: str | None = option(
         None,
         "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); the output law is "
-        "then that of "
-        "the rounded model; none: widen weights that are stored in 8 bits to --dtype (default: such weights are used "
-        "as they are stored, where that can be had); for a drafter there is --drafter_int8",
+        "then the rounded model's; none: widen weights that are stored in 8 bits to --dtype (default: use such weights "
+        "as they are stored, where that is possible); for a drafter see --drafter_int8",
     )
     mesh: str | None = option(
         None,
@@ -84,13 +84,13 @@ class DecodingOptions:
     shard_drafter: bool = option(
         False, "with --mesh: divide a drafting model like the target instead of copying it to every device"
     )
-    temperature: float = option(0.0, "0: always the most probable token; above 0: sample, with logits divided by it")
+    temperature: float = option(0.0, "0: always the most probable token; above 0: sample, with logits divided by this")
     top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
-    top_p: float = option(1.0, "sample among the most probable tokens whose mass reaches p")
-    min_p: float = option(0.0, "sample among the tokens with at least this share of the greatest probability")
-    repetition_penalty: float = option(1.0, "above 1: tokens that have occurred become less probable")
+    top_p: float = option(1.0, "sample among the most probable tokens that together have at least this probability")
+    min_p: float = option(0.0, "sample among the tokens with at least this fraction of the greatest probability")
+    repetition_penalty: float = option(1.0, "above 1: make tokens that have occurred less probable")
     no_repeat_ngram: int = option(0, "forbid tokens that would repeat an n-gram of this size; 0: none")
-    min_new_tokens: int = option(0, "minimum length of an output, in tokens before its end")
+    min_new_tokens: int = option(0, "minimum length of an output, in tokens before EOS")
     forbidden_tokens: tuple[int, ...] = option((), "ids that are never chosen, comma-separated")
     logit_bias: tuple[str, ...] = option((), "ID:NUMBER, a number to add to the logit of an id; repeatable")
     forced_tokens: tuple[str, ...] = option(
@@ -108,7 +108,7 @@ class DecodingOptions:
     )
     gamma_policy: str = option(
         "fixed",
-        "how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 where that is "
+        "how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 if --gamma is "
         f"auto): fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
@@ -120,6 +120,7 @@ class DecodingOptions:
     seed: int = option(0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
 
     def sampling(self) -> SamplingConfig:
+        """Returns how tokens are chosen."""
         return SamplingConfig(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
             repetition_penalty=self.repetition_penalty, no_repeat_ngram=self.no_repeat_ngram,
@@ -129,9 +130,10 @@ class DecodingOptions:
         )  # fmt: skip
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
-        """Arguments of `generate` that every decoding command passes on, but for the drafter's.
+        """Returns the arguments of `generate` that every decoding command passes on, except the
+        drafter.
 
-        With `plain`, those of decoding without one: a lossy verifier has nothing to judge there.
+        With `plain`, they are those of plain decoding, where a lossy verifier has nothing to judge.
         """
         common = dict(
             sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length
@@ -144,10 +146,11 @@ class DecodingOptions:
         )  # fmt: skip
 
     def gamma_of(self, gamma: int | str) -> int | str | Policy:
-        """What `generate` takes as γ: `gamma` itself, or the policy with `gamma` as its maximum (of "auto" 4).
+        """Returns what `generate` takes as γ: `gamma` itself, or the policy with `gamma` (for
+        "auto" 4) as its maximum.
 
         Raises:
-          ValueError: no such policy, or settings that are not its own.
+          ValueError: no such policy, or settings that it does not have.
         """
         settings = _settings("gamma_settings", self.gamma_settings)
         if self.gamma_policy == "fixed":
@@ -168,18 +171,15 @@ class DecodingOptions:
         return policy(FIXED if gamma == "auto" else gamma, **settings) if gamma else 0
 
     def check(self) -> None:
-        """Refuses what can be seen to be wrong before a model is loaded.
-
-        Raises:
-          ValueError: with what was got and what was expected.
-        """
+        """Raises ValueError for options that can be seen to be wrong before a model is loaded."""
         if not self.target:
             expected = " or ".join(["a checkpoint's folder", *loader.bundled()])
             raise ValueError(f"target: got nothing, expected {expected}")
         self.check_decoding()
 
     def check_decoding(self) -> None:
-        """As `check`, for commands that may do without a checkpoint."""
+        """Checks the same as `check`, except that a target is named; for commands that may do
+        without a checkpoint."""
         sampling = self.sampling()
         at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
         if self.verifier not in VERIFIERS:
@@ -202,7 +202,7 @@ class DecodingOptions:
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         self._check_quantize()
         if self.shard_drafter and not self.mesh:
-            raise UnsupportedCombination("shard_drafter: got it without a mesh, expected --mesh=DATAxMODEL too")
+            raise UnsupportedCombination("shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too")
         if self.mesh:
             ShardingRules(self.devices()).check_rows("batch_size", self.rows)
 
@@ -214,25 +214,28 @@ class DecodingOptions:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is to be drafted: a lossy verifier makes no sense otherwise."""
+        """Whether anything is to be drafted; without it a lossy verifier makes no sense."""
         return bool(self.drafter)
 
     @property
     def rows(self) -> int:
-        """Sentences that are decoded together."""
+        """Number of sentences that are decoded together."""
         return getattr(self, "batch_size", 1)
 
     def devices(self) -> Mesh | None:
-        """Those of `mesh`."""
+        """Returns the devices of `mesh`, None without one."""
         return make_mesh(*parse_mesh(self.mesh)) if self.mesh else None
 
     def placement(self, drafts: bool) -> ShardingRules | None:
-        """How the target, or what drafts, lies on the mesh."""
+        """Returns how the target (or with `drafts` the drafter) is divided over the mesh, None
+        without one."""
         return ShardingRules(self.devices(), drafts and not self.shard_drafter) if self.mesh else None
 
     def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, Drafter | None]:
-        """The target, unless it is given, and, where one is named, the drafter; refuses a
-        drafter of another vocabulary."""
+        """Returns the target (unless it is given) and the drafter, if one is named.
+
+        Raises ValueError for a drafter with another vocabulary.
+        """
         load = functools.partial(loader.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices())
         if self.drafter:
             check_drafter_name(self.drafter)
@@ -248,7 +251,8 @@ class DecodingOptions:
         return target, drafter
 
     def reduced(self, model: LanguageModel) -> ModelDrafter:
-        """The drafter with `model` that these options ask for."""
+        """Returns a drafter with `model`, and with the shortlist and 8 bits that the options ask
+        for."""
         if not self.shortlist:
             return ModelDrafter(model, self.shortlist_size or None, self.drafter_int8)
         table, _ = NGramTable.load(self.shortlist)
@@ -261,14 +265,14 @@ class DecodingOptions:
         return ModelDrafter(model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8)
 
     def refuse_reduction(self) -> None:
-        """Refuses what is about a drafting model, where none drafts."""
+        """Raises UnsupportedCombination for options about a drafting model if no model drafts."""
         for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
             if getattr(self, name):
                 raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model")
 
 
 def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None:
-    """`{5: value}` of `("5:value",)`; None of nothing."""
+    """Returns `{5: value}` for `("5:value",)`, None for nothing."""
     try:
         pairs = [(int(key), kind(value)) for key, value in (item.split(":") for item in items)]
     except ValueError:
@@ -280,7 +284,7 @@ def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None
 
 
 def _settings(name: str, items: Sequence[str]) -> dict[str, Any]:
-    """`{"a": value}` of `("a:value",)`; whole numbers are integers."""
+    """Returns `{"a": value}` for `("a:value",)`; whole numbers are integers."""
     try:
         pairs = [(key, float(value)) for key, value in (item.split(":") for item in items)]
     except ValueError:
@@ -291,6 +295,7 @@ def _settings(name: str, items: Sequence[str]) -> dict[str, Any]:
 
 
 def check_gamma(gamma: int | str) -> None:
+    """Raises ValueError for a γ that is out of range."""
     if gamma == "auto":
         return
     if isinstance(gamma, str) or not 0 <= gamma <= MAX_GAMMA:
@@ -298,11 +303,12 @@ def check_gamma(gamma: int | str) -> None:
 
 
 def at_least(minimum: int, **values: int) -> None:
+    """Raises ValueError for the first of `values` below `minimum`."""
     for name, value in values.items():
         if value < minimum:
             raise ValueError(f"{name}: got {value}, expected at least {minimum}")
 
 
 def same_file(path: str, other: str) -> bool:
-    """Whether both are there and the same file."""
+    """Returns whether both paths exist and are the same file."""
     return all(map(os.path.exists, (path, other))) and os.path.samefile(path, other)

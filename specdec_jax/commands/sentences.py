@@ -1,4 +1,4 @@
-"""Sentences from arguments, a file or standard input, as ids."""
+"""Reads sentences from arguments, a file or standard input."""
 
 import pathlib
 import sys
@@ -16,8 +16,8 @@ def built_in() -> list[str]:
 
 
 def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str]:
-    """Sentences from the command line, a file (`BUILT_IN` names the one of the package), or standard input, where
-    nothing else is named.
+    """Returns the sentences in the arguments, in a file (`BUILT_IN` names the package's own), or,
+    if neither is given, on standard input.
 
     Raises:
       ValueError: two sources, a missing or empty one, or one that is not UTF-8.
@@ -43,11 +43,8 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
 
 
 def check_text(name: str, texts: Sequence[str]) -> None:
-    """Refuses arguments whose bytes were not UTF-8: Python lets them through as lone surrogates.
-
-    Raises:
-      ValueError: which one.
-    """
+    """Raises ValueError, naming the first, for arguments whose bytes are not UTF-8; Python passes
+    them on as lone surrogates."""
     for number, text in enumerate(texts, 1):
         try:
             text.encode("utf-8")
@@ -56,5 +53,5 @@ def check_text(name: str, texts: Sequence[str]) -> None:
 
 
 def sentences_of(input_file: str | None, limit: int) -> list[str]:
-    """The first `limit` (0: all) lines of a file, or the built-in sentences."""
+    """Returns the first `limit` lines (0: all) of a file, or of the built-in sentences."""
     return (read_sentences([], input_file) if input_file else built_in())[: limit or None]

@@ -1,4 +1,5 @@
-"""Measures what the paper reports, row after row (`specdec benchmark --suite=paper`), and goes on after a kill."""
+"""Runs `specdec benchmark`; with `--suite=paper` it measures what the paper reports, row after row,
+and goes on after a kill."""
 
 import dataclasses
 import importlib.util
@@ -28,7 +29,7 @@ SUITES = ("paper",)
 
 
 def run(options: BenchmarkOptions) -> None:
-    """`specdec benchmark`."""
+    """Runs `specdec benchmark`, one comparison or a suite."""
     if options.suite is None:
         benchmark_command.run(options)
     else:
@@ -36,16 +37,17 @@ def run(options: BenchmarkOptions) -> None:
 
 
 def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
-    """One benchmark for every row of the suite, which times its arms and plain decoding in turn.
+    """Returns the options of one benchmark for every row of the suite, which times its arms and
+    plain decoding in turn.
 
-    With checkpoints, for every drafter, all of `options.gamma` in each: temperature 0 (with T5X
-    beside it where that is installed) and 1, both by the paper's algorithm 1, and lenience 0.5, 0.3
-    and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5). With a preset, whose weights are
-    random, for every drafter and γ: the temperature that is given, acceptance forced to each of
-    `options.forced_alpha`.
+    With checkpoints there are rows for every drafter, with all of `options.gamma` in each:
+    temperature 0 (with T5X beside it, if that is installed) and temperature 1, both by the paper's
+    Algorithm 1; and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5).
+    With a preset, whose weights are random, there is a row for every drafter and γ, at the given
+    temperature, with acceptance forced to each of `options.forced_alpha`.
 
     Raises:
-      ValueError: what no row can be made of, or a row that `BenchmarkOptions.check` refuses.
+      ValueError: no row can be made, or `BenchmarkOptions.check` refuses one.
     """
     _check(options)
     drafters: list[dict[str, Any]] = [
@@ -54,8 +56,8 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     drafters += [{"drafter": name, "drafter_preset": None} for name in _names(options.drafter)]
     if options.preset:
         how: list[dict[str, Any]] = [{"temperature": options.temperature}]
-        # Each γ by itself: the programs of a large model for all of them take more memory mappings
-        # than a process may have.
+        # Each γ by itself: for all of them together the programs of a large model take more memory mappings than a
+        # process may have.
         drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gamma]
     else:
         lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
@@ -96,6 +98,7 @@ def _check(options: BenchmarkOptions) -> None:
         "lenience",
         "against",
         "json",
+        "num_beams",
         *(() if options.preset else ("temperature", "forced_alpha")),
     ):
         if getattr(options, name) != getattr(default, name):
@@ -109,6 +112,7 @@ def _names(text: str | None) -> list[str]:
 
 
 def _run(options: BenchmarkOptions) -> None:
+    assert options.output
     made = rows(options)
     target, contents = _opened(made)
     settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": machine.machine(),
@@ -123,7 +127,7 @@ def _run(options: BenchmarkOptions) -> None:
                 continue
             print(_title(row), flush=True)
             target, record, problems = _measured(row, target)
-            if problems:  # not kept, so that the next run measures it again
+            if problems:  # the row is not kept, so that the next run measures it again
                 failed += [f"{_title(row)}: {problem}" for problem in problems]
             else:
                 journal.add(number, [json.dumps(record)])
@@ -146,16 +150,18 @@ def _run(options: BenchmarkOptions) -> None:
 
 
 def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[str]]:
-    """Opens every drafter once, before anything is timed; returns the target and what tells models and inputs apart.
+    """Opens every drafter once, before anything is timed; returns the target, and text that
+    identifies models and inputs.
 
     Raises:
-      ValueError: a drafter that is not there or does not fit, or inputs that are too long.
+      ValueError: a drafter is missing or does not fit, or inputs are too long.
     """
     target, contents = None, [f"T5X: {importlib.util.find_spec('t5x') is not None}"]
     for row in {(row.drafter, row.drafter_preset): row for row in made}.values():
         if row.drafter_preset:  # random weights, which the shape decides
             continue
         target, drafter, batches = benchmark_command.load(row, target)
+        assert drafter is not None, "every row has one"
         arms.check_prompts(target, drafter, batches, row)
         contents.append(drafter.contents)
         if len(contents) == 2:
@@ -173,7 +179,8 @@ def _measured(row: BenchmarkOptions, target: LanguageModel | None) -> tuple[Lang
 
 
 def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
-    """Whether T5X can decode the row too: argmax, a model that it knows, and its being installed."""
+    """Returns whether T5X is installed and can decode the row too: argmax, with a model of a shape
+    that it knows."""
     if row.temperature > 0 or row.sampling().mode.processes or t5x.why_not(target.config):
         return False
     known = target.start_token == 0 and len(target.eos_ids) <= 1
@@ -188,7 +195,8 @@ def _title(row: BenchmarkOptions) -> str:
 
 
 def _table(found: Sequence[report_rows.Row]) -> str:
-    """Rows as in table 2 and 4: expected is theorem 3.8 with the measured v, encoders and lengths."""
+    """Returns rows as in tables 2 and 4; "expected" is theorem 3.8 with the measured v, encoders
+    and lengths."""
     shown = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"
     lines = [f"{'drafter':<28} T  verification          γ  α      c      v     expected  measured"]
     for row in found:

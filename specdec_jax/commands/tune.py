@@ -1,4 +1,5 @@
-"""Runs `specdec tune`: picks γ, and the verifier where it matters, and writes it down for the other commands."""
+"""Runs `specdec tune`: chooses γ, above temperature 0 the verifier, and for beam search the trees' width, and
+writes the choice for other commands."""
 
 import dataclasses
 import json
@@ -7,8 +8,10 @@ from typing import Any
 
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.expectations import verifiers_of
+from specdec_jax.analysis.report import beam_summaries
 from specdec_jax.analysis.report.summaries import tune_summary
-from specdec_jax.analysis.tuning import Choice, keep_acceptance, tune
+from specdec_jax.analysis.tuning import Choice, choice_of, keep_acceptance, tune, tune_beams
+from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.measure import check_measured
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
@@ -18,40 +21,50 @@ from specdec_jax.speculative.verifiers import LOSSY
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneOptions(DecodingOptions):
+class TuneOptions(SearchFlags, DecodingOptions):
     """Options of `specdec tune`."""
 
-    gamma: tuple[int, ...] = option((1, 2, 3, 4, 5, 6, 7, 8), "the numbers of drafted tokens to choose from")
+    gamma: tuple[int, ...] = option(
+        (), "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams of levels of the tree "
+        "(default: 1 to 3)",
+    )  # fmt: skip
+    beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
     choose_verifier: bool = option(
-        True, "above temperature 0, choose between block and token verification where --verifier is one of them"
+        True, "above temperature 0, choose between block and token verification if --verifier is one of them"
     )
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
     )
-    limit: int = option(64, "tune on the first lines of the input; 0: on all")
+    limit: int = option(64, "tune on the first lines of the input, this many; 0: on all")
     sweep: int = option(
-        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not"
+        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not check"
     )
     batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(3, "passes over steps and sentences; medians and spread are over them")
+    repeats: int = option(3, "passes over steps and sentences, of which the median and the spread are reported")
     config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
+        for width in self.beam_width or (None,):
+            self.search(beam_width=width)
+        self.check_beside_beams(temperature=0.0, verifier="block", choose_verifier=True)
         check_measured(self)
-        if not self.gamma:
-            raise ValueError("gamma: got no value, expected at least one")
         for gamma in self.gamma:
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
         at_least(0, sweep=self.sweep)
         if self.sweep and not (self.limit and self.input_file):
-            raise ValueError(f"got --sweep={self.sweep}, expected it with --input_file and a --limit above 0")
+            raise ValueError(f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too")
         if not self.config:
             raise ValueError("config: got nothing, expected the name of a gin file to write")
         check_output(self.config, "config")
         check_output(self.output)
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The numbers of drafted tokens, or of levels, to choose from."""
+        return self.gamma or tuple(range(1, 9 if self.num_beams is None else 4))
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -59,7 +72,7 @@ class TuneOptions(DecodingOptions):
 
 
 def run(options: TuneOptions) -> None:
-    """`specdec tune`."""
+    """Runs `specdec tune`."""
     options.check()
     sentences = sentences_of(options.input_file, 0)
     sample = sentences[: options.limit or None]
@@ -72,33 +85,36 @@ def run(options: TuneOptions) -> None:
     if not decoder_only(target) and not any(text.strip() for text in sample):
         raise ValueError("input_file: got no sentence with any text to tune on, expected at least one")
     batches, others = (analysis_arms.batches_of(target, lines, options) if lines else [] for lines in (sample, rest))
-    record = tune(target, drafter, batches, others, options)
+    record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
     text = json.dumps(record, indent=1)
     try:
         write_file(options.config, gin_file(record, options))
-        alpha = record["acceptance"]["alpha"]
+        alpha = record["acceptance"]["alpha"] if "acceptance" in record else None
         if alpha is not None and drafter is not None:
             keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
-        print(text if options.json else tune_summary(record))
-    finally:  # if one fails, the record is in another
+        summary = beam_summaries.tune_summary if options.num_beams else tune_summary
+        print(text if options.json else summary(record))
+    finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")
 
 
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
-    """Settings of `generate` and `benchmark`: all that tuning was asked for, with the choice."""
-    chosen, gain, host = Choice(**record["chosen"]), record["improvement"], record["machine"]
+    """Returns a gin file for `generate` and `benchmark`: everything that tuning was asked for, with
+    the choice."""
+    chosen, gain, host = choice_of(record["chosen"]), record["improvement"], record["machine"]
     of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
     skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())
     settings = {
         field.name: getattr(options, field.name)
-        for field in dataclasses.fields(DecodingOptions)
+        for field in (*dataclasses.fields(DecodingOptions), *dataclasses.fields(SearchFlags))
         if field.name not in skipped and getattr(options, field.name) != field.default
     }
     if chosen.gamma:
         spread = f"{gain['least']:.2f} to {gain['most']:.2f}"
         why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({spread})"
-        settings |= {"drafter": options.drafter, "verifier": chosen.verifier}
+        settings |= {"drafter": options.drafter}
+        settings |= {"verifier": chosen.verifier} if isinstance(chosen, Choice) else {"beam_width": chosen.width}
     else:
         why = f"plain decoding was faster than drafting with {options.drafter}, so there is no drafter"
         settings |= {"drafter": None}
@@ -121,4 +137,6 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
         lines.append(f"{name}:")
         lines += [f"  {field} = {value!r}" for field, value in settings.items()]
         lines += [f"  gamma = {gamma}"] * bool(chosen.gamma) + [""]
+        if "beam_width" in settings:  # of which the second takes several
+            settings["beam_width"] = (settings["beam_width"],)
     return "\n".join(lines)

@@ -1,1 +1,2 @@
-"""From the arguments of `generate` to its result: requests, the decode loop, streams and long jobs."""
+"""Leads from the arguments of `generate` to its result: requests, the decode loop, streams, long
+jobs."""

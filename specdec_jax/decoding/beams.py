@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan, plan
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, finish, stats_of
@@ -81,23 +81,21 @@ class BeamOptions:
         """The length penalty that is meant."""
         return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
 
-    @property
-    def width(self) -> int:
-        """u."""
-        return 2 * self.num_beams if self.beam_width is None else self.beam_width
-
-    def program(self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int) -> BeamConfig:
-        """Returns what is compiled; arguments as in `BeamConfig`.
-
-        Raises:
-          ValueError: more beams than ids, or no id that does not end a sequence.
-        """
+    def check_ids(self, ends: int, vocab_size: int) -> None:
+        """Refuses more beams than ids, and a vocabulary of `ends` alone."""
         if self.num_beams > vocab_size or ends >= vocab_size:
             raise ValueError(
                 f"num_beams: got {self.num_beams} for {vocab_size} ids, of which {ends} end a sequence, expected at most "
                 "as many beams as ids, and an id that ends none"
             )
-        width = min(self.width, self.num_beams * (vocab_size - 1)) if gamma else 0
+
+    def program(
+        self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None
+    ) -> BeamConfig:
+        """Returns what is compiled; arguments as in `BeamConfig`, and what drafts its `gamma` levels, if there are any."""
+        width = 0
+        if drafter is not None:
+            width = min(drafter.beam_width(self.num_beams, self.beam_width), self.num_beams * (vocab_size - 1))
         return BeamConfig(self.num_beams, ends, mode, vocab_size, self.beam_style, self.early_stopping, gamma, width)
 
 
@@ -151,9 +149,11 @@ def _plan_search(
             f"temperature: got {sampling.temperature} with num_beams, expected 0: beam search draws nothing"
         )
     check_tree(drafter, gamma)
+    ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
+    beams.check_ids(ends, vocab)
     gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
     job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    program = beams.program(max(1, len(job.eos_ids)), sampling.mode, target.config.vocab_size, job.program.gamma)
+    program = beams.program(ends, sampling.mode, vocab, job.program.gamma, job.drafter)
     return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
 
 
@@ -165,42 +165,45 @@ def check_tree(drafter, gamma) -> None:
         )
     if isinstance(drafter, Drafter) and not drafter.drafts_beams:
         raise UnsupportedCombination(
-            f"drafter: got {type(drafter).__name__} with num_beams, expected a ModelDrafter, or None: it drafts no trees"
+            f"drafter: got {type(drafter).__name__} with num_beams, expected one that drafts for beams: ModelDrafter, "
+            "PromptLookupDrafter, NGramDrafter, or None"
         )
 
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
     """Searches for the inputs at `places`, as for `Plan.start`."""
+    network, drafter, program, *others = _arguments(job, places)
+    found = _search(network, drafter, program, job.search.options.num_return_sequences, *others)
+    return _result(target, job, jax.device_get(found), places)
+
+
+def start(job: Plan, places=None) -> BeamState:
+    """Makes the state that the search of `run_search` begins with, for callers that look at its iterations."""
+    return begin(*_arguments(job, places))
+
+
+def _arguments(job: Plan, places) -> tuple:
+    """Returns the arguments of `begin` for the inputs at `places`."""
     program, beams = job.search
     arguments = dataclasses.replace(job, samples=1).arguments(places)
     network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = arguments
     most = bucket(int(max(job.limits)))
     eos_ids = np.broadcast_to(np.array(job.eos_ids or (-1,), np.int32), (len(lengths), program.ends))
-    found = jax.device_get(
-        _search(
-            network, drafter, program, most, beams.num_return_sequences, inputs, lengths, tokens, starts,
-            (ends - starts).astype(np.int32), eos_ids, np.float32(beams.penalty), rows, done,
-        )
+    return (
+        network, drafter, program, most, tokens.shape[1] + most, inputs, lengths, tokens, starts,
+        (ends - starts).astype(np.int32), eos_ids, np.float32(beams.penalty), rows, done,
     )  # fmt: skip
-    return _result(target, job, found, places)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "most", "returned"))
-def _search(
-    target: Network, drafter, program: BeamConfig, most: int, returned: int, inputs, input_lengths, tokens,
-    prefix_lengths, limits, eos_ids, penalty, sampling, done,
-) -> dict:  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("program", "returned", "most", "longest"))
+def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, longest: int, *arguments) -> dict:
     """Prefill and search in one program; returns what the host reads of it.
 
     Args:
-      most: the most new tokens of a row.
       returned: hypotheses for each input.
-      The others are as for `prefill.prefill`, and in `BeamState`.
+      The others are those of `begin`.
     """
-    state = begin(
-        target, drafter, program, most, tokens.shape[1] + most, inputs, input_lengths, tokens, prefix_lengths, limits,
-        eos_ids, penalty, sampling, done,
-    )  # fmt: skip
+    state = begin(target, drafter, program, most, longest, *arguments)
     state = search(target, drafter, state)
     best, there = best_first(state)
     first = lambda x: x[:, :returned]
@@ -210,6 +213,7 @@ def _search(
     )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=("program", "most", "longest"))
 def begin(
     target: Network, drafter, program: BeamConfig, most: int, longest: int, inputs, input_lengths, tokens,
     prefix_lengths, limits, eos_ids, penalty, sampling, done,
@@ -217,7 +221,9 @@ def begin(
     """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
 
     Args:
-      longest: the most tokens of a row, start token and decoder prefix, or prompt, included; the others are as above.
+      most: the most new tokens of a row, or more.
+      longest: the most tokens of a row, its start token and decoder prefix, or prompt, included, or more.
+      The others are as for `prefill.prefill`, and in `BeamState`.
     """
     batch, prefix = tokens.shape
     positions = longest + program.gamma
@@ -229,8 +235,7 @@ def begin(
     cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.init(inputs, input_lengths, tokens, prefix, **shared)
-        draft_state = drafter.begin_beams(draft_state, slots, positions)
+        draft_state = drafter.begin_beams(inputs, input_lengths, tokens, program.beams, slots, positions, **shared)
     live, finished = first_hypotheses(tokens, positions, program)
     zeros = jnp.zeros(batch, jnp.int32)
     return BeamState(
@@ -253,13 +258,13 @@ def _result(target: LanguageModel, job: Plan, found: dict, places) -> Generation
     for (row,) in np.argwhere(found["failed"])[:1]:
         source = f"the target {target.name}" + (" or the processor" if job.program.mode.processor else "")
         raise NotNumbers(source, int(request.inputs[row * job.samples]), int(found["failed"][row]) - 1)
-    flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
     lengths = np.where(there & ~request.empty, flat(best.lengths), 0)
-    log_probs, adjusted = flat(best.log_probs), flat(best.adjusted_log_probs)
+    log_probs, adjusted = flat(best.log_probs), best.adjusted_log_probs
     none = np.zeros(len(lengths), np.int32)
     committed = Committed(
         tokens=flat(best.tokens), lengths=request.prefix_lengths + lengths, done=np.repeat(found["done"], job.samples),
-        log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else adjusted, draft_failed=none,
+        log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else flat(adjusted), draft_failed=none,
         counts=jax.tree.map(lambda x: np.repeat(x, job.samples, axis=0), found["counts"]), program=job.program,
     )  # fmt: skip
     result = finish(target, committed, request)

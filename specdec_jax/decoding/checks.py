@@ -1,4 +1,5 @@
-"""Refuses what does not go together: a target and a drafter, a policy of γ, a verifier, limits, prompts."""
+"""Refuses combinations that do not work: a target and a drafter, a policy of γ, a verifier, limits,
+prompts."""
 
 from collections.abc import Sequence
 
@@ -15,14 +16,21 @@ from specdec_jax.speculative.verifier import Verifier
 
 
 class UnsupportedCombination(ValueError):
-    """Options that are sound one by one, but make no sense together."""
+    """Options that are valid one by one but make no sense together."""
 
 
 def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
-    """Refuses prompts of `lengths [B]` ids that with up to `limits` new ones need more positions than
-    the target or a model that drafts has; models with an encoder take any.
+    """Raises ValueError if a prompt and its new tokens need more positions than the target or a
+    drafting model has.
 
-    For callers that decode in parts, which would find the longest prompt late: `plan` looks at its own inputs.
+    For callers that decode in parts, which would find the longest prompt late; `plan` checks its
+    own inputs. Models with an encoder take any length.
+
+    Args:
+      target: the target.
+      drafter: the drafter, or None.
+      lengths: `[B]`, number of ids of each prompt.
+      limits: the most new tokens, one number or `[B]`.
     """
     longest = int(max(np.maximum(lengths, 1) + limits))
     for model in (target, *(drafter.models if drafter is not None else ())):
@@ -30,8 +38,8 @@ def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
 
 
 def check_pair(target: LanguageModel, drafter: Drafter) -> None:
-    """Refuses a drafter that cannot draft for `target`: of another vocabulary (PITFALLS row 28),
-    kind, mesh or model."""
+    """Raises ValueError for a drafter that cannot draft for `target`: of another vocabulary
+    (PITFALLS row 28), kind, mesh or model."""
     if not isinstance(drafter, Drafter):
         got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
         raise ValueError(
@@ -47,7 +55,8 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
 
 
 def check_policy(gamma, drafter) -> None:
-    """Refuses a policy of γ that reads laws with a drafter that has none: its tokens are copied, counted or blind."""
+    """Raises UnsupportedCombination for a policy of γ that reads the drafter's laws, with a drafter
+    that tells none."""
     if isinstance(gamma, Policy) and gamma.reads_law and not (drafter is not None and drafter.tells_law):
         raise UnsupportedCombination(
             f"gamma: got {type(gamma).__name__}, which reads the drafter's laws, with {type(drafter).__name__}, which "
@@ -58,14 +67,18 @@ def check_policy(gamma, drafter) -> None:
 def verifier_settings(
     verifier: Verifier, sampling: SamplingConfig, width: int, batch: int, **given
 ) -> dict[str, np.ndarray] | None:
-    """Returns the verifier's parameters, `[batch]` float32 each, None of one that has none.
+    """Returns the verifier's parameters, `[batch]` float32 each, None for a verifier without any.
 
     Args:
+      verifier: the verifier.
+      sampling: how the target samples; some verifiers need a temperature above 0.
       width: the most tokens that are drafted, 0 for plain decoding.
-      given: parameters of any verifier by name; None: not given.
+      batch: number of inputs.
+      given: parameters of all verifiers by name, None if not given.
 
     Raises:
-      UnsupportedCombination: a parameter of another verifier, a missing one, or a verifier that has nothing to judge.
+      UnsupportedCombination: a parameter of another verifier, a missing one, or a verifier that
+        has nothing to judge.
     """
     for name, value in given.items():
         if value is not None and name not in dict(verifier.parameters):
@@ -96,7 +109,8 @@ def verifier_settings(
 
 
 def _fraction(name: str, value, batch: int) -> np.ndarray:
-    """`[batch]` float32 in (0, 1]."""
+    """Returns a number, or one per input, as `[batch]` float32; raises ValueError unless all are in
+    (0, 1]."""
     array = np.asarray(value, np.float32)
     if not np.all((array > 0) & (array <= 1)):
         raise ValueError(f"{name}: got {value}, expected a number in (0, 1]")
@@ -106,7 +120,8 @@ def _fraction(name: str, value, batch: int) -> np.ndarray:
 
 
 def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:
-    """Refuses what contradicts the limits `[B]` for new tokens, and several samples of what is not drawn."""
+    """Raises UnsupportedCombination if the sampling contradicts the limits `[B]` for new tokens, or
+    if several samples are wanted at temperature 0."""
     if samples > 1 and sampling.mode.greedy:
         raise UnsupportedCombination(
             f"num_samples: got {samples} at temperature 0, expected 1, since all would be the same"
@@ -121,7 +136,8 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
 
 
 def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
-    """Returns the ids that stop a row, the model's own where none are given; refuses any that the model lacks."""
+    """Returns the ids that stop a row, by default the model's own; raises ValueError for ids that
+    the model lacks."""
     vocab_size = target.config.vocab_size
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
@@ -131,7 +147,8 @@ def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
 
 
 def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str, ...]:
-    """Returns the stop strings; refuses what is none, a target without a vocabulary, and a deadline that is no time."""
+    """Returns the stop strings; raises ValueError for empty ones, for a deadline that is no
+    positive time, and for stop strings with a target that has no vocabulary."""
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop: got {stop!r}, expected strings that are not empty")
@@ -143,6 +160,8 @@ def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str
 
 
 def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
+    """Returns one integer, or one per input, as `[batch]` int32; raises ValueError for any outside
+    `least` … `most`."""
     array = np.asarray(value)
     if not np.issubdtype(array.dtype, np.integer) or np.any((array < least) | (array > most)):
         raise ValueError(f"{name}: got {value}, expected an integer from {least} to {most}")

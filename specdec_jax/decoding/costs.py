@@ -1,9 +1,9 @@
-"""What iterations cost on this machine, measured once and kept: the numbers behind `gamma="auto"`.
+"""Measures once what iterations cost on this machine, and keeps the numbers behind `gamma="auto"`.
 
-They are measured for a target, a drafter, a number of rows and a kind of sampling, in seconds, most
-of which compile programs, and kept in the user's cache folder, one small file each, and in the
-process. A file that is not what was written there is measured anew; where nothing can be kept, the
-numbers hold for the process.
+A measurement is for one target, drafter, number of rows and kind of sampling. It takes seconds,
+most of them for compilation. The numbers are kept in the process, and in small files in the user's
+cache folder. A file that does not hold what was written there is measured anew; if no file can be
+written, the numbers hold for this process.
 """
 
 import functools
@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,32 +36,34 @@ from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 # γ where nothing can be measured: on a mesh, whose processes would have to agree.
 FIXED = 4
-# Drafts that are timed: the longest of every width of the target's call, and the shortest of the widest.
+# Draft lengths that are timed: the longest for every width of the target's call, and the shortest for the widest.
 TIMED = (0, 2, 4, 5, 8)
-# Acceptance that a row alone may have; what is added to the expected one for rows together; tokens of an output.
+# The acceptance rate that a single row may have; what is added to the expected rate for rows that differ; the
+# number of tokens in an output.
 _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
-# What drafting must gain at least, and which part of it an iteration without a draft may cost; the
-# second for rows alone whose earlier requests tell where drafting does not pay.
+# The least gain that makes drafting worth while; the part of it that an iteration without a draft may cost; the
+# same part for a single row whose earlier requests have shown where drafting does not pay.
 _GAIN, _LOSS, _LOSS_KNOWN = 0.03, 0.1, 0.5
 _NEVER = 1e6  # a cost at which a draft is never chosen
-# Tokens that are remembered of earlier requests, for how many they count at most, and of how many
-# requests that would begin without drafts one looks whether these would pay by now.
+# How many tokens of earlier requests are remembered; for how many they count at most; and one in how many requests
+# that would begin without drafts looks whether drafts would pay by now.
 _REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
-# Seconds, passes at least and at most, and seconds and iterations of an arm in one pass, which a
-# call's start must not count in.
+# Seconds for all passes; least and most passes; seconds and most iterations of one timed call, which must be long
+# enough for its start not to count.
 _BUDGET, _PASSES, _PASS, _STEPS = 2.0, (3, 9), 0.04, 128
-_LARGEST = 65_536  # bytes of a file that is read
+_LARGEST = 65_536  # bytes of a file; larger ones are not read
 _LOG = logging.getLogger(__name__)
 
 
 class Costs(NamedTuple):
-    """What was measured, in iterations of plain decoding.
+    """Measured costs, in units of an iteration of plain decoding.
 
     Attributes:
-      iterations: an iteration that drafts 0, 1, … `MAXIMUM` tokens.
-      prefill: what the drafter does once for a request, its encoder above all.
-      seconds: of an iteration of plain decoding.
-      acceptance: α that a row begins with, unless `specdec tune` has measured it that of `Auto`.
+      iterations: cost of an iteration that drafts 0, 1, … `MAXIMUM` tokens.
+      prefill: cost of what the drafter does once for a request, above all its encoder.
+      seconds: seconds that an iteration of plain decoding takes.
+      acceptance: acceptance rate that a row begins with: the default of `Auto`, unless `specdec
+        tune` has measured it.
     """
 
     iterations: tuple[float, ...]
@@ -70,33 +72,35 @@ class Costs(NamedTuple):
     acceptance: float = Auto.acceptance
 
     def _expected(self, rows: int) -> np.ndarray:
-        """Iterations of plain decoding that a token is expected to take with drafts of 0, 1, … tokens.
+        """Returns the expected cost of a token with drafts of 0, 1, … tokens, in iterations of
+        plain decoding.
 
-        A row alone chooses its γ, and so it is the one of a drafter that is nearly always right.
-        Several rows share the target's call, which the longest draft makes as wide for all; there
-        it is the mean over rows that differ in acceptance.
+        A single row chooses its own γ, so the acceptance rate is that of a drafter that is nearly
+        always right. Several rows share the target's call, which the longest draft widens for all
+        of them; there the rate is averaged over rows that differ.
         """
         hoped = [_HOPED] if rows == 1 else [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
         tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
         return np.array(self.iterations) / tokens
 
     def pays(self, rows: int, learns: bool = False) -> bool:
-        """Whether drafting could be faster than plain decoding at all.
+        """Returns whether drafting could be faster than plain decoding at all.
 
-        What an iteration without a draft costs more than one of plain decoding is lost wherever
-        nothing is accepted: it may be a part of what can be gained. It may be a larger part for a
-        row alone with `learns`, where a request follows what earlier ones came to (`policy`): these
-        lose it now and then only.
+        In a program that may draft, an iteration without a draft costs more than one of plain
+        decoding. That is lost wherever nothing is accepted, so it may only be a small part of what
+        can be gained. With `learns` a single row begins with what earlier requests have shown
+        (`policy`) and loses it only now and then, so the part may be larger.
         """
         least = self._expected(rows).min()
         gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
         return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
 
     def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
-        """Returns the policy of `rows` rows that are decoded together, which begin where others have ended.
+        """Returns the policy for `rows` rows decoded together, which begin with what earlier
+        requests have learned.
 
-        None where plain decoding is faster, by what earlier requests came to; one request of
-        `_LOOK` drafts all the same.
+        None if plain decoding is faster by what was learned; one in `_LOOK` requests drafts all the
+        same.
         """
         costs = np.array(self.iterations)
         if rows > 1:
@@ -114,7 +118,8 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, record: Any) -> "Costs":
-        """Out of JSON values; raises ValueError for others than `_asdict` gives."""
+        """Returns the costs in JSON values; raises ValueError for anything but what `_asdict`
+        gives."""
         try:
             costs = cls(**{**record, "iterations": tuple(record["iterations"])})
             values = [*costs.iterations, costs.prefill + 1e-9, costs.seconds, costs.acceptance + 1e-9]
@@ -122,13 +127,18 @@ class Costs(NamedTuple):
         except (TypeError, KeyError, ValueError):
             numbers = np.empty(0)
         if numbers.shape != (MAXIMUM + 4,) or not np.all((numbers > 0) & (numbers < 1e6)) or costs.acceptance > 1:
-            raise ValueError(f"costs: got {str(record)[:80]!r}, expected those of {MAXIMUM + 1} kinds of iterations")
+            raise ValueError(f"costs: got {str(record)[:80]!r}, expected costs of {MAXIMUM + 1} kinds of iterations")
         return costs
 
 
 class Learned(NamedTuple):
-    """What drafts came to in this process: how many tokens were examined and stood, of the
-    latest, in how many requests."""
+    """What was learned in this process about drafts.
+
+    Attributes:
+      examined: number of drafted tokens that were examined; only the latest count.
+      stood: how many of those were accepted.
+      requests: number of requests so far.
+    """
 
     examined: float = 0.0
     stood: float = 0.0
@@ -136,18 +146,20 @@ class Learned(NamedTuple):
 
 
 def measurable(network: Network) -> bool:
-    """Whether times can be measured that hold wherever the numbers are used."""
+    """Returns whether measured times hold wherever the numbers are used: not on a mesh or with
+    several processes."""
     return network.rules is None and jax.process_count() == 1
 
 
-# In the process: by key.
+# What this process knows, by the keys of `key_of`; descriptions by `id` of what they describe.
 _known: dict[str, Costs] = {}
 _learned: dict[str, Learned] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
 
 
 def known(key: str) -> Costs | None:
-    """What was measured for this key of `key_of`, by this process or another; None: nothing yet."""
+    """Returns what was measured for a key of `key_of`, by this process or another; None if nothing
+    was."""
     if key not in _known and (path := _path(key)) is not None:
         try:
             record = read_json(path, _LARGEST)
@@ -159,7 +171,7 @@ def known(key: str) -> Costs | None:
 
 
 def keep(key: str, costs: Costs) -> None:
-    """Keeps them for this process and, where that is possible, for others."""
+    """Keeps costs for this process and, if possible, for others."""
     _known[key] = costs
     if (path := _path(key)) is None or writing.passes_through(path):
         return
@@ -170,8 +182,10 @@ def keep(key: str, costs: Costs) -> None:
 
 
 def learn(key: str, examined: int, stood: int) -> None:
-    """Adds what the drafts of a request came to; for argmax alone, whose output does not depend
-    on how much is drafted."""
+    """Adds how many of a request's drafted tokens were examined and stood.
+
+    Only for argmax, where the output does not depend on how much is drafted.
+    """
     before = _learned.get(key, Learned())
     total = before.examined + examined
     kept = min(1.0, _REMEMBERED / max(total, 1))
@@ -179,7 +193,7 @@ def learn(key: str, examined: int, stood: int) -> None:
 
 
 def learned(key: str) -> Learned:
-    """What the drafts of earlier requests came to."""
+    """Returns what the drafts of earlier requests have shown."""
     return _learned.get(key, Learned())
 
 
@@ -192,8 +206,10 @@ def _path(text: str) -> pathlib.Path | None:
 
 
 def key_of(network: Network, drafter: Drafter, program: StaticConfig, rows: int, length: int, slots: int) -> str:
-    """What the numbers depend on, as JSON; of lengths of inputs and of room for outputs no more
-    than the next power of two."""
+    """Returns what the costs depend on, as JSON.
+
+    Lengths of inputs and room for outputs are rounded up to a power of two.
+    """
     coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
     own, mode = program.mode.processor is not None, program.mode._replace(processor=None)
     return _key(
@@ -214,7 +230,7 @@ def _key(target, drafter, verifier, mode, own_processor, rows, length, slots) ->
 
 @functools.cache
 def machine_key() -> dict[str, Any]:
-    """What tells machines apart, and versions of what decides how fast they are."""
+    """Returns what tells machines apart, and the versions of what decides how fast they are."""
     device = jax.devices()[0]
     return {
         **{name: metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
@@ -227,12 +243,12 @@ def machine_key() -> dict[str, Any]:
 
 
 def cores() -> int | None:
-    """How many this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def processor() -> str:
-    """Its name, as the system gives it."""
+    """Returns the processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
@@ -241,7 +257,8 @@ def processor() -> str:
 
 
 def _describe(node: Any) -> str:
-    """Digest of kind and settings, and of the shapes and dtypes of all arrays: what decides how long its calls take."""
+    """Returns a hash of what decides how long a network's or drafter's calls take: its kind, its
+    settings, and the shapes and dtypes of all arrays."""
     if id(node) in _described and _described[id(node)][0]() is node:
         return _described[id(node)][1]
     leaves, structure = jax.tree.flatten(node)
@@ -249,7 +266,8 @@ def _describe(node: Any) -> str:
     text = re.sub(r"0x[0-9a-f]+", "", f"{type(node).__name__} {structure} {shapes}")
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     if hasattr(node, "__weakref__"):
-        _described[id(node)] = weakref.ref(node, lambda _, number=id(node): _described.pop(number, None)), found
+        number = id(node)
+        _described[number] = weakref.ref(node, lambda _: _described.pop(number, None)), found
     return found
 
 
@@ -258,14 +276,12 @@ def _describe(node: Any) -> str:
 
 @jax.tree_util.register_pytree_node_class
 class _Full(Drafter):
-    """A drafter whose drafts are as long as was asked for, of whatever tokens."""
+    """A drafter whose drafts are always as long as was asked for, whatever their tokens."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
 
-    @property
-    def observes(self) -> bool:
-        return self.drafter.observes
+    observes: ClassVar[Any] = property(lambda self: self.drafter.observes)
 
     def draft(self, draft_state, state: DecodeState, num_wanted):
         draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)
@@ -284,13 +300,17 @@ class _Full(Drafter):
 
 @jax.jit
 def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState, steps) -> DecodeState:
-    """`steps` iterations of the decode loop, each from the same committed lengths: drafts, scores, verifies, commits.
+    """Runs `steps` iterations of the decode loop, each from the same committed lengths: draft,
+    score, verify, commit.
 
-    What an iteration writes is what the next one reads, so that nothing can leave the loop.
+    What an iteration writes the next one reads, so that the compiler cannot remove anything from
+    the loop.
 
     Args:
+      network: the target.
+      drafter: the drafter; None is plain decoding.
       state: after the prefill.
-      steps: traced.
+      steps: number of iterations, traced.
     """
 
     def body(_, state):
@@ -302,10 +322,12 @@ def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState
 
 
 def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Callable[[], object]) -> Costs:
-    """Times iterations of `state` in turn with those of plain decoding.
+    """Returns the costs of speculative iterations of `state`, timed in turn with iterations of
+    plain decoding.
 
     Args:
       network: the target.
+      drafter: the drafter.
       state: after the prefill, with an `Auto` as its policy.
       prefill: makes the drafter's own state.
     """
@@ -328,13 +350,17 @@ def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Cal
 
 
 def _arms(network: Network, drafter: Drafter, state: DecodeState):
-    """Calls of (γ, steps) and of (steps): iterations with drafts of γ tokens, and plain ones, of
-    rows that never end."""
+    """Returns two functions that run iterations of rows that never end.
+
+    The first takes (γ, steps) and drafts γ tokens in each iteration; the second takes (steps) and
+    decodes plainly.
+    """
     batch, program = len(state.done), state.program
     forever = state.replace(
         done=jnp.zeros(batch, bool), limits=state.lengths + MAXIMUM + 2, eos_ids=jnp.full_like(state.eos_ids, -1)
     )
-    longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)  # the longest is best
+    # With these costs the longest draft is always the best.
+    longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)
     drafting = forever.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
     full = _Full(drafter)
     plain = forever.replace(
@@ -356,10 +382,11 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def between(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
-    """Times of iterations that draft 0, 1, … `MAXIMUM` tokens, from those of `TIMED`.
+    """Returns the costs of iterations that draft 0, 1, … `MAXIMUM` tokens, given those of `TIMED`.
 
-    Where several widths of the target's call are compiled (`in_steps`), drafts whose calls are
-    equally wide differ by draft steps alone, of which the widest call tells what one takes.
+    If several widths of the target's call are compiled (`in_steps`), drafts whose calls are equally
+    wide differ by draft steps only; the two timed drafts of the widest call tell what a draft step
+    costs.
     """
     if not in_steps:
         return tuple(np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist())

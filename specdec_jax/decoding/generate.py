@@ -32,42 +32,42 @@ def generate(
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
-    The output law is the target's either way, except under the lossy verifiers, which say how far it is off.
+    The output law is the target's either way, except under the lossy verifiers, which say how far off it is.
 
     Args:
       target: the model whose law is sampled.
       inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
-        them 0 is padding). An empty string gives an empty output, None nothing at all. For a decoder-only target they
-        are prompts: they get no EOS, 0 is an id like others, and an empty one stands for the start token.
+        them 0 is padding). For an empty string, or None, nothing is decoded. For a decoder-only target inputs are
+        prompts: they get no EOS, 0 is an id like others, and an empty prompt stands for the start token.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       gamma: γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it (`gamma.py`), e.g.
-        `Heuristic(maximum=8)`; or "auto": up to 8, as many as each row's acceptance makes worth it by what iterations
-        cost on this machine (the first call of a kind measures it, `costs.py`); on a mesh 4. Above temperature 0 the
-        tokens that are drawn (not their law) then depend on the machine: fix γ to repeat them on another.
+        `Heuristic(maximum=8)`; or "auto": up to 8, as many as pay by each row's acceptance and by what iterations cost
+        on this machine (the first call of a kind measures it, `costs.py`); on a mesh 4. Above temperature 0 the tokens
+        that are drawn (not their law) then depend on the machine: fix γ to repeat them on another.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
-      verifier: "token" (Leviathan et al. 2023, algorithm 1), "block" (accepts more on average), "gumbel" (the output is
+      verifier: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
         "lenient" and "typical"; `verifiers.py` explains each. Or a `Verifier` of your own.
-      lenience: l in (0, 1], for "lenient", which needs it; one, or one per input.
-      typical_epsilon, typical_delta: ε = 0.09 and δ = 0.3, for "typical".
-      forced_alpha: α in (0, 1], for "forced", which accepts by coin, for timing: its outputs mean nothing.
+      lenience: l in (0, 1], which "lenient" needs; one, or one per input.
+      typical_epsilon, typical_delta: ε and δ of "typical", by default 0.09 and 0.3.
+      forced_alpha: α in (0, 1], which "forced" needs; that accepts by coin, for timing, and its outputs mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
-      key: one key (request i gets `fold_in(key, i)`) or B keys; that of seed 0 if None. Keys of other kinds than
-        threefry (rbg, as T5X uses them) are made into threefry keys first.
+      key: one key (input i gets `fold_in(key, i)`) or B keys; None: the key of seed 0. Keys of other kinds than
+        threefry (such as T5X's rbg) are made into threefry keys first.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, once.
-      input_lengths: `[B]`, with an array of inputs only. max_input_length: longer inputs are refused.
-      decoder_prefix: like `inputs` (B of them), without start token or EOS: forced first decoder tokens. Not repeated
-        in the result; an EOS in it does not stop. None for a decoder-only target.
-      eos_ids: ids that stop a row; the model's own if None.
+      input_lengths: `[B]`, only with an array of inputs. max_input_length: longer inputs are refused.
+      decoder_prefix: B forced beginnings of the output, given like `inputs`, without start token or EOS. They are
+        not repeated in the result; an EOS in one does not stop the row. None for a decoder-only target.
+      eos_ids: ids that stop a row; None: the model's own.
       stop: strings that stop a row; neither they nor a token that reaches into one are part of the result.
-      deadline: seconds, from the call on, after which the rows are returned as they are; looked at between iterations
-        (what has yet to compile takes its time from it, see `warm_up`).
-      num_beams: K beams of a beam search; None: none. The others after it are its options: see `beams.BeamOptions`.
+      deadline: seconds after the call at which the rows are returned as they are. The clock is read between
+        iterations; compilation counts (see `warm_up`).
+      num_beams: K beams of a beam search; None: no beam search. Its other options follow: see `beams.BeamOptions`.
 
     Raises:
       UnsupportedCombination: options that make no sense together (a ValueError).
-      NotNumbers: NaN or infinite logits, of damaged weights or a processor (a ValueError, found after decoding).
-      ValueError: bad argument; says what was got and what was expected, before anything compiles.
+      NotNumbers: NaN or infinite logits, from damaged weights or a processor (a ValueError, found after decoding).
+      ValueError: a bad argument; the message says what was got and what was expected. Raised before anything compiles.
     """
     begun = time.monotonic()
     job = plan_decoding(
@@ -85,11 +85,16 @@ def warm_up(
     target: LanguageModel, *, drafter: Drafter | None = None, batch_sizes: Sequence[int] = (1,),
     max_input_length: int = 64, **options,
 ) -> int:  # fmt: skip
-    """Compiles what `generate` needs for these batch sizes and every input length up to `max_input_length`.
+    """Compiles what `generate` needs for these batch sizes and for every input length up to
+    `max_input_length`.
 
-    Afterwards calls with the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids (up to 4) compile
-    nothing. Options as for `generate`; give stop strings or a deadline if the calls have any, and for `stream`,
-    since these are other programs. Returns the number of shapes.
+    Afterwards calls with the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids
+    (up to 4) compile nothing. The options are those of `generate`. Stop strings, deadlines and
+    `stream` need other programs: give a stop string or a deadline if the calls have any, and either
+    of them for `stream`.
+
+    Returns:
+      The number of shapes that were compiled for.
     """
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
     options = {"key": seeded(0), **options}
@@ -109,7 +114,7 @@ def warm_up(
 
 
 def _run_once(target: LanguageModel, job: Plan) -> None:
-    """Compiles and runs one iteration of what a plan runs."""
+    """Runs one iteration of a plan, so that its programs are compiled."""
     if job.search is not None:
         complete(target, job, None, time.monotonic())
         return

@@ -13,20 +13,26 @@ _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 def bucket(length: int) -> int:
-    """The padded length for `length`: one of a few up to 512, multiples of 256 after."""
+    """Returns the padded length (the bucket) for `length` ids: one of a few up to 512, then
+    multiples of 256."""
     return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
 
 
 def slots(longest: int, gamma: int) -> int:
-    """Slots of tokens and caches for rows of at most `longest` tokens, start token included.
+    """Returns the number of token and cache slots for rows of at most `longest` tokens, start token
+    included.
 
-    Room for a whole draft and its bonus token past any limit: a clamped slice would overwrite live slots.
+    There is room for a whole draft and its bonus token past any limit; otherwise a clamped slice
+    would overwrite live slots.
     """
     return bucket(longest - 1) + 1 + gamma + 1
 
 
 def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array."""
+    """Returns padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array.
+
+    `eos` says whether strings get an EOS.
+    """
     if isinstance(inputs, str):
         raise ValueError(f"inputs: got the string {inputs!r}, expected a list of strings or of ids")
     if not hasattr(inputs, "shape"):
@@ -38,7 +44,7 @@ def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.
             end = list(target.vocabulary.eos_ids[:1]) if eos else []
             inputs = [None if text is None else target.vocabulary.encode(text) + end for text in inputs]
         if input_lengths is not None:
-            raise ValueError("input_lengths: got them with a list of inputs, expected None (lists have lengths)")
+            raise ValueError("input_lengths: got lengths with a list of inputs, expected None (lists have lengths)")
         rows = [_row_of_ids(number, () if row is None else row) for number, row in enumerate(inputs)]
         input_lengths = np.array([len(row) for row in rows], np.int32)
         array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
@@ -72,7 +78,10 @@ def _row_of_ids(number: int, row) -> np.ndarray:
 
 
 def empty_rows(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray:
-    """Rows with nothing to decode: None, empty strings, or no ids at all (which a decoder-only model continues)."""
+    """Returns `[B]` bool: rows with nothing to decode.
+
+    These are None, empty strings and empty lists of ids; a decoder-only model decodes all but None.
+    """
     if hasattr(inputs, "shape"):
         return (lengths == 0) & (not decoder_only(target))
     if decoder_only(target):
@@ -81,14 +90,16 @@ def empty_rows(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray
 
 
 def prompt_tokens(target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts `[B, P]`, padded to a few lengths, and their numbers of ids `[B]`; of an empty one the start token."""
+    """Returns prompts `[B, P]`, padded to a bucket, and their numbers of ids `[B]`; an empty prompt
+    becomes the start token."""
     tokens = pad(tokens, bucket(int(max(lengths))))
     tokens[:, 0] = np.where(lengths == 0, target.start_token, tokens[:, 0])
     return tokens, np.maximum(lengths, 1)
 
 
 def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start token and forced first tokens `[B, P]`, padded to a few lengths, and their numbers `[B]`."""
+    """Returns the start token and the decoder prefix `[B, P]`, padded to a bucket, and their
+    numbers of ids `[B]`."""
     if decoder_prefix is None:
         return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
     tokens, lengths = as_ids(target, decoder_prefix, None, eos=False)
@@ -100,15 +111,18 @@ def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[n
 
 
 def pad(tokens: np.ndarray, width: int) -> np.ndarray:
+    """Returns `tokens [B, L]` cut or padded with 0 to `[B, width]`."""
     return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
 
 
 def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
-    """Ids of every sentence, EOS included; none for an empty one. For a decoder-only model prompts, which get no EOS.
+    """Returns the ids of every sentence, EOS included; an empty sentence has none.
+
+    For a decoder-only model they are prompts, which get no EOS.
 
     Raises:
-      ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length` tokens, or too long to be
-        encoded at all.
+      ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length`
+        tokens, or too long to be encoded at all.
     """
     if target.vocabulary is None:
         raise ValueError(

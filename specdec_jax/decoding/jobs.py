@@ -1,12 +1,14 @@
-"""Long jobs: many inputs through one state whose finished rows are filled again, so that no row waits for the slowest.
+"""Decodes long jobs: many inputs go through one state whose finished rows are refilled, so that no
+row waits for the slowest.
 
-The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken off, and rows that were
-prefilled ahead overwrite them in place; always equally many inputs are prefilled together, so that one shape compiles.
+The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken out,
+and rows that were prefilled ahead overwrite them in place. Always the same number of inputs is
+prefilled together, so that one shape compiles.
 
-Rows of one state share the padded length of the encoder's input, or of a decoder-only target's
-prompt, so the inputs are cut into a few queues by length. Queue, padding and the number of inputs
-that are prefilled together depend on the job alone, not on what has been skipped or on how long
-outputs are: a job that goes on after a kill gives every input what it would have got.
+Rows of one state share the padded length of the encoder's input (for a decoder-only target, of the
+prompt), so the inputs are divided into a few queues by length. Queues, padding and the number of
+inputs prefilled together depend on the job alone, not on what is skipped or how long outputs are: a
+job that goes on after a kill gives every input what it would have got.
 """
 
 import collections
@@ -31,21 +33,29 @@ from specdec_jax.models.sharding import pinned, row_parts
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.state import DecodeState
 
-# Inputs are prefilled ahead, this part of a state's together: one alone would cost twice as much.
+# A quarter of a state's inputs is prefilled together and ahead: one alone would cost twice as much.
 _AHEAD = 4
-# Rows that are done before the host looks, as a part of all: each look costs, and so does each row that waits.
+# The host looks when a quarter of the rows is done: each look costs, and so does each row that waits.
 _PARTS = 4
-# A queue has at least so many times the inputs of a state, since its last rows decode alone.
+# A queue has at least 4 times the inputs of a state, since its last rows decode alone.
 _LEAST = 4
-# What is to come out in order is decoded in parts of so many states, so that outputs appear while
-# later parts still run.
+# Outputs that must come in order are decoded in parts of 64 times the batch size, so that they appear while later
+# parts still run.
 _WINDOW = 64
 
 
 class Output(NamedTuple):
-    """What one row gave: text (None without a vocabulary), new token ids (EOS included), their
-    log-probabilities under the target's own and under the sampled law, why it ended, statistics; of a beam search
-    its score, and the statistics of its input."""
+    """The output of one row.
+
+    Attributes:
+      text: the text, None without a vocabulary.
+      tokens: new token ids, EOS included.
+      log_probs, adjusted_log_probs: their log-probabilities under the target's own law and under
+        the sampled law.
+      finish_reason: why the row ended, as in `GenerationResult`.
+      stats: statistics of the row; for a beam search, of its input.
+      score: score of the hypothesis in a beam search, else None.
+    """
 
     text: str | None
     tokens: list[int]
@@ -62,20 +72,21 @@ def decode_stream(
     """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are
     finished, in any order.
 
-    Each input's outputs are what `generate` gives for it with the same options and its key:
-    `fold_in(key, i)` for input i. With `gamma="auto"` that holds for argmax, and above temperature
-    0 for the same numbers of rows: costs are those of so many.
+    Each input gets what `generate` gives for it with the same options and its own key, which is
+    `fold_in(key, i)` for input i. With `gamma="auto"` this holds for argmax; above temperature 0 it
+    holds for the same number of rows, because measured costs belong to a number of rows.
 
     Args:
-      target, inputs, options: as for `generate`; options may have one value per input.
-      batch_size: inputs that are decoded together.
-      refill: finished rows are filled with the next inputs; False decodes batches of like length, each of which runs
-        until its last row is done.
-      skip: numbers of inputs that are left out; the others' keys and shapes stay what they are.
+      target, inputs: as for `generate`.
+      batch_size: number of inputs that are decoded together.
+      refill: whether finished rows are refilled with the next inputs. False decodes batches of like
+        length, each of which runs until its last row is done.
+      skip: numbers of inputs that are left out; keys and shapes of the others stay as they are.
+      options: as for `generate`; they may have one value per input.
 
     Raises:
       ValueError: as for `generate`, before anything compiles.
-      UnsupportedCombination: a deadline, which batches have, with `refill`.
+      UnsupportedCombination: a deadline with `refill`; only batches can have one.
     """
     if not isinstance(batch_size, int | np.integer) or batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size!r}, expected an integer of at least 1")
@@ -92,14 +103,17 @@ def decode_all(
     target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, num_samples: int = 1,
     first: int = 0, refill: bool = True, **options,
 ) -> Iterator[Output]:  # fmt: skip
-    """Outputs in the order of `inputs`, `num_samples` for each.
+    """Decodes inputs and yields their outputs in order, `num_samples` for each.
 
     Args:
+      target: the target.
       inputs: ids of every input.
-      batch_size: inputs that are decoded together.
-      seed: input i draws from `fold_in(key(seed), first + i)`, so that its sample does not depend on its batch.
-      first: number of the first input, where `inputs` are a part of more.
-      refill: as for `decode_stream`; batches where it would gain nothing, or with a deadline.
+      batch_size: number of inputs that are decoded together.
+      seed: input i draws from `fold_in(key(seed), first + i)`, so that its sample does not depend
+        on its batch.
+      num_samples: as for `generate`.
+      first: number of the first input, if `inputs` are a part of more.
+      refill: as for `decode_stream`; ignored where refilling gains nothing, and with a deadline.
       options: as for `generate`.
     """
     rows = rows_for(target, batch_size, len(inputs))
@@ -117,17 +131,20 @@ def decode_all(
 
 
 def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:
-    """Rows for so many inputs: no more than are needed, and as many in every part of a mesh."""
+    """Returns the batch size for a number of inputs: no larger than needed, and divisible over a
+    mesh."""
     parts = row_parts(target.network.rules)
     return min(batch_size, -(-inputs // parts) * parts)
 
 
 def refills(batch_size: int, inputs: int, deadline: float | None) -> bool:
-    """Whether there are rows to be refilled: a single row waits for none, and a deadline is that of a batch."""
+    """Returns whether rows are refilled: a single row waits for none, and a deadline belongs to a
+    batch."""
     return 1 < batch_size < inputs and deadline is None
 
 
 def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
+    """Yields single outputs in the order of their inputs."""
     waiting: dict[int, tuple[Output, ...]] = {}
     number = 0
     for place, found in outputs:
@@ -138,7 +155,8 @@ def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Out
 
 
 def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
-    """Batches of like length; one of which all are skipped is not decoded."""
+    """Yields the outputs of batches of like length; a batch of which every input is skipped is not
+    decoded."""
     order = np.argsort(job.lengths + job.prefix_lengths, kind="stable").tolist()
     for begin in range(0, len(order), size):
         chosen, begun = order[begin : begin + size], time.monotonic()
@@ -151,9 +169,11 @@ def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) 
 
 
 def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
-    """Padded length and inputs of every queue, from the longest inputs to the shortest.
+    """Returns the padded length and the inputs of every queue, from the longest inputs to the
+    shortest.
 
-    Where fewer than `_LEAST` times `size` inputs belong to a padded length, the next shorter ones join them.
+    If fewer than `_LEAST` times `size` inputs have a padded length, the next shorter ones join
+    them.
     """
     found: list[tuple[int, list[int]]] = []
     for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # the last rows, which decode alone, are short
@@ -174,7 +194,8 @@ def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int])
 
 
 def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, places: list[int]) -> Iterator:
-    """All of `places`, whose inputs are padded to `width`, through a state of `size` inputs."""
+    """Yields the outputs of the inputs `places`, padded to `width`, from one state with room for
+    `size` inputs."""
     rules, multiple = job.network.rules, row_parts(job.network.rules)
     samples, total, ahead = (
         job.samples,
@@ -183,8 +204,8 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
     )
     shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
     queue, state, fresh = collections.deque(places), None, None
-    ready: collections.deque[tuple[int, int]] = collections.deque()  # rows of `fresh`, and which of the job's they are
-    owners, starts = np.full(total, -1), np.ones(total, np.int32)  # of the job's rows those in the state; -1: none
+    ready: collections.deque[tuple[int, int]] = collections.deque()  # (row of `fresh`, row of the job)
+    owners, starts = np.full(total, -1), np.ones(total, np.int32)  # the job's row in each row of the state, or -1
     finished: tuple[np.ndarray, Committed] | None = None
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
@@ -209,7 +230,7 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
             owners[free], starts[free] = rows, whole.prefix_lengths[rows]
             moved = _padded(sources, free, ahead * samples)
             state = fresh if total == 1 else _place(state, fresh, *moved, np.int32(len(free)), shared, rules)
-        # `generate` looks for stop strings after every so many iterations of a row. For the same statistics rows must
+        # `generate` looks for stop strings every `STOP_EVERY` iterations of a row. For the same statistics, rows must
         # begin at such a moment.
         most = max(1, total // _PARTS) if (queue or ready) and not job.stop else total
         state = advance(job.network, job.drafter, state, np.int32(every), np.int32(most))
@@ -225,12 +246,13 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
 
 
 def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both with `count` values, so that one shape compiles."""
-    return tuple(np.pad(values.astype(np.int32), (0, count - len(values))) for values in (sources, targets))
+    """Returns both arrays padded to `count` values, so that one shape compiles."""
+    padded = lambda values: np.pad(values.astype(np.int32), (0, count - len(values)))
+    return padded(sources), padded(targets)
 
 
 def _shared(job: Plan, width: int) -> tuple[bool, ...]:
-    """Which leaves of the state its rows share: tables over positions or ids."""
+    """Returns which leaves of a state its rows share: tables over positions or ids."""
     counts = [count * row_parts(job.network.rules) for count in (2, 3)]
     two, three = (jax.tree.leaves(prefill.eval_shape(*job.arguments([-1] * count, width))) for count in counts)
     return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True))
@@ -238,7 +260,7 @@ def _shared(job: Plan, width: int) -> tuple[bool, ...]:
 
 @functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
 def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...], rules) -> DecodeState:
-    """A state of `total` rows that are done, in all else like those of `fresh`."""
+    """Returns a state of `total` rows that are done, in all else like the rows of `fresh`."""
     leaves, structure = jax.tree.flatten(fresh)
     copied = np.arange(total) % len(fresh.done)
     state = structure.unflatten(leaf if same else leaf[copied] for leaf, same in zip(leaves, shared))
@@ -249,7 +271,8 @@ def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...], rules) -> D
 def _place(
     state: DecodeState, fresh: DecodeState, sources, targets, count, shared: tuple[bool, ...], rules
 ) -> DecodeState:
-    """`state` with the first `count` of the rows `sources` of `fresh` at `targets`, in place.
+    """Returns `state` with the first `count` of the rows `sources` of `fresh` written at `targets`,
+    in place.
 
     One row after the other: XLA's scatter on a CPU copies number by number.
     """
@@ -268,8 +291,9 @@ def _place(
 
 
 def _outputs(result: GenerationResult) -> list[Output]:
-    """One for each row."""
-    texts, rows = result.texts or [None] * len(result.lengths), []
+    """Returns the output of each row."""
+    texts: Sequence[str | None] = result.texts or [None] * len(result.lengths)
+    rows = []
     assert result.stats.per_row is not None
     for row, length in enumerate(result.lengths):
         tokens, log_probs, adjusted = (

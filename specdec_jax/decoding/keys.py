@@ -11,24 +11,27 @@ from specdec_jax.speculative.draws import seeded, threefry
 
 @jax.jit
 def fold_keys(key, places):
-    """The keys of the inputs at `places [N]` out of one threefry key, as `generate` gives them."""
+    """Returns the keys of the inputs at `places [N]`, folded from one threefry key as in
+    `generate`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
 
 
 @jax.jit
 def take_keys(keys, rows):
+    """Returns the keys of `rows`."""
     return keys[rows]
 
 
 @jax.jit
 def _sample_keys(keys, samples):
-    # A number that no committed length reaches, so that the keys meet no other use of a request's key.
+    # A number that no committed length reaches keeps these keys apart from all other uses of a request's key.
     fold = lambda key, sample: jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), sample)
     return jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, samples)
 
 
 def row_keys(key, batch: int, samples: int) -> jax.Array:
-    """A key for every row: an input's own for its first sample, keys folded from it for the others."""
+    """Returns a key for every row: an input's first sample has the input's own key, the others keys
+    folded from it."""
     keys = _input_keys(key, batch)
     if samples == 1:
         return keys

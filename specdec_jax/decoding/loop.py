@@ -19,7 +19,7 @@ from specdec_jax.speculative.iteration import iterate
 from specdec_jax.speculative.state import DecodeState
 
 FOREVER = np.int32(2**31 - 1)
-# Iterations between two looks for stop strings.
+# Number of iterations after which the host looks for stop strings.
 STOP_EVERY = 8
 
 
@@ -28,11 +28,11 @@ def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) 
     """Runs iterations until every row is done, at most `max_iterations`: the one decode loop of the package.
 
     Args:
-      target: the target's `Network`: `Request.network`.
-      drafter: a `Drafter`, or None for plain decoding (γ = 0): `Request.drafter`.
+      target: the target's `Network`, which is `Request.network`.
+      drafter: a `Drafter`, or None for plain decoding (γ = 0); it is `Request.drafter`.
       state: from `prepare` or an earlier `advance`; its buffers are reused (donated).
-      max_iterations: traced, a few for streaming and progress bars; `np.int32`, since a Python int compiles anew.
-      max_done: traced, ends it as soon as so many rows are done, so that they can be filled again; None: all.
+      max_iterations: traced; a few for streaming and progress bars. An `np.int32`, since a Python int compiles anew.
+      max_done: traced; the loop ends as soon as this many rows are done, so that they can be refilled. None: all.
     """
     return _loop(target, drafter, state, max_iterations, len(state.done) if max_done is None else max_done)
 
@@ -51,15 +51,19 @@ def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> Deco
 
 @functools.partial(jax.jit, static_argnames=("program", "slots"))
 def _decode(target, drafter, program, slots, max_iterations, *arguments) -> dict[str, jax.Array]:
-    """Prefill and loop in one program: what the host reads of their result; args as for `prefill.prefill`."""
+    """Runs prefill and loop in one program; returns what the host reads of the result. Arguments as
+    for `prefill.prefill`."""
     state = prefill.prefill(target, drafter, program, slots, *arguments)
     return Committed.fields(_loop(target, drafter, state, max_iterations, len(state.done)))
 
 
 def complete(target, job: Plan, places, begun: float) -> GenerationResult:
-    """Decodes the inputs at `places`, as for `Plan.start`, to their end.
+    """Decodes the inputs at `places` to their end.
 
     Args:
+      target: the target.
+      job: the checked arguments.
+      places: numbers of inputs, as for `Plan.start`.
       begun: when the deadline began to count (`time.monotonic()`).
     """
     if job.search is not None:
@@ -73,14 +77,16 @@ def complete(target, job: Plan, places, begun: float) -> GenerationResult:
 
 
 def decode_plan(job: Plan, places=None, max_iterations=FOREVER) -> "Committed":
-    """What the inputs at `places` have committed after so many iterations, in one call of the device."""
+    """Returns what the inputs at `places` have committed after at most `max_iterations`, in one
+    call of the device."""
     network, drafter, program, slots, *arguments = job.arguments(places)
     found = _decode(network, drafter, program, slots, max_iterations, *arguments)
     return Committed(**jax.device_get(found), program=program)
 
 
 def advance_by(target, state: DecodeState, request: Request, every, begun: float) -> Iterator[DecodeState]:
-    """The state after every `every` iterations, until all rows are done, have met a stop string, or time is up."""
+    """Yields the state after every `every` iterations, until all rows are done, have met a stop
+    string, or time is up."""
     while True:
         state = advance(request.network, request.drafter, state, every)
         if request.stop:
@@ -93,7 +99,10 @@ def advance_by(target, state: DecodeState, request: Request, every, begun: float
 
 
 def mark_stopped(target, state: DecodeState, starts, stop: Sequence[str]) -> DecodeState:
-    """`state` whose rows are done that have met a stop string; `starts [B]`: start token and prefix of each."""
+    """Returns `state` with those rows marked as done that have met a stop string.
+
+    `starts [B]` is the number of tokens in each row's start token and prefix.
+    """
     lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
     met = [
         cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None

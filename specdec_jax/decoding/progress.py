@@ -1,4 +1,5 @@
-"""How far a long job is: a bar with rate and time left on a terminal, a line now and then elsewhere."""
+"""Shows how far a long job is: a bar with rate and time left on a terminal, a line now and then
+elsewhere."""
 
 import contextlib
 import time
@@ -7,22 +8,26 @@ from typing import Any
 
 import rich.progress
 
-# Seconds between two lines where there is no terminal.
+# Seconds between two lines if there is no terminal.
 _EVERY = 60.0
 
 
 class Progress:
-    """Context manager around a job; what it shows goes to standard error.
+    """Context manager that shows the progress of a job on standard error.
 
-    The rate is that of this run; what was there before counts as done only.
+    The rate is that of this run; what an earlier run did only counts as done.
     """
 
     def __init__(self, what: str, total: int, console: rich.console.Console | None = None, lines=True, quiet=False):
-        """Args:
-        what: is counted, e.g. "sentences".
-        console: standard error if None.
-        lines: report where there is no terminal; without them the bar goes when all is done.
-        quiet: no bar, where results are printed to the terminal.
+        """Prepares the display; the context manager shows it.
+
+        Args:
+          what: what is counted, e.g. "sentences".
+          total: how many there are.
+          console: where to show it; None: standard error.
+          lines: print a line now and then if there is no terminal. Without this the bar disappears
+            when all is done.
+          quiet: show no bar, because results are printed to the terminal.
         """
         self.console = console or rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
         self._what, self._total, self._lines, self._done, self._new = what, total, lines, 0, 0
@@ -33,7 +38,7 @@ class Progress:
             rich.progress.TextColumn("{task.fields[text]}"),
         )
         disable = quiet or not self.console.is_terminal
-        # No thread beside what is timed; rich would otherwise also send what is printed meanwhile to standard error.
+        # No thread beside what is timed, and nothing that is printed meanwhile redirected to standard error.
         self._bar = rich.progress.Progress(
             *columns, console=self.console, disable=disable, transient=not lines, auto_refresh=False,
             redirect_stdout=False, redirect_stderr=False,
@@ -49,12 +54,12 @@ class Progress:
         self._bar.stop()
 
     def skip(self, count: int) -> None:
-        """`count` are there from an earlier run."""
+        """Counts `count` more as done by an earlier run."""
         self._done += count
         self._bar.update(self._task, completed=self._done, refresh=True)
 
     def advance(self, count: int = 1) -> None:
-        """So many more are there."""
+        """Counts `count` more as done by this run."""
         self._done, self._new = self._done + count, self._new + count
         now = time.monotonic()
         if now - self._drawn > 0.1 or self._done == self._total:
@@ -64,13 +69,13 @@ class Progress:
             self.report()
 
     def report(self) -> None:
-        """A line where there is no bar."""
+        """Prints a line if there is no bar."""
         self._reported = time.monotonic()
         if not self.console.is_terminal:
             self.message(f"{self._what} {self._done}/{self._total}: {self.text}")
 
     def message(self, text: str) -> None:
-        """One line, above the bar."""
+        """Prints one line above the bar."""
         self.console.print(text, markup=False)
 
     @property
@@ -83,8 +88,7 @@ class Progress:
 
 
 def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> Iterator[Any]:
-    """`items` with a progress bar on standard error where that is a terminal; `quiet` where results
-    are printed there too.
+    """Yields `items` with a progress bar on standard error, if that is a terminal and not `quiet`.
 
     The bar moves between two items only: nothing runs beside what is timed.
     """
@@ -92,7 +96,7 @@ def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> I
     if quiet or not console.is_terminal:
         yield from items
         return
-    # rich would otherwise send what is printed meanwhile to standard error.
+    # Otherwise rich would send to standard error what is printed meanwhile.
     redirect: dict[str, Any] = dict(redirect_stdout=False, redirect_stderr=False)
     with rich.progress.Progress(console=console, transient=True, auto_refresh=False, **redirect) as bar:
         yield from bar.track(items, total=total, description=what)
@@ -100,7 +104,8 @@ def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> I
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Says on standard error what takes a while: a moving bar with the seconds so far on a terminal, a line elsewhere.
+    """Says on standard error what takes a while: on a terminal by a moving bar with the seconds so
+    far, elsewhere by a line.
 
     Not for what is timed: a thread moves the bar.
     """

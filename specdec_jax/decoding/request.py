@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,11 +40,12 @@ prefill = jax.jit(speculative_prefill.prefill, static_argnames=("program", "slot
 
 @functools.partial(jax.jit, static_argnames=("program", "slots"))
 def _drafter_alone(target: Network, drafter: Drafter, program, slots: int, inputs, input_lengths, tokens, *_):
-    """What `prefill`, whose arguments these are, does for the drafter, but for an encoder that is the target's."""
+    """Does the drafter's part of `prefill`, whose arguments it takes; an encoder that it shares
+    with the target is left out."""
     shared = {}
     if drafter.reads_encoder:
         config = target.module.config
-        made_up = 1e-3 * inputs[..., None].astype(config.dtype)  # zeros would leave nothing to multiply
+        made_up = 1e-3 * inputs[..., None].astype(config.dtype)  # the compiler would simplify products with zeros
         shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, config.emb_dim))}
     return drafter.init(inputs, input_lengths, tokens, slots, **shared)
 
@@ -54,16 +55,16 @@ class Request:
     """What the host keeps of a batch while it decodes.
 
     Attributes:
-      network: the target's; what `advance` takes.
-      drafter: the drafter really used: None where γ = 0.
-      prefix_lengths: `[B]` start token and decoder prefix, or prompt.
-      limits: `[B]` most new tokens of each row.
-      eos_ids: ids that stop a row.
-      stop: strings that stop a row.
+      network: the target's network, for `advance`.
+      drafter: the drafter that is really used: None if γ = 0.
+      prefix_lengths: `[B]`, number of ids in the start token and decoder prefix, or in the prompt.
+      limits: `[B]`, the most new tokens of each row.
+      eos_ids, stop: ids and strings that stop a row.
       deadline: seconds after which rows are left as they are, or None.
-      empty: `[B]` rows without input.
-      inputs: `[B]` the number of each row's input; −1 for a row that only fills up.
-      learns: where to note what drafts came to, a key of `costs.py`; None: nowhere, since outputs would depend on it.
+      empty: `[B]` bool, rows without input.
+      inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
+      learns: key of `costs.py` under which to note how many drafted tokens stood; None: nowhere,
+        since outputs would depend on it.
     """
 
     network: Network
@@ -78,7 +79,7 @@ class Request:
     learns: str | None = None
 
     def of(self, rows) -> "Request":
-        """That of some of the rows."""
+        """Returns the request of `rows` only."""
         per_row = {name: getattr(self, name)[rows] for name in ("prefix_lengths", "limits", "empty", "inputs")}
         return dataclasses.replace(self, **per_row)
 
@@ -89,19 +90,20 @@ class Plan:
 
     Attributes:
       network, drafter, eos_ids, stop, deadline: as in `Request`.
-      program: what is compiled.
-      samples: rows for each input.
-      slots: S of a state with all inputs; prompts that are padded to less than the longest take fewer.
-      prompted: the target is decoder-only: its inputs are in `prefix`, and L = 0.
+      program: static settings, for which the loop is compiled.
+      samples: number of rows for each input.
+      slots: S, for a state with all inputs; prompts that are padded to less than the longest take fewer.
+      prompted: whether the target is decoder-only; its inputs are then in `prefix`, and L = 0.
       tokens: `[N, L]` ids of the inputs, padded.
-      lengths: `[N]` how many of them count.
+      lengths: `[N]`, how many of them count.
       prefix: `[N, P]` start token and decoder prefix, padded.
-      prefix_lengths, limits, gammas: `[N]` int32. empty: `[N]` bool.
+      prefix_lengths, limits, gammas: `[N]` int32, ids of the prefix, most new tokens, γ.
+      empty: `[N]` bool, inputs with nothing to decode.
       keys: `[N · samples]`, one for each row.
-      rows, settings, policy: per input; what rows share is in `shared`.
-      shared: the tables of `rows` over the vocabulary: bias and forced tokens.
-      costs_key: under which `costs.py` keeps what γ is chosen by; None: it is not chosen by itself.
-      search: of a beam search (`beams.Search`), whose hypotheses of an input are its rows; else None.
+      rows, settings, policy: settings of sampling, verifier and γ per input.
+      shared: the tables over the vocabulary that all rows share: logit bias and forced tokens.
+      costs_key: key under which `costs.py` keeps what γ is chosen by; None if γ is given.
+      search: a beam search (`beams.Search`), whose rows are the hypotheses of each input; else None.
     """
 
     network: Network
@@ -130,11 +132,11 @@ class Plan:
 
     @property
     def input_lengths(self) -> np.ndarray:
-        """`[N]`: ids of each input, a decoder-only target's too."""
+        """`[N]`, number of ids of each input, for a decoder-only target too."""
         return self.prefix_lengths if self.prompted else self.lengths
 
     def plainly(self) -> "Plan":
-        """The same without a drafter."""
+        """Returns the plan for plain decoding, without a drafter."""
         program = StaticConfig(0, self.program.mode, self.program.vocab_size)
         return dataclasses.replace(
             self, drafter=None, program=program, slots=self.slots - self.program.gamma,
@@ -142,16 +144,17 @@ class Plan:
         )  # fmt: skip
 
     def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
-        """Prefills the inputs at `places [I]` (None: all, in their order).
+        """Prefills the inputs at `places` and returns the decode loop's state and the request.
 
         Args:
-          places: numbers of inputs; −1 makes rows that are done, to fill up a number of rows that is compiled.
-          width: to which the inputs are padded; None: the bucket of the longest of them.
+          places: `[I]`, numbers of inputs; None: all, in order. −1 makes rows that are done, to fill up the
+            batch to a size that is compiled.
+          width: length to which the inputs are padded; None: the bucket of the longest of them.
         """
         return prefill(*self.arguments(places, width)), self.request(places)
 
     def arguments(self, places=None, width: int | None = None) -> tuple:
-        """Those of `prefill`."""
+        """Returns the arguments of `prefill` for the inputs at `places`; parameters as for `start`."""
         lengths, prefix_lengths, empty, keys = self.lengths, self.prefix_lengths, self.empty, self.keys
         take = lambda values: values
         if places is not None:
@@ -161,7 +164,7 @@ class Plan:
             prefix_lengths = np.where(filler, 1, prefix_lengths[places])
             keys = take_keys(keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1))
         repeat = lambda values: np.repeat(take(values), self.samples, axis=0)
-        per_row = lambda node: None if node is None else jax.tree.map(repeat, node)
+        per_row: Callable[[Any], Any] = lambda node: None if node is None else jax.tree.map(repeat, node)
         inputs, prefix, room = take(self.tokens), take(self.prefix), self.slots
         if width is None:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
@@ -180,7 +183,7 @@ class Plan:
         )  # fmt: skip
 
     def request(self, places=None) -> Request:
-        """What the host keeps of the rows of the inputs at `places [I]`, which are as for `start`."""
+        """Returns what the host keeps of the rows of the inputs at `places`, given as for `start`."""
         places = np.arange(len(self.limits)) if places is None else np.asarray(places)
         take = lambda values, filler=None: np.repeat(
             values[places] if filler is None else np.where(places < 0, filler, values[places]), self.samples
@@ -193,9 +196,10 @@ class Plan:
 
 
 def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
-    """Checks the arguments of `generate` and runs the prefill; for callers that drive `advance` themselves.
+    """Checks the arguments of `generate` and runs the prefill, for callers that drive `advance`
+    themselves.
 
-    With `num_samples` N everything has N·B rows, those of one input side by side.
+    With `num_samples` = N everything has N·B rows; the rows of one input lie side by side.
     """
     return plan(target, inputs, **options).start()
 
@@ -206,11 +210,11 @@ def plan(
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
     input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None, num_beams=None,
 ) -> Plan:  # fmt: skip
-    """Checks the arguments of `generate`, but for those of a beam search, which is neither streamed nor traced.
+    """Checks the arguments of `generate` and returns them as a plan; refuses beam searches (`plan_decoding` takes them).
 
     Args:
-      batch_size: inputs that are decoded together; None: all.
-      first: as at the first call of a kind: `gamma="auto"` drafts, whatever earlier requests came to.
+      batch_size: number of inputs that are decoded together; None: all.
+      first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
     """
     if num_beams is not None:
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
@@ -262,10 +266,11 @@ def plan(
 
 
 def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Returns the inputs, which can be read again, their ids `[N, L]` and how many of them count, `[N]`.
+    """Returns the inputs in a form that can be read again, their ids `[N, L]`, and how many of them
+    count `[N]`.
 
     Raises:
-      ValueError: no input, one that is too long, or a target that has no encoder of its own.
+      ValueError: no input, one that is too long, or a target without an encoder of its own.
     """
     if isinstance(target, str | os.PathLike):
         raise ValueError(
@@ -285,8 +290,11 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
 
 
 def _check_mesh(target: LanguageModel, name: str, rows: int, deadline) -> None:
-    """Refuses rows that a mesh cannot divide, and what its processes cannot agree on; `name` is
-    the argument that says `rows`."""
+    """Raises for a number of rows that a mesh cannot divide, and for a deadline, on which its
+    processes cannot agree.
+
+    `name` is the argument that gives `rows`.
+    """
     rules = target.network.rules
     if rules is None:
         return
@@ -298,29 +306,32 @@ def _check_mesh(target: LanguageModel, name: str, rows: int, deadline) -> None:
 def _beginnings(
     target: LanguageModel, tokens, lengths, decoder_prefix, limits, drafter: Drafter | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns what the decoder begins with, `[N, P]` and `[N]`, and the most tokens that a row may come to.
+    """Returns what the decoder begins with, `[N, P]` and lengths `[N]`, and the most tokens that a
+    row may reach.
 
-    That is a start token and a decoder prefix, or the inputs themselves where the target is decoder-only.
+    It begins with a start token and a decoder prefix, or with the inputs themselves if the target
+    is decoder-only.
     """
     if not decoder_only(target):
         prefix, prefix_lengths = decoder_tokens(target, decoder_prefix, len(lengths))
         return prefix, prefix_lengths, int(max(prefix_lengths + limits))
     if decoder_prefix is not None:
         raise UnsupportedCombination(
-            "decoder_prefix: got one for a decoder-only model, expected None: what its output is to follow is its input"
+            "decoder_prefix: got a prefix for a decoder-only model, expected None: put it at the end of the input"
         )
     prefix, prefix_lengths = prompt_tokens(target, tokens, lengths)
     check_prompts(target, drafter, prefix_lengths, limits)
-    # Not by the longest prompt: then what compiles would depend on more than its padded length.
+    # The padded length, not that of the longest prompt, so that nothing more compiles for another prompt.
     return prefix, prefix_lengths, prefix.shape[1] + int(max(limits))
 
 
 def _widths(
     target: LanguageModel, drafter: Drafter | None, policy: Policy | None, program: StaticConfig
 ) -> tuple[int, ...]:
-    """Returns the widths of the target's calls that are compiled; () is the widest alone."""
+    """Returns the widths of the target's calls that are compiled; () means the widest alone."""
     varies = drafter is not None and drafter.varies
-    # Where positions are left out, what is made of their logits is not, which is much beside a step in 8 bits.
+    # A network that skips dead positions needs no narrower calls, except that whatever is done with logits other
+    # than the argmax is done for all positions, which takes long beside a step in 8 bits.
     if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
         return policy.widths
     if target.network.skips or not program.gamma or not (varies or policy is not None):
@@ -332,7 +343,8 @@ _PENDING = Auto()
 
 
 def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
-    """`gamma`; for "auto" a policy whose costs are yet to be found, or a number where they cannot be."""
+    """Returns `gamma`; for "auto" a policy whose costs are yet to be found, or a number if they
+    cannot be."""
     if not isinstance(gamma, str):
         return gamma
     if gamma != "auto":
@@ -343,8 +355,12 @@ def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
 
 
 def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
-    """`found` with what iterations cost on this machine, or plainly where drafting would not
-    pay; `first` as for `plan`."""
+    """Returns `found` with the costs of iterations on this machine, or without a drafter if
+    drafting would not pay.
+
+    `first` is as for `plan`; `rows` is the number of rows that are decoded together.
+    """
+    assert found.drafter is not None, "without one γ is 0"
     length, slots_ = bucket(int(max(found.input_lengths))), found.slots
     key = costs.key_of(found.network, found.drafter, found.program, rows, length, slots_)
     numbers = costs.known(key)
@@ -364,6 +380,7 @@ def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
 
 
 def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
-    """`[B, E]` with E a multiple of 4, padded with −1, so that another number of EOS ids rarely compiles anew."""
+    """Returns the EOS ids `[B, E]`, padded with −1 to a multiple of 4, so that another number of
+    ids rarely compiles anew."""
     width = max(4, -(-len(eos_ids) // 4) * 4)
     return np.broadcast_to(np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32), (batch, width))

@@ -13,18 +13,19 @@ from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 
 class Stats(NamedTuple):
-    """Statistics in total and `per_row`; see the fields of `state.Counts`.
+    """Statistics in total, and of every row in `per_row`.
 
     Attributes:
-      target_calls, draft_calls, drafted, accepted: counts.
-      accepted_by_position, examined_by_position: `[G]` arrays.
-      acceptance_rate: accepted / examined, the paper's α (definition 3.1); None where nothing was
+      target_calls, draft_calls: calls of the target and of the drafter, summed over rows not yet done.
+      drafted, accepted: numbers of drafted and of accepted tokens.
+      accepted_by_position, examined_by_position: `[G]`, accepted and examined tokens at each
+        position of a draft. Divide the first by `target_calls` for how often each position is accepted.
+      acceptance_rate: accepted / examined, the paper's α (definition 3.1). None if nothing was
         examined, and for block verification at T > 0, which judges a draft as a whole and has no
-        such rate: the next two numbers are always known.
-      tokens_per_target_call: new tokens over target calls (equation 1 is its expectation); None without a call.
-      per_row: the same for every row, or None; of a beam search for every input.
-      accepted_per_target_call: drafted tokens that stood over target calls; None without a call. Divide
-        `accepted_by_position` by `target_calls` for how often each position of a draft stood.
+        such rate; the two numbers per target call are known there too.
+      tokens_per_target_call: new tokens / target calls (equation 1 is its expectation); None without a call.
+      per_row: the same for every row (for a beam search, every input), or None.
+      accepted_per_target_call: accepted tokens / target calls; None without a call.
     """
 
     target_calls: int
@@ -40,10 +41,12 @@ class Stats(NamedTuple):
 
 
 class NotNumbers(ValueError):
-    """Logits that are not numbers, which no output can be drawn from.
+    """NaN or infinite logits, from which no output can be drawn.
 
     Attributes:
-      source: whose they are. input: number of the input. token: number of the new token, from 0.
+      source: whose logits they are.
+      input: number of the input.
+      token: number of the new token, from 0.
     """
 
     def __init__(self, source: str, input: int, token: int):
@@ -54,7 +57,8 @@ class NotNumbers(ValueError):
         )
 
     def at(self, input: int) -> "NotNumbers":
-        """Returns the same error with the number that the input has elsewhere."""
+        """Returns the same error with `input` as the number of the input, for inputs that are a
+        part of more."""
         return NotNumbers(self.source, input, self.token)
 
 
@@ -67,10 +71,10 @@ class GenerationResult(NamedTuple):
       lengths: `[B]` int32, how many of them count.
       log_probs: `[B, max_new_tokens]` float32, log-probability of each token under the target's own law
         (temperature 1, no filter), then 0.
-      stats: see `Stats`; of all that was committed, also of what a stop string has cut off.
+      stats: statistics of all that was committed, including what a stop string has cut off.
       adjusted_log_probs: `[B, max_new_tokens]` float32, the same under the law that was sampled
-        (processors, temperature and filters applied), then 0; −inf where a lossy verifier let pass
-        what that law excludes.
+        (processors, temperature and filters applied), then 0; −inf for a token that this law
+        excludes and a lossy verifier accepted.
       finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string), "deadline", or "empty"
         (nothing to decode); of a beam search also "none" (fewer hypotheses have finished).
       scores: of a beam search `[B]` float32, by which its hypotheses are ordered; else None.
@@ -87,7 +91,7 @@ class GenerationResult(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What rows have committed, on the host: the fields of `DecodeState` of the same names."""
+    """What rows have committed, on the host: the fields of `DecodeState` with the same names."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -100,12 +104,13 @@ class Committed(NamedTuple):
 
     @classmethod
     def fields(cls, state: DecodeState) -> dict:
-        """The parts of a state that are read, by name, on the device; traced or not."""
+        """Returns the fields that are read of a state, by name, on the device; the state may be
+        traced."""
         return {name: getattr(state, name) for name in cls._fields if name != "program"}
 
     @classmethod
     def of(cls, state: DecodeState, rows=None) -> "Committed":
-        """That of all rows, or a copy of that of the given ones."""
+        """Returns what all rows of a state have committed, or a copy of that for `rows` only."""
         values = jax.device_get(cls.fields(state))
         if rows is not None:
             values = jax.tree.map(lambda leaf: leaf[rows], values)
@@ -113,10 +118,10 @@ class Committed(NamedTuple):
 
 
 def finish(target: LanguageModel, state: DecodeState | Committed, request: Request) -> GenerationResult:
-    """Trims and detokenises what has been committed so far.
+    """Returns what has been committed so far, trimmed and detokenised.
 
     Raises:
-      NotNumbers: logits were met that are not.
+      NotNumbers: the target or the drafter gave logits that are not finite numbers.
     """
     if isinstance(state, DecodeState):
         state = Committed.of(state)
@@ -136,7 +141,7 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     live = columns < lengths[:, None]
     only_live = lambda values: np.where(live, values, values.dtype.type(0))
     tokens, log_probs = only_live(tokens), only_live(np.take_along_axis(log_probs, slots, axis=1))
-    # Under a one-hot law every token that was chosen has log-probability 0.
+    # Under argmax the sampled law is one-hot: every chosen token has log-probability 0.
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
@@ -154,8 +159,8 @@ def _check_numbers(target: LanguageModel, state: Committed, request: Request) ->
         raise NotNumbers(source, int(request.inputs[row]), int(slot - request.prefix_lengths[row]))
     for (row,) in np.argwhere(state.draft_failed)[:1]:
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
-        name = request.drafter.name
-        raise NotNumbers(f"the drafter {name}", int(request.inputs[row]), token)
+        assert request.drafter is not None
+        raise NotNumbers(f"the drafter {request.drafter.name}", int(request.inputs[row]), token)
 
 
 def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:

@@ -16,12 +16,12 @@ from specdec_jax.speculative.state import DecodeState
 
 
 class Piece(NamedTuple):
-    """What `stream` yields.
+    """New text of one row.
 
     Attributes:
-      row: which row it belongs to.
-      text: new text, whole characters; the pieces of a row joined are its text.
-      tokens: the new ids; those of a row joined are its ids.
+      row: number of the row.
+      text: new text, in whole characters; the pieces of a row joined are its text.
+      tokens: new ids; those of all pieces of a row joined are its ids.
       finish_reason: as in `GenerationResult`, with a row's last piece; None before.
     """
 
@@ -34,16 +34,18 @@ class Piece(NamedTuple):
 def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Iterator[Piece]:
     """Decodes a batch and yields the text of its rows as it is committed.
 
-    What may yet turn out to be a part of a character, or of a stop string, is held back. The pieces
-    of a row make up what `generate` returns for it.
+    What may turn out to be a part of a character, or of a stop string, is held back. The pieces of
+    a row together are what `generate` returns for it.
 
     Args:
-      every: iterations between two looks; more make fewer, longer pieces and less work for the host.
+      target, inputs: as for `generate`.
+      every: number of iterations after which text is yielded; more make fewer, longer pieces and
+        less work for the host.
       options: as for `generate`.
     """
     begun = time.monotonic()
     if target.vocabulary is None:
-        raise ValueError("stream: got a model without a vocabulary, expected one, since text is what it yields")
+        raise ValueError("stream: got a model without a vocabulary, expected one that has one (text is yielded)")
     if not isinstance(every, int | np.integer) or not 1 <= every <= FOREVER:
         raise ValueError(f"every: got {every!r}, expected an integer of at least 1")
     state, request = prepare(target, inputs, **options)
@@ -72,12 +74,14 @@ def _pieces(target, state: DecodeState, request: Request, every: int, begun: flo
 
 
 def _last_pieces(target, state: DecodeState, request: Request, rows, sent) -> Iterator[Piece]:
-    result = finish(target, state, request) if len(rows) else None
+    if not rows:
+        return
+    result = finish(target, state, request)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
         yield Piece(row, _after(target.vocabulary, ids, sent[row]), ids[sent[row] :], result.finish_reasons[row])
 
 
 def _after(vocabulary, ids: list[int], count: int) -> str:
-    """The text of `ids` past that of the first `count`."""
+    """Returns the text that `ids` add to the text of their first `count`."""
     return vocabulary.decode(ids)[len(vocabulary.decode(ids[:count])) :]

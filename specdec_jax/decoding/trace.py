@@ -12,10 +12,15 @@ from specdec_jax.models.language_model import LanguageModel
 
 
 class TraceStep(NamedTuple):
-    """One iteration of one row: ids accepted, the id rejected (None after a full acceptance), the id the target added.
+    """One iteration of one row.
 
-    Also `gamma`, how many were drafted, and `entropies`, of the law that each was drawn from, in nats; None unless the
-    policy of γ reads them (see `gamma.DraftSignals`).
+    Attributes:
+      accepted: accepted ids.
+      rejected: the first rejected id, None if the whole draft was accepted.
+      corrected: the id that the target added, None after an accepted EOS.
+      gamma: number of drafted ids.
+      entropies: entropies in nats of the laws that the ids were drawn from; None unless the policy
+        of γ reads them (see `gamma.DraftSignals`).
     """
 
     accepted: list[int]
@@ -26,8 +31,10 @@ class TraceStep(NamedTuple):
 
 
 def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
-    """The iterations of one input, as in the paper's Figure 1; options as for `generate`, but
-    for what ends it early."""
+    """Returns the iterations of one input, as in the paper's Figure 1.
+
+    Options are those of `generate`, except `num_samples`, `stop` and `deadline`.
+    """
     for name, unset in (("num_samples", 1), ("stop", ()), ("deadline", None)):
         if options.get(name, unset) != unset:
             raise UnsupportedCombination(f"{name}: got {options[name]!r} for a trace, expected {unset!r}")
@@ -41,5 +48,5 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         rejected, corrected = int(draft[stood]) if stood < drafted else None, new[stood] if len(new) > stood else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, :drafted].tolist()
         steps.append(TraceStep(new[:stood], rejected, corrected, int(drafted), entropies))
-    finish(target, state, request)  # which refuses what is not made of numbers
+    finish(target, state, request)  # raises NotNumbers for logits that are not finite
     return steps

@@ -1,6 +1,8 @@
-"""Speculative decoding inside somebody else's traced function, under the names of T5X's `decoding.temperature_sample`.
+"""Decodes speculatively inside somebody else's traced function, with the argument names of T5X's
+`decoding.temperature_sample`.
 
-There the target's parameters and the batch are traced, and so nothing is looked at, padded or raised by their values.
+There the target's parameters and the batch are traced, so nothing can be checked, padded or raised
+by their values.
 """
 
 import dataclasses
@@ -29,19 +31,20 @@ from specdec_jax.speculative.state import StaticConfig
 from specdec_jax.speculative.verifier import Verifier
 from specdec_jax.speculative.verifiers import verifier_of
 
-# T5X takes the argmax at a temperature up to this.
+# T5X takes the argmax at temperatures up to this.
 _LEAST_TEMPERATURE = 1e-4
-# Its name of what may be another for every call -> ours.
+# Arguments that may differ from call to call: T5X's name -> ours.
 _PER_CALL = {"temperature": "temperature", "topk": "top_k", "topp": "top_p"}
 _KNOWN = (*_PER_CALL, "decode_rng", "eos_id", "max_decode_steps", "max_decode_steps_hard_limit", "rescale_log_probs")
 
 
 class Decoded(NamedTuple):
-    """What `Decoder.decode` returns, arrays; of a search tokens are `[B, K, L]` and scores `[B, K]`.
+    """What `Decoder.decode` returns, as arrays; of a search tokens are `[B, K, L]` and scores `[B, K]`.
 
     Attributes:
       tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
-      scores: `[B]` float32, log-probability of the new tokens; NaN where the target's logits are not numbers.
+      scores: `[B]` float32, log-probability of the new tokens; NaN if the target's logits are not
+        finite numbers.
       target_calls, drafted, accepted: `[B]` int32, as in `state.Counts`.
     """
 
@@ -53,12 +56,14 @@ class Decoded(NamedTuple):
 
 
 def network_of(params: Mapping, config: T5Config) -> Network:
-    """A target of traced parameters.
+    """Returns the network of a target whose parameters are traced.
 
-    On an accelerator the parameters are used as they are: the loop's own layout would be a second copy of them.
+    On an accelerator the parameters are used as they are: the loop's own layout would be a second
+    copy of them.
 
     Args:
-      params: nested dict of T5X's names.
+      params: nested dict with T5X's names.
+      config: the target's configuration.
 
     Raises:
       ValueError: a parameter is missing, unexpected or of the wrong shape.
@@ -75,20 +80,20 @@ def network_of(params: Mapping, config: T5Config) -> Network:
 
 
 def _copied(node):
-    """Nested dicts of whatever nested mappings, frozen ones too."""
+    """Returns nested mappings of any kind, frozen ones too, as nested dicts."""
     return {name: _copied(value) for name, value in node.items()} if isinstance(node, Mapping) else node
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """How to decode; checked when it is made.
+    """Settings of a decode; checked when the object is made.
 
     Attributes:
-      config: of the target.
+      config: the target's configuration.
       drafter: None is plain decoding.
       gamma, sampling, verifier, lenience, typical_epsilon, typical_delta: as for `generate`.
-      rescale_log_probs: scores are of the law that was sampled (0 with argmax), as T5X's are; else
-      of the target's own law.
+      rescale_log_probs: whether scores are under the law that was sampled (0 with argmax), as T5X's
+        are; else they are under the target's own law.
     """
 
     config: T5Config
@@ -113,7 +118,7 @@ class Decoder:
 
     @property
     def width(self) -> int:
-        """G: the most tokens drafted in one iteration."""
+        """G, the most tokens drafted in one iteration."""
         if self.drafter is None:
             return 0
         return self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
@@ -131,19 +136,20 @@ class Decoder:
         """Decodes a batch; to be called under `jax.jit`.
 
         Args:
-          params: of the target.
+          params: the target's parameters.
           inputs: `[B, L']` int32; 0 at the end of a row is padding.
-          prompts: `[B, L]` int32, the start token 0, a prompt to repeat and continue (up to its
-            first 0), then 0: L tokens at most come out.
-          eos_id: ends a row, but not in its prompt.
-          rng: key of the batch, of any kind; that of seed 0 if None.
-          decoder_params: what T5X's `temperature_sample` takes, for this call: `temperature`,
+          prompts: `[B, L]` int32: the start token 0, a prompt to repeat and continue (up to its
+            first 0), then 0. At most L tokens come out.
+          eos_id: the id that ends a row, except in its prompt.
+          rng: key of the batch, of any kind; None: the key of seed 0.
+          decoder_params: arguments of T5X's `temperature_sample` for this call: `temperature`,
             `topk`, `topp` (one number, or one per row), `max_decode_steps`,
             `max_decode_steps_hard_limit`, `rescale_log_probs`, `eos_id`, `decode_rng`.
-          prompted: False says that there is no prompt in any row.
+          prompted: False says that no row has a prompt.
 
         Raises:
-          ValueError: other `decoder_params`, or values that make no sense; parameters of another shape.
+          ValueError: unknown `decoder_params`, values that make no sense, or parameters of another
+            shape.
         """
         given = known(decoder_params, _KNOWN, rng)
         rng = given.get("decode_rng") if rng is None else rng
@@ -171,7 +177,7 @@ class Decoder:
             log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
         counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)
         scores = jnp.where(sound, jnp.sum(log_probs, axis=1), jnp.nan)
-        # The id in the place of what could not be drawn would be none to T5X.
+        # Where no token could be drawn the id is negative, which T5X cannot take.
         return Decoded(jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted)
 
 
@@ -209,7 +215,7 @@ def lengths_of(inputs: jax.Array) -> jax.Array:
 def _sampling(
     config: SamplingConfig, given: Mapping[str, Any], batch: int, vocab_size: int
 ) -> tuple[SamplingMode, SamplingRows]:
-    """The static and the traced part of `config` with what one call says otherwise."""
+    """Returns the static and the traced part of `config`, with what one call overrides (`given`)."""
     values = {ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None}
     fixed = {name: np.asarray(value) for name, value in values.items() if not traced(value)}
     if np.any(fixed.get("top_k", 0)) and np.any(fixed.get("top_p", 0)):
@@ -231,7 +237,7 @@ def _sampling(
 
 
 def _lengths(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.Array:
-    """`[B]`, most tokens of each row that come out, its prompt included."""
+    """Returns `[B]`, the most tokens that come out for each row, its prompt included."""
     steps, hard = given.get("max_decode_steps"), given.get("max_decode_steps_hard_limit")
     if steps is None:
         return jnp.full(prompts.shape, length, jnp.int32)
@@ -248,5 +254,5 @@ def ends(eos_id, batch: int) -> jax.Array:
 
 
 def _keys(rng: jax.Array | None, batch: int) -> jax.Array:
-    """`[B]` keys of the rows out of the batch's, of whatever kind T5X was told to use."""
+    """Returns the rows' keys `[B]`, folded from the batch's key, which may be of any kind."""
     return fold_keys(seeded(0) if rng is None else threefry(rng), jnp.arange(batch))

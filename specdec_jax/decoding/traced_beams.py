@@ -73,7 +73,8 @@ class BeamDecoder:
             raise ValueError(f"eos_id: got {eos_ids.shape[1]} ids, expected one")
         drafter = self.drafter if self.gamma else None
         sampling = SamplingConfig()
-        program = beams.program(1, sampling.mode, vocab, self.gamma if drafter is not None else 0)
+        beams.check_ids(1, vocab)
+        program = beams.program(1, sampling.mode, vocab, self.gamma if drafter is not None else 0, drafter)
         most = jnp.asarray(given.get("max_decode_step", -1), jnp.int32)
         most = jnp.where(most > 0, jnp.minimum(most, length), length)
         tokens, prefix_lengths = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)

@@ -1,1 +1,1 @@
-"""What proposes the tokens that the target verifies: models, n-grams, copies, heads, cascades."""
+"""Proposes the tokens that the target verifies: models, n-grams, copies, heads, cascades."""

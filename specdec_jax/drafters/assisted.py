@@ -1,4 +1,4 @@
-"""Drafts by n-grams that are learnt from the target's own calls while it decodes."""
+"""Drafts by n-grams that are learnt, while decoding, from the target's own calls."""
 
 from typing import ClassVar, NamedTuple
 
@@ -15,14 +15,16 @@ from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
 
 class NGramMemory(NamedTuple):
-    """What `AssistedNGramDrafter` keeps of each row: its input, and its latest N calls' positions in a ring.
+    """What `AssistedNGramDrafter` remembers of each row: its input, and in a ring the latest N
+    positions that the target scored.
 
     Attributes:
       inputs: the encoder's input.
-      contexts: `[B, N, n − 1]` int32 ids before a position, the last id first; −2, which is no id, where there is none.
-      tokens: `[B, N, K]` int32 the target's K most probable ids there.
-      weights: `[B, N, K]` float32 their probabilities under the target's own law.
-      written: `[B]` int32 positions written so far.
+      contexts: `[B, N, n − 1]` int32, the ids before a position, the last id first; −2, which is no
+        id, where there is none.
+      tokens: `[B, N, K]` int32, the target's K most probable ids at the position.
+      weights: `[B, N, K]` float32, their probabilities under the target's own law.
+      written: `[B]` int32, number of positions written so far.
     """
 
     inputs: Inputs
@@ -34,25 +36,26 @@ class NGramMemory(NamedTuple):
 
 @flax.struct.dataclass
 class AssistedNGramDrafter(Drafter):
-    """Drafts what most often followed the last n − 1 ids in all that the decode itself has shown.
+    """A drafter that proposes what most often followed the last n − 1 ids in everything that this
+    request has shown so far.
 
-    Counted are: every id of the encoder's input and of the output (for a decoder-only target of
-    prompt and output, the first
-    id as a context only), 1; and at every position that the target scored, those after refused ids
-    too, its `top_k` most probable ids, with their probabilities. The longest context that occurs
-    anywhere counts, from n − 1 ids down to none (then the heaviest single id); of equally heavy ids
-    the smallest. (Context n-grams and the model's own top-k: The N-Grammys, Stewart et al. 2024,
-    arXiv 2411.03786.)
+    Two things are counted. Every id of the encoder's input and of the output has weight 1; for a
+    decoder-only target, every id of prompt and output, except that the first id is a context only.
+    And at every position that the target scored, also those after rejected ids, its `top_k` most
+    probable ids have their probabilities as weights. The longest context that occurs anywhere
+    counts, from n − 1 ids down to none (then the heaviest single id); of equally heavy ids the
+    smallest is drafted. (Context n-grams and the model's own top-k: The N-Grammys, Stewart et al.
+    2024, arXiv 2411.03786.)
 
-    Drafts are point masses, so that a mismatch costs nothing: token verification lets x stand with
-    probability p(x) and else
-    draws from p without x, which is one draw from p, compared with x. `verifier="gumbel"` takes just that draw, the one
-    plain decoding would make. Nothing is ever drawn a second time (PITFALLS row 5).
+    Drafts are point masses, so that a mismatch costs nothing: token verification accepts x with
+    probability p(x), and otherwise draws from p without x. Together that is one draw from p,
+    compared with x. `verifier="gumbel"` takes just that draw, the one that plain decoding would
+    make. Nothing is ever drawn a second time (PITFALLS row 5).
 
     Attributes:
       order: n, from 2 on.
       top_k: K.
-      memory: N, the latest scored positions that are remembered, for each row.
+      memory: N, how many of the latest scored positions are remembered for each row.
     """
 
     observes: ClassVar[bool] = True
@@ -103,7 +106,7 @@ class AssistedNGramDrafter(Drafter):
         return draft_state, draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
 
     def observe(self, draft_state: NGramMemory, state: DecodeState, scored: Scored) -> NGramMemory:
-        """Remembers what the target made of every position that it was really fed."""
+        """Remembers the target's most probable ids at every position that the target was fed."""
         batch, width = scored.tokens.shape
         # The first id that was fed stands in the last slot before the new ones.
         before = _ending(state.tokens, state.lengths - scored.num_new - 1, self.order - 2, -2)[:, ::-1]
@@ -119,7 +122,7 @@ class AssistedNGramDrafter(Drafter):
             - jax.nn.logsumexp(scored.logits, axis=-1, keepdims=True)
         )
         count = jnp.where(scored.num_new > 0, state.last_drafted + 1, 0)
-        # Of more positions than there is room for the last stay.
+        # Where there are more positions than fit into the ring, the last ones stay.
         age = (draft_state.written + count - 1)[:, None] - jnp.arange(self.memory)
         place = (count - 1)[:, None] - age % self.memory
         write = lambda old, new: jnp.where(
@@ -132,16 +135,17 @@ class AssistedNGramDrafter(Drafter):
 
 
 def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
-    """The last `size` ids `[B, size]` of the first `lengths [B]` of `tokens [B, S]`, the last
-    first; `missing` before."""
+    """Returns the last `size` ids `[B, size]` of the first `lengths [B]` of `tokens [B, S]`, the
+    last id first; `missing` where there are fewer."""
     places = lengths[:, None] - jnp.arange(1, size + 1)
     return jnp.where(places >= 0, jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1), missing)
 
 
 def _heaviest(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:
-    """The id `[B]` with the greatest sum of weights among the longest matches with any weight, 0 if none has any.
+    """Returns the id `[B]` with the greatest sum of weights among the longest matches that have any
+    weight, 0 if none has.
 
-    All args `[B, C]`.
+    All arguments are `[B, C]`, for C candidates.
     """
     tokens = jnp.where(weights > 0, tokens, 0)
     longest = jnp.max(jnp.where(weights > 0, matches, 0), axis=1, keepdims=True)

@@ -1,7 +1,7 @@
 """Drafters made of drafters (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +39,10 @@ class _Cascade(Drafter):
         cascade.parts, cascade.number = tuple(parts), number
         return cascade
 
-    @property
-    def reads_encoder(self) -> bool:
-        return any(part.reads_encoder for part in self.parts)
-
-    @property
-    def observes(self) -> bool:
-        return any(part.observes for part in self.parts)
-
-    @property
-    def needs_target_state(self) -> bool:
-        return any(part.needs_target_state for part in self.parts)
+    # What the base class has as class attributes depends on the parts here.
+    reads_encoder: ClassVar[Any] = property(lambda self: any(part.reads_encoder for part in self.parts))
+    observes: ClassVar[Any] = property(lambda self: any(part.observes for part in self.parts))
+    needs_target_state: ClassVar[Any] = property(lambda self: any(part.needs_target_state for part in self.parts))
 
     @property
     def models(self) -> tuple[LanguageModel, ...]:
@@ -67,28 +60,29 @@ class _Cascade(Drafter):
         return CascadeState(*(part.init(inputs, input_lengths, tokens, slots, **shared(part)) for part in self.parts))
 
     def rewind(self, draft_state: CascadeState, lengths: jax.Array) -> CascadeState:
-        """What lies past `lengths` stands no longer.
+        """Forgets what either drafter has cached past `lengths`.
 
-        A part that begins past the committed tokens cannot tell it: it is told what was drafted as
-        if it were committed,
-        and would take for cached what its last draft had there.
+        A drafter whose part begins past the committed tokens cannot see that they were rejected: it
+        is told what was drafted before its part as if it were committed, and would take what its
+        last draft put there for cached.
         """
         rewound = lambda part, own: part.rewind(own, lengths)
         return CascadeState(*map(rewound, self.parts, draft_state))
 
     def observe(self, draft_state: CascadeState, state: DecodeState, scored: Scored) -> CascadeState:
-        """Passes on what the target made of the draft to a drafter that learns from it."""
+        """Passes what the target made of the draft on to those drafters that learn from it."""
         seen = lambda part, own: part.observe(own, state, scored)
         return CascadeState(*map(seen, self.parts, draft_state))
 
 
 @jax.tree_util.register_pytree_node_class
 class HorizontalCascade(_Cascade):
-    """One drafter for the first positions of a draft, another, cheaper one for the later, which count for less.
+    """One drafter for the first positions of a draft and another, cheaper one for the later
+    positions, which count for less.
 
-    The second also takes over where the first has nothing more to propose: a copying drafter before a model drafts what
-    can be copied, the model the rest. Each position has the law of the drafter that it comes from; a point mass beside
-    a law becomes a one-hot one.
+    The second also takes over where the first has nothing more to propose: with a copying drafter
+    before a model, the copy goes as far as it can and the model drafts the rest. Each position has
+    the law of the drafter that it comes from; a point mass beside a law becomes a one-hot law.
     """
 
     def __init__(self, first: Drafter, then: Drafter, switch: int):
@@ -99,7 +93,7 @@ class HorizontalCascade(_Cascade):
           switch: at least 1.
 
         Raises:
-          ValueError: another kind of argument.
+          ValueError: an argument of another kind.
         """
         _check_drafters(first=first, then=then)
         _check_behind("then", then)
@@ -134,8 +128,8 @@ class HorizontalCascade(_Cascade):
         law: Law | PointMass | None = None
         if program.asks_draft_law and isinstance(head.law, PointMass) and isinstance(tail.law, PointMass):
             law = PointMass(tokens, program.vocab_size)
-        elif program.asks_draft_law:
-            law = Law(*map(joined, empty_law(state), _as_law(head.law), _as_law(tail.law)))
+        elif (room := empty_law(state)) is not None:
+            law = Law(*map(joined, room, _as_law(head.law), _as_law(tail.law)))
         calls = head.calls + tail.calls
         draft = Draft(tokens, count + tail.num_drafted, law, calls, target_cache=head.target_cache)
         return CascadeState(own, other), draft
@@ -145,10 +139,12 @@ class _Loop(NamedTuple):
     """What `VerticalCascade` carries from call to call of its model.
 
     Attributes:
-      tokens: `[B, S]` with what was drafted so far. drafted: `[B]`, how much. wanted: `[B]`, how much it is to be.
+      tokens: `[B, S]`, with what has been drafted so far.
+      drafted: `[B]`, how many tokens have been drafted.
+      wanted: `[B]`, how many tokens are to be drafted.
       model, inner: the states of the two drafters.
-      law: of the draft, or None.
-      calls: `[B]`.
+      law: law of the draft, or None.
+      calls: `[B]`, calls of the model.
     """
 
     tokens: jax.Array
@@ -162,13 +158,13 @@ class _Loop(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class VerticalCascade(_Cascade):
-    """A model drafter that is itself drafted for: speculative decoding inside the draft.
+    """A model drafter that has a drafter of its own: speculative decoding inside the draft.
 
-    A cheaper drafter proposes some tokens after what is drafted so far, the model judges them in
-    one call (argmax, or algorithm 1 of Leviathan et al. 2023) and adds one of its own, until all
-    that is wanted is drafted. So the law of the draft is the model's at every position, and the
-    model is called less often. With argmax or Gumbel coupling the draft is token for token what the
-    model alone would draft.
+    A cheaper drafter proposes some tokens after those drafted so far; the model judges them in one
+    call (argmax, or Algorithm 1 of Leviathan et al. 2023) and adds one of its own; and so on until
+    the draft is complete. So the draft has the model's law at every position, with fewer calls of
+    the model. With argmax or Gumbel coupling the draft is, token for token, what the model alone
+    would draft.
     """
 
     def __init__(self, model_drafter: ModelDrafter, inner: Drafter, inner_gamma: int):
@@ -195,8 +191,9 @@ class VerticalCascade(_Cascade):
     def draft(self, draft_state: CascadeState, state: DecodeState, num_wanted) -> tuple[CascadeState, Draft]:
         """Drafts with a loop of model calls over a fixed number of positions.
 
-        A call begins at the first token that the model's cache lacks. After a full acceptance by the target that is one
-        more than the last token; then so many proposals fewer fit into it, and there is no step to catch up.
+        A call begins at the first token that the model's cache lacks. After the target has accepted
+        a whole draft that is one more than the last token; the call then has room for one proposal
+        less, and no step is needed to catch up.
         """
         (model_drafter, inner), program = self.parts, state.program
         width = min(self.number, max(program.gamma - 1, 1))
@@ -225,7 +222,7 @@ class VerticalCascade(_Cascade):
             is_eos = jnp.any(new[:, :, None] == state.eos_ids[:, None, :], axis=-1)
             first_eos = jnp.min(jnp.where(is_eos, offsets, width + 1), axis=1)
             num_new = jnp.minimum(verified.num_accepted, first_eos) + 1
-            num_new = jnp.where((left > 0) & (lag <= width), num_new, 0)  # a row far behind has only caught up
+            num_new = jnp.where((left > 0) & (lag <= width), num_new, 0)  # a row that lags by more only catches up
 
             drafted = loop.drafted + num_new
             place = lambda buffer, values: _written(buffer, values, loop.drafted, num_new)
@@ -236,7 +233,7 @@ class VerticalCascade(_Cascade):
                 model=ModelDraftState(cache, jnp.where(left > 0, cached + jnp.minimum(lag + num_new, width + 1),
                 cached)),
                 inner=inner_state,
-                law=loop.law and Law(*map(place, loop.law, law)),
+                law=loop.law and law and Law(*map(place, loop.law, law)),
                 calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
             )  # fmt: skip
 
@@ -249,7 +246,8 @@ class VerticalCascade(_Cascade):
 
 
 def _written(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
-    """`buffer [B, N, …]` with the first `counts [B]` of `values [B, T, …]` from place `starts [B]` on."""
+    """Returns `buffer [B, N, …]` with the first `counts [B]` of `values [B, T, …]` written from
+    position `starts [B]` on."""
     offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
     wide = lambda x: x.reshape(*x.shape, *[1] * (buffer.ndim - 2))
     spread = jnp.take_along_axis(values, wide(jnp.clip(offsets, 0, values.shape[1] - 1)), axis=1)
@@ -273,7 +271,8 @@ def _check_drafters(**drafters) -> None:
 
 
 def _check_behind(name: str, drafter: Drafter) -> None:
-    """Refuses a drafter that would continue a draft from the target's cache or last state, which know nothing of it."""
+    """Raises ValueError for a drafter that would go on from the target's cache or last state, which
+    do not hold the tokens drafted before it."""
     if drafter.needs_target_state:
         got = type(drafter).__name__
         raise ValueError(f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or states")

@@ -1,4 +1,5 @@
-"""What drafters share: the loop over a draft, a token with the law that it is drawn from, drafts without a model."""
+"""What drafters share: the loop over a draft, a drawn token together with its law, drafts without a
+model."""
 
 import functools
 import math
@@ -13,15 +14,17 @@ from specdec_jax.speculative.gamma import DraftSignals
 from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.state import DecodeState, Draft, context
 
-# A number that no committed length reaches, and that nothing else is folded into a request's key with.
+# Folded into a request's key: a number that no committed length reaches and that nothing else folds in.
 _APART = 2**31 - 2
 
 
 def keys_apart(state: DecodeState) -> jax.Array:
-    """Keys `[B]` for the draws of a part of the draft that begins past the committed tokens.
+    """Returns keys `[B]` for the draws of a part of the draft that begins past the committed
+    tokens.
 
-    Uniforms are keyed by the length at which a draft begins. With the request's own keys a part that begins later would
-    meet the draws of a later iteration. Coupling keys by absolute position, which is its point: there the keys stay.
+    Uniforms are keyed by the length at which a draft begins. With the request's own keys, a part
+    that begins later would use the draws of a later iteration. Gumbel coupling keys by absolute
+    position on purpose, so there the keys stay.
     """
     if state.program.verifier.coupled:
         return state.keys
@@ -33,23 +36,26 @@ def draft_tokens(
     state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0,
     catch_up: Callable | None = None, seen: Callable[[Any], DraftSignals | None] = lambda carry: None,
 ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
-    """Drafts one token after another; a model that lags behind first catches up, two positions in a call.
+    """Drafts one token after another; a model that lags behind first catches up, two positions a
+    call.
 
     A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends
-    the draft; that token stays in the draft (dropping it would bias the law).
+    the draft. That token stays in the draft, because dropping it would bias the law.
 
     Args:
       state: the committed tokens and what goes with them.
-      num_wanted: `[B]`, the most to draft.
-      choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry), for step = 0, 1 …
+      num_wanted: `[B]`, the most tokens to draft.
+      choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry),
+        for step = 0, 1 …
       carry: what `choose` keeps from step to step.
-      lag: scalar, how many tokens before the last committed one must be fed.
-      catch_up: as `choose`, of the token fed before this step's too: for step = 1 − lag, 3 − lag … up to 0 or −1. What
-        it chooses for a step below 0 is thrown away. May be missing where nothing lags.
-      seen: what `look` made of the laws so far, out of a carry.
+      lag: scalar, how many tokens before the last committed one must be fed first.
+      catch_up: like `choose`, but also feeds the token before this step's; called for step = 1 −
+        lag, 3 − lag … up to 0 or −1. What it chooses for a step below 0 is thrown away. Not needed
+        if nothing lags.
+      seen: takes a carry and returns what the policy of γ has read from the laws so far.
 
     Returns:
-      Tokens `[B, G]`, how many of them count `[B]`, and the last carry.
+      The drafted tokens `[B, G]`, how many of them count `[B]`, and the last carry.
     """
     lengths, slots = state.lengths, jnp.arange(state.tokens.shape[1])
 
@@ -75,7 +81,7 @@ def draft_tokens(
 
     loop = -jnp.asarray(lag, jnp.int32), state.tokens, num_wanted, carry
     if catch_up is not None:
-        # A loop though it mostly runs once or never: the branches of a `lax.cond` would copy the caches.
+        # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the caches.
         loop = jax.lax.while_loop(lambda loop: loop[0] < 0, take_pair, loop)
     _, tokens, num_drafted, carry = jax.lax.while_loop(more, functools.partial(take, choose), loop)
     drafted = jnp.minimum(lengths[:, None] + jnp.arange(state.program.gamma), len(slots) - 1)
@@ -83,7 +89,7 @@ def draft_tokens(
 
 
 def empty_law(state: DecodeState) -> Law | None:
-    """Room for the law of a draft, None where no verifier will look at it."""
+    """Returns an empty buffer for the law of a draft, None if no verifier will look at it."""
     program = state.program
     if not program.asks_draft_law:
         return None
@@ -92,9 +98,11 @@ def empty_law(state: DecodeState) -> Law | None:
 
 
 def draw_adjusted(state: DecodeState, logits, tokens, step, law: Law | None) -> tuple[jax.Array, Law | None]:
-    """One token `[B]` from `logits [B, 1, V]` after processors, temperature and filters; its argmax at temperature 0.
+    """Returns one token `[B]`, drawn from `logits [B, 1, V]` after processors, temperature and
+    filters (at temperature 0 their argmax), and `law`.
 
-    Also returns `law` with the law it was drawn from at position `step`. `tokens [B, S]` holds what was drafted before.
+    `law` then holds, at position `step`, the law that the token was drawn from. `tokens [B, S]`
+    holds what was drafted before.
     """
     program, prefixes = state.program, context(state, tokens, jnp.maximum(step, 0))
     if program.mode.greedy:
@@ -103,7 +111,8 @@ def draw_adjusted(state: DecodeState, logits, tokens, step, law: Law | None) -> 
 
 
 def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Array, Law | None]:
-    """One token `[B]` from the law `here` over `[B, 1, V]`, and `law` with it at position `step`.
+    """Returns one token `[B]` drawn from the law `here` over `[B, 1, V]`, and `law` with `here` at
+    position `step`.
 
     While catching up (step < 0) what is drawn is thrown away.
     """
@@ -124,8 +133,8 @@ def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Arra
 def record_signals(
     state: DecodeState, logits, tokens, step, token: jax.Array, seen: DraftSignals | None
 ) -> DraftSignals | None:
-    """`seen` with what the policy of γ reads of the law that `token [B]` came from; other args
-    as for `draw_adjusted`."""
+    """Returns `seen` with what the policy of γ reads from the law that `token [B]` was drawn from;
+    the other arguments are those of `draw_adjusted`."""
     if seen is None:
         return None
     prefixes = context(state, tokens, jnp.maximum(step, 0))
@@ -138,10 +147,10 @@ def record_signals(
 
 
 def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """`logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability 0, ids that
-      the target lacks go.
+    """Returns `logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability
+    0, ids that the target lacks are cut off.
 
-    The cut comes before any adjustment, so that the resulting law is the one that is drawn from.
+    The cut comes before any adjustment, so that the law is the one that is drawn from.
     """
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
@@ -150,11 +159,13 @@ def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def point_mass(state: DecodeState, tokens: jax.Array) -> PointMass | None:
+    """Returns the point mass at each of `tokens` as the law of a draft, None if no verifier will
+    look at it."""
     return PointMass(tokens, state.program.vocab_size) if state.program.asks_draft_law else None
 
 
 def draft_without_calls(
     state: DecodeState, tokens: jax.Array, num_drafted: jax.Array, law: Law | PointMass | None
 ) -> Draft:
-    """A draft that no model was called for."""
+    """Returns a draft for which no model was called."""
     return Draft(tokens, num_drafted, law, jnp.zeros_like(state.lengths))

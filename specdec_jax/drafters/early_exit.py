@@ -21,8 +21,8 @@ class ExitNetwork(Network):
     """A network that stops after its first decoder layers.
 
     Attributes:
-      layers: k, the decoder layers that run; the caches of the others stay as they are.
-      kernel: `[D, W]` of a head of its own, applied to the normalised states; None is the network's head.
+      layers: k, the number of decoder layers that run; the caches of the others stay as they are.
+      kernel: `[D, W]`, a head of its own on the normalised states; None: the network's head.
     """
 
     layers: int = flax.struct.field(pytree_node=False, default=1)
@@ -40,11 +40,13 @@ class ExitNetwork(Network):
 
 @jax.tree_util.register_pytree_node_class
 class EarlyExitDrafter(Drafter):
-    """Drafts with the first k decoder layers of the target, its last norm and its head: no second model, no cache.
+    """A drafter made of the target's first k decoder layers, last norm and head: no second model,
+    no cache of its own.
 
-    The layers below the exit compute from a token what they compute in the target's own call. So the drafter reads
-    the target's cache, which lacks exactly the last committed token, and feeds that first: there is never anything to
-    catch up with. What it writes are slots that the target's call overwrites.
+    The layers below the exit compute for a token what they compute in the target's own call. So the
+    drafter reads the target's cache, which lacks exactly the last committed token, and feeds that
+    first: there is never anything to catch up with. The slots that it writes are overwritten by the
+    target's call.
 
     Attributes:
       model: the target; no other can be drafted for.
@@ -55,10 +57,13 @@ class EarlyExitDrafter(Drafter):
     needs_target_state = True
 
     def __init__(self, model: LanguageModel, layers: int, head=None):
-        """Args as the attributes; `head [D, W]` is the kernel of a head of its own, None the target's head.
+        """Args:
+          model: the target.
+          layers: k, from 1 to one less than the target has.
+          head: `[D, W]`, the kernel of a head of its own; None: the target's head.
 
         Raises:
-          ValueError: a number of layers that leaves none or all, or a head of another shape.
+          ValueError: a number of layers out of range, or a head of another shape.
         """
         config = model.config
         if not isinstance(layers, int | np.integer) or not 1 <= layers < config.num_decoder_layers:
@@ -94,7 +99,8 @@ class EarlyExitDrafter(Drafter):
         return {"draft step": self.network}
 
     def identity(self) -> tuple[list[Any], Any]:
-        return [self.model.contents, self.layers], layouts.matrix(self.network.kernel)
+        kernel = self.network.kernel
+        return [self.model.contents, self.layers], None if kernel is None else layouts.matrix(kernel)
 
     def check(self, target: LanguageModel) -> None:
         if self.model is not target:
@@ -122,5 +128,5 @@ class EarlyExitDrafter(Drafter):
         tokens, num_drafted, (cache, law, seen) = draft_tokens(
             state, num_wanted, choose, carry, seen=lambda carry: carry[2]
         )
-        # The written cache is handed on though the target overwrites it: the old one would have to be copied.
+        # The written cache is handed on, though the target overwrites it: to keep the old one means to copy it.
         return (), Draft(tokens, num_drafted, law, calls=num_drafted, seen=seen, target_cache=cache)

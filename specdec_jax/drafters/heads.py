@@ -1,7 +1,7 @@
-"""Heads on the target's own last state draft several tokens in one call (blockwise parallel
-decoding, Stern et al. 2018).
+"""Drafts several tokens in one call, with heads on the target's own last state.
 
-They are Medusa's heads (Cai et al. 2024, arXiv 2401.10774), with a draft instead of a tree.
+This is blockwise parallel decoding (Stern et al. 2018) with Medusa's heads (Cai et al. 2024, arXiv
+2401.10774), and with a single draft instead of a tree.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
 @flax.struct.dataclass
 class HeadsState:
-    """What the heads look at.
+    """What the heads read.
 
     Attributes:
-      states: `[B, D]` the target's last state at the token before each row's last committed one.
-      known: `[B]` bool, False until the target was called for the row.
+      states: `[B, D]`, the target's last state at the token before each row's last committed one.
+      known: `[B]` bool, False until the target has been called for the row.
     """
 
     states: jax.Array
@@ -37,17 +37,17 @@ class HeadsState:
 
 @flax.struct.dataclass
 class HeadsDrafter(Drafter):
-    """Drafts with N heads on the state from which the target said the last committed token: head i the
-    i-th token after it.
+    """A drafter with N heads on the target's state that predicted the last committed token: head i
+    predicts the i-th token after it.
 
     A head does not see the tokens in between, so its law is the same whatever the heads before it
-    drew; it is brought to the processors, temperature and filters of the target and then drawn
-    from. One call of the heads serves a whole draft of at most N tokens. The first iteration of a
-    request drafts nothing, since there is no state before the first call.
+    drew. The law passes through the target's processors, temperature and filters before the token
+    is drawn. One call of the heads serves a whole draft of at most N tokens. The first iteration of
+    a request drafts nothing, since there is no state before the first call of the target.
 
     Attributes:
-      network: the heads, and the target's own head where they share it.
-      fingerprint: of the target whose states the heads take.
+      network: the heads, and the target's own head if they share it.
+      fingerprint: fingerprint of the target whose states the heads take.
     """
 
     needs_target_state: ClassVar[bool] = True
@@ -57,7 +57,8 @@ class HeadsDrafter(Drafter):
 
     @classmethod
     def of(cls, target: LanguageModel, config: HeadsConfig, params: dict) -> "HeadsDrafter":
-        """Heads with the parameters `params` on `target`; computes in the target's dtype.
+        """Returns heads with the parameters `params` on `target`; they compute in the target's
+        dtype.
 
         Raises:
           ValueError: their widths are not the target's.
@@ -70,7 +71,7 @@ class HeadsDrafter(Drafter):
 
     @classmethod
     def load(cls, path, target: LanguageModel) -> "HeadsDrafter":
-        """The heads that `save` wrote, on `target`.
+        """Returns the heads that `save` wrote, on `target`.
 
         Raises:
           ValueError: no folder of heads, a damaged one, or heads of another target.
@@ -85,14 +86,14 @@ class HeadsDrafter(Drafter):
         return cls.of(target, config, parameters.unflatten(params))
 
     def save(self, path, dtype=None) -> None:
-        """Writes a folder that `load` reads, in the parameters' own dtype or in `dtype`."""
+        """Writes a folder that `load` reads, in `dtype` or, for None, in the parameters' own dtype."""
         params = jax.tree.map(
             lambda leaf: np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype), self.params
         )
         own.write_heads(self.config, self.fingerprint, params, pathlib.Path(path).absolute())
 
     def check(self, target: LanguageModel) -> None:
-        """Raises ValueError where `target` is not the model whose states the heads take."""
+        """Raises ValueError unless `target` is the model whose states the heads take."""
         _check(target, self.config, self.fingerprint)
 
     @property
@@ -101,7 +102,7 @@ class HeadsDrafter(Drafter):
 
     @property
     def params(self) -> dict:
-        """Nested dict of arrays; made from the decode loop's layout when asked for."""
+        """Parameters as a nested dict of arrays, made on demand from the decode loop's layout."""
         return heads.unpack(self.network.params)
 
     @property
@@ -136,7 +137,7 @@ class HeadsDrafter(Drafter):
 def _check(target: LanguageModel, config: HeadsConfig, fingerprint: str) -> None:
     _check_widths(target, config)
     if not target.has(fingerprint):
-        raise ValueError("heads: got those of a target with other weights, expected heads trained on this one")
+        raise ValueError("heads: got heads of a target with other weights, expected heads trained on this one")
 
 
 def _check_widths(target: LanguageModel, config: HeadsConfig) -> None:

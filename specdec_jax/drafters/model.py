@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -25,8 +25,8 @@ class ModelDraftState:
 
     Attributes:
       cache: the drafter's own decoder cache.
-      cached: `[B]` int32, leading slots that hold keys and values of committed or, as far as they
-        stand, drafted tokens.
+      cached: `[B]` int32, number of leading slots that hold keys and values of committed tokens, or
+        of drafted tokens as far as they stand.
     """
 
     cache: Any
@@ -35,32 +35,40 @@ class ModelDraftState:
 
 @jax.tree_util.register_pytree_node_class
 class ModelDrafter(Drafter):
-    """Drafts γ tokens one after another with `model`, under the same processors as the target.
+    """A drafter that draws γ tokens one after another from `model`, under the same processors as
+    the target.
 
     Attributes:
-      model: the drafter's model; must share the target's vocabulary (its logits may be narrower or wider).
-      network: what drafts: the model's own, or made of it as below.
+      model: the drafter's model; must share the target's vocabulary (its logits may be narrower or
+        wider).
+      network: the network that drafts: the model's own, or one made of it for a shortlist or 8
+        bits.
       shortlist: the ids that are proposed, None for all.
     """
 
     tells_law = True
     drafts_beams = True
+    # Whether the model attends to the target's encoder output instead of having an encoder.
+    reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
+    scorable: ClassVar[Any] = property(lambda self: not self.reduced)
 
     def __init__(self, model: LanguageModel, shortlist: int | Sequence[int] | np.ndarray | None = None, int8=False):
-        """Neither of the two changes the output law; both change what is proposed, and so the acceptance.
+        """A shortlist and 8 bits do not change the output law; both change what is proposed, and so
+        the acceptance rate.
 
         Args:
-          model: as the attribute.
-          shortlist: ids that alone are proposed, so that the head has no more columns than these: ascending, each once,
-            those that end a sequence among them (as from `shortlist_from_counts`). A number takes so many of the
-            vocabulary's first ids, which SentencePiece orders by frequency, and the ending ones.
-          int8: multiply with kernels of 8 bits, made now and kept beside the model's own, unless
-            those are in 8 bits already. Inputs of products are rounded too: on a CPU in float32 to
-            16 bits, elsewhere to 8.
+          model: the drafter's model.
+          shortlist: the only ids that are proposed; the head has no more columns than these. They
+            must be ascending, each once, and contain those that end a sequence (as from
+            `shortlist_from_counts`). A number takes that many of the vocabulary's first ids, which
+            SentencePiece orders by frequency, and the ending ones.
+          int8: multiply with kernels of 8 bits. They are made now and kept beside the model's own,
+            unless those are in 8 bits already. Inputs of products are rounded too: on a CPU in
+            float32 to 16 bits, elsewhere to 8.
 
         Raises:
-          ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id
-            that ends a sequence.
+          ValueError: an empty shortlist, ids that are not ascending or that the model lacks, or no
+            id that ends a sequence.
         """
         if isinstance(model, str | os.PathLike):
             expected = f"a LanguageModel, such as specdec_jax.load({str(model)!r})"
@@ -76,11 +84,12 @@ class ModelDrafter(Drafter):
 
     @property
     def reduced(self) -> bool:
-        """Whether a shortlist or 8 bits make the law that it draws from another than its model's."""
+        """Whether a shortlist or 8 bits give the drafter another law than its model's."""
         return self.network is not self.model.network
 
     def variants(self) -> dict[str, Network]:
-        """What the network would be without the shortlist, 8 bits, or both: what either gains can be timed."""
+        """Returns the network without the shortlist, without 8 bits, and without both, by name, so
+        that what each gains can be timed."""
         found = {}
         if self.int8 and self.shortlist is not None:
             found["shortlist alone"] = self.model.network.shortlisted(self.shortlist.ids)
@@ -110,10 +119,6 @@ class ModelDrafter(Drafter):
     def second_model(self) -> LanguageModel | None:
         return self.model
 
-    @property
-    def scorable(self) -> bool:
-        return not self.reduced
-
     def steps(self) -> dict[str, Network]:
         return {"draft step": self.network} | {
             f"draft step, {name}": network for name, network in self.variants().items()
@@ -129,23 +134,21 @@ class ModelDrafter(Drafter):
             raise ValueError(f"drafter: got a shortlist without any id below {width}, the target's number of ids")
 
     def widened(self, logits: jax.Array, vocab_size: int) -> jax.Array:
-        """The network's logits as `[..., vocab_size]`; ids that it does not propose have −inf."""
+        """Returns the network's logits as `[..., vocab_size]`, −inf for ids that it does not
+        propose."""
         return match_width(logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size)
-
-    @property
-    def reads_encoder(self) -> bool:
-        """Whether the model attends to the target's encoder output instead of having an encoder."""
-        return self.network.encoder_dim is not None
 
     def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> ModelDraftState:
         batch, prefix = tokens.shape
         shared = {} if encoded is None else {"encoded": encoded}
         cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **shared)
-        # A row whose prefix is shorter has junk past its own last token; `draft` takes the smaller of the two.
+        # A row with a shorter prefix has garbage past its own last token; `draft` takes the smaller of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
-    def begin_beams(self, draft_state: ModelDraftState, slots: int, positions: int) -> Any:
-        return self.network.node_cache(draft_state.cache, slots, positions)
+    def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, encoded=None) -> Any:
+        shared = {} if encoded is None else {"encoded": encoded}
+        cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **shared)
+        return self.network.node_cache(cache, slots, positions)
 
     def draft_beams(self, draft_state, state, tree):
         widened = lambda logits: self.widened(logits, state.program.vocab_size)
@@ -158,11 +161,13 @@ class ModelDrafter(Drafter):
         return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))
 
     def draft(self, draft_state: ModelDraftState, state: DecodeState, num_wanted) -> tuple[ModelDraftState, Draft]:
-        """Drafts with a loop of single steps; where a row lags, a call over two positions takes the place of the first.
+        """Drafts with a loop of single steps; if a row lags, a call over two positions takes the
+        place of the first step.
 
-        After a full acceptance the last drafted token was drawn but never fed: it is fed with the
-        one committed after it. The other rows feed the same tokens to the same slots again. A row
-        that did not draft for a while lags by more, and catches up by two tokens a call.
+        After a full acceptance the last drafted token was drawn but never fed: it is fed together
+        with the one committed after it. The other rows feed the same tokens to the same slots
+        again. A row that did not draft for a while lags by more, and catches up by two tokens a
+        call.
         """
         last, vocab_size = state.lengths - 1, state.program.vocab_size
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
@@ -178,7 +183,7 @@ class ModelDrafter(Drafter):
         def catch_up(step, tokens, carry):
             cache, law, seen = carry
             position = jnp.maximum(last + step, 0)
-            first = jnp.maximum(position - 1, 0)  # where nothing comes before it, what follows is fed in vain
+            first = jnp.maximum(position - 1, 0)  # at position 0 the second token is fed needlessly
             fed = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(2), axis=1)
             live = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
             states, cache = self.network.decode_states(fed, first, cache, live=live)
@@ -205,9 +210,9 @@ class ModelDrafter(Drafter):
             tokens=tokens,
             num_drafted=num_drafted,
             law=law,
-            calls=jnp.where(num_wanted > 0, num_drafted + lag // 2, 0),  # of an odd lag the last call drafts, too
+            calls=jnp.where(num_wanted > 0, num_drafted + lag // 2, 0),  # with an odd lag the last of them drafts too
             seen=seen,
         )
-        # A row that only watched has cached nothing new; its prefix's padding is no longer hidden by `last`.
+        # A row that drafted nothing has cached nothing new. Its prefix's padding is no longer hidden by `last`.
         cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
         return ModelDraftState(cache, cached), draft

@@ -1,4 +1,5 @@
-"""Drafters by the name that the command line gives them: `--drafter=lookup`, `exit:3`, a table, a folder."""
+"""Makes drafters from their names on the command line: `--drafter=lookup`, `exit:3`, a table, a
+folder."""
 
 import pathlib
 from collections.abc import Callable
@@ -20,8 +21,8 @@ class Named(NamedTuple):
     """A drafter that needs nothing but the target.
 
     Attributes:
-      summary: what it drafts, for the help.
-      make: from the target to the drafter.
+      summary: what it drafts, for `--help`.
+      make: takes the target and returns the drafter.
     """
 
     summary: str
@@ -37,7 +38,7 @@ WITHOUT_FILES = {
 
 
 def without_model(name: str) -> bool:
-    """Whether `--drafter=name` is a drafter that has no weights of its own."""
+    """Returns whether `--drafter=name` has no weights of its own."""
     return name in WITHOUT_FILES or name.startswith("exit:") or name.endswith(".npz")
 
 
@@ -45,7 +46,15 @@ def named_drafter(
     name: str, target: LanguageModel, load: Callable[[str], LanguageModel],
     reduced: Callable[[LanguageModel], ModelDrafter],
 ) -> Drafter:  # fmt: skip
-    """What `--drafter` names, a model's as `reduced` makes it; a folder of such a name can be had as ./NAME."""
+    """Returns the drafter that `--drafter=name` means.
+
+    Args:
+      name: a name of `WITHOUT_FILES`, `exit:K`, a table (.npz), or a folder; a folder with the name
+        of a drafter can be given as ./NAME.
+      target: the target.
+      load: loads a model.
+      reduced: makes a drafter of a model, with the shortlist and 8 bits that other options ask for.
+    """
     if name in WITHOUT_FILES:
         return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
@@ -62,7 +71,8 @@ def named_drafter(
 
 
 def check_drafter_name(name: str) -> None:
-    """Refuses a name that is no drafter's, before the target, which may be large, is loaded."""
+    """Raises ValueError for a name that means no drafter, before the target, which may be large, is
+    loaded."""
     if without_model(name):
         return
     try:

@@ -1,10 +1,12 @@
 """Drafts by a table of counted n-grams."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import flax.struct
 import numpy as np
 
+from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import (
     draft_tokens,
     draft_without_calls,
@@ -17,42 +19,45 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 
 
 @flax.struct.dataclass
-class NGramDrafter(Drafter):
-    """Drafts what followed the last n − 1 tokens in texts that were counted before; n = 1 is a
-    unigram, 2 a bigram model.
+class NGramDrafter(ChainDrafter):
+    """A drafter that proposes what followed the last n − 1 tokens in texts that were counted
+    before.
 
-    The longest context that was seen counts; if none was, the frequencies of single ids. Contexts that reach beyond the
-    beginning are filled up with the start token, in counting and in drafting.
+    n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
+    none was, the frequencies of single ids. In counting and in drafting, contexts that reach beyond
+    the beginning are filled up with the start token.
 
     Attributes:
       table: the counts.
-      sampled: False drafts the most frequent id, a point mass; True draws from the relative frequencies (for a context,
-        of the continuations kept), under the same processors, temperature and filters as the target.
+      sampled: False drafts the most frequent id, a point mass. True draws from the relative
+        frequencies (after a context, those of the continuations that are kept), under the same
+        processors, temperature and filters as the target.
     """
 
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
+
+    tells_law: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
     def count(
         cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token: int = 0,
         continuations: int = 8, sampled: bool = False, vocabulary: Vocabulary | None = None,
     ) -> "NGramDrafter":  # fmt: skip
-        """Counts `sequences` of ids, each with its EOS.
+        """Returns a drafter that has counted `sequences` of ids.
 
         Args:
-          sequences: of outputs; an empty one counts for nothing.
+          sequences: ids of outputs, each with its EOS; an empty one counts for nothing.
           vocab_size: V; all ids lie below it.
-          order: n ≥ 1, one more than the longest context.
-          start_token: the target's.
+          order: n ≥ 1, one more than the length of the longest context.
+          start_token: the target's start token.
           continuations: M ≥ 1, how many ids are kept for a context, the most frequent ones.
-          sampled: as the attribute.
-          vocabulary: of the ids; a drafter that knows it is refused where the target has another.
+          sampled: see the attribute.
+          vocabulary: the ids' vocabulary; if given, the drafter is refused for a target with another.
 
         Raises:
           ValueError: nothing to count, ids outside the vocabulary, or a number out of its range.
@@ -69,13 +74,15 @@ class NGramDrafter(Drafter):
 
     @classmethod
     def load(cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None) -> "NGramDrafter":
-        """The drafter that `save` wrote; `sampled` overrides what it says.
+        """Returns the drafter that `save` wrote; `sampled`, if given, takes the place of what the
+        file says.
 
         Raises:
-          ValueError: not such a file, a truncated one, or one that was counted with another vocabulary.
+          ValueError: no such file, a truncated one, or one that was counted with another
+            vocabulary.
         """
         table, values = NGramTable.load(path)
-        if not table.matches(vocabulary):
+        if vocabulary is not None and not table.matches(vocabulary):
             raise ValueError(
                 f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
                 f"target ({vocabulary.size} pieces)"
@@ -85,10 +92,6 @@ class NGramDrafter(Drafter):
     @property
     def name(self) -> str:
         return f"{self.table.order}-gram table"
-
-    @property
-    def tells_law(self) -> bool:
-        return self.sampled
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)

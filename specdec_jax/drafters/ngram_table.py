@@ -1,9 +1,11 @@
-"""Tables of k-grams with back-off: which ids followed which contexts, how often, and where that is found on a device.
+"""Counts which ids follow which contexts, and stores and looks up such tables of k-grams with
+back-off.
 
-A context is looked up from its last id to its first, as in a trie: every context is a row, row 0 the empty one, and a
-context of j ids is the row of its last j − 1 with one more id before them. Numbered breadth-first, in the order of
-(row of the shorter context, id), the keys of all rows are one sorted list of pairs of int32: no hashes, no collisions,
-no 64-bit integers (which JAX lacks unless asked for them).
+A context is looked up from its last id to its first, as in a trie. Every context is a row. Row 0 is
+the empty context; a context of j ids is the row of its last j − 1 ids with one more id before them.
+Rows are numbered breadth-first, in the order of (row of the shorter context, id), so that the keys
+of all rows are one sorted list of pairs of int32: no hashes, no collisions, no 64-bit integers
+(which JAX lacks unless asked for them).
 """
 
 import io
@@ -28,28 +30,33 @@ _FORMAT = "specdec_jax n-gram table, version 1"
 _ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")
 _NUMBERS = ("vocab_size", "order", "start_token", "continuations")
 _MAX_ORDER = 16
-# What reading an archive of somebody else's may raise; numpy parses an array's header as Python does.
+# The errors that reading somebody else's archive may raise. numpy parses an array's header as Python source.
 _UNREADABLE = (
     ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile,
     zlib.error,
 )  # fmt: skip
-# How far a file of zeros may be compressed: the counts of 250,000 ids of which none occurs, and ten
-# times what tables are.
+# A file may unpack to `_COMPRESSION` times its size, ten times what tables do, and `_LEAST_ROOM` bytes more: the
+# counts of 250,000 ids of which none occurs are all zeros.
 _LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
 
 @flax.struct.dataclass
 class NGramTable:
-    """Counts of what follows each context of up to n − 1 ids. N contexts, E continuations that are kept.
+    """Counts of what follows each context of up to n − 1 ids: N contexts, with E continuations kept
+    in all.
 
     Attributes:
       parents, extras: `[N − 1]` int32, in lexicographic order: row i + 1 is row `parents[i]` with
-        `extras[i]` before it.
+        the id `extras[i]` before it.
       starts: `[N + 1]` int32; the continuations of row r lie at `starts[r]` … `starts[r + 1] − 1`.
-      next_tokens, counts: `[E]` int32, the most frequent first; among equals the smallest id first.
+      next_tokens, counts: `[E]` int32, the most frequent continuation first; of equally frequent
+        ones the smallest id first.
       unigram: `[V]` int32, how often each id occurs.
-      vocab_size: V. order: n. start_token: stands for what lies before a sequence. continuations: M, the most kept for
-        a context. fingerprint: of the vocabulary, "" if it is not known.
+      vocab_size: V.
+      order: n.
+      start_token: the id that stands for what lies before a sequence.
+      continuations: M, the most that are kept for a context.
+      fingerprint: fingerprint of the vocabulary, "" if it is not known.
     """
 
     parents: jax.Array
@@ -69,7 +76,8 @@ class NGramTable:
         cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token=0, continuations=8,
         fingerprint="",
     ) -> "NGramTable":  # fmt: skip
-        """Counts in numpy; args as for `NGramDrafter.count`."""
+        """Returns the table of `sequences`, counted in numpy; arguments as for
+        `NGramDrafter.count`."""
         for name, value, most in (
             ("vocab_size", vocab_size, 2**31 - 1), ("order", order, _MAX_ORDER), ("continuations", continuations,
                 2**20),
@@ -102,10 +110,10 @@ class NGramTable:
 
     @classmethod
     def load(cls, path) -> tuple["NGramTable", dict[str, np.ndarray]]:
-        """The table that `save` wrote and the further values.
+        """Returns the table that `save` wrote, and the further values.
 
         Raises:
-          ValueError: no such file, or not one that `save` wrote whole.
+          ValueError: no such file, or not one that `save` wrote completely.
         """
         if not pathlib.Path(path).exists():
             raise ValueError(f"{path}: got no such file, expected an n-gram table (.npz)")
@@ -127,24 +135,26 @@ class NGramTable:
         return cls(**_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))), values
 
     def matches(self, vocabulary: Vocabulary | None) -> bool:
-        """Whether it may have been counted with `vocabulary`: yes unless both are known and differ."""
+        """Returns whether the table may have been counted with `vocabulary`: True unless both are
+        known and differ."""
         return vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint())
 
     def rows(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Row `[B]` of the longest context that was seen, at the end of the first `lengths [B]` of `tokens [B, S]`."""
+        """Returns the row `[B]` of the longest known context at the end of the first `lengths [B]`
+        of `tokens [B, S]`."""
         rows, seen = jnp.zeros_like(lengths), jnp.ones(lengths.shape, bool)
         for length in range(1, self.order):
             place = lengths - length
             before = jnp.take_along_axis(tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
             longer, found = self._find(rows, jnp.where(place >= 0, before, self.start_token))
-            # A context that was seen was seen with all its endings, so that nothing longer is found after a miss.
+            # Whoever saw a context saw all its endings, so that after a miss nothing longer is found.
             seen &= found
             rows = jnp.where(seen, longer, rows)
         return rows
 
     def _find(self, parents: jax.Array, extras: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Row `[B]` of the context of `parents [B]` with `extras [B]` before it, and whether
-        there is one; bisection."""
+        """Returns the row `[B]` of the context `parents [B]` with the ids `extras [B]` before it,
+        found by bisection, and whether there is one."""
         size = len(self.parents)
 
         def halve(_, bounds):
@@ -159,16 +169,16 @@ class NGramTable:
         return index + 1, (self.parents[index] == parents) & (self.extras[index] == extras)
 
     def most_frequent(self, rows: jax.Array) -> jax.Array:
-        """The most frequent id `[B]` after the contexts `rows [B]`."""
+        """Returns the most frequent id `[B]` after the contexts `rows [B]`."""
         return self.next_tokens[self.starts[rows]]
 
     def logits(self, rows: jax.Array) -> jax.Array:
-        """Log counts `[B, V]` of what follows the contexts `rows [B]`: of what is kept, for the
-        empty one of all ids."""
+        """Returns log counts `[B, V]` of the kept continuations of the contexts `rows [B]`; for the
+        empty context, of all ids."""
         places = self.starts[rows][:, None] + jnp.arange(self.continuations)
         inside = places < self.starts[rows + 1][:, None]
         places = jnp.minimum(places, len(self.counts) - 1)
-        # The few that are kept are scattered; past the vocabulary they are dropped.
+        # The few continuations kept are scattered; unused places get an id past the vocabulary and are dropped.
         tokens = jnp.where(inside, self.next_tokens[places], self.vocab_size)
         nothing = jnp.full((len(rows), self.vocab_size), -jnp.inf, jnp.float32)
         row = jnp.arange(len(rows))[:, None]
@@ -177,8 +187,8 @@ class NGramTable:
 
 
 def _read_arrays(path) -> dict[str, np.ndarray]:
-    """Arrays of an .npz file by their names; ValueError where they would take far more memory than a file of its
-    size can hold of a table's numbers."""
+    """Returns the arrays of an .npz file by name; raises ValueError if they would take far more
+    memory than a table in a file of its size."""
     most, found = _LEAST_ROOM + _COMPRESSION * pathlib.Path(path).stat().st_size, {}
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -197,14 +207,15 @@ def _read_arrays(path) -> dict[str, np.ndarray]:
                 length = math.prod(shape) * dtype.itemsize
                 if dtype.hasobject or length != entry.file_size - member.tell():
                     raise ValueError(f"{entry.file_size:,} bytes for {dtype} of shape {shape}")
-                # Without a number it would decompress all that there is.
+                # `read` without a length would decompress everything that there is.
                 array = np.frombuffer(member.read(length), dtype)
                 found[entry.filename.removesuffix(".npy")] = array.reshape(shape, order="F" if is_fortran else "C")
     return found
 
 
 def _padded(sequences, vocab_size: int, before: int, start_token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All ids, and where each of them lies in an array in which `before` start tokens precede every sequence."""
+    """Returns all ids, the place of each in an array where `before` start tokens precede every
+    sequence, and that array."""
     parts = [np.asarray(sequence) for sequence in sequences]
     parts = [part for part in parts if part.size]
     if not parts:
@@ -223,7 +234,8 @@ def _padded(sequences, vocab_size: int, before: int, start_token: int) -> tuple[
 
 
 def _continuations(rows: np.ndarray, ids: np.ndarray, vocab_size: int, most: int) -> np.ndarray:
-    """`[3, E]`: row, id and count of the `most` most frequent ids after each row, the most frequent first."""
+    """Returns `[3, E]`: row, id and count of the `most` most frequent ids after each row, the most
+    frequent first."""
     pairs, counts = np.unique(rows * vocab_size + ids, return_counts=True)
     of_row, tokens = np.divmod(pairs, vocab_size)
     order = np.lexsort((tokens, -counts, of_row))  # pairs are sorted by row already, which stays so
@@ -233,12 +245,13 @@ def _continuations(rows: np.ndarray, ids: np.ndarray, vocab_size: int, most: int
 
 
 def _on_device(*arrays: np.ndarray) -> dict[str, jax.Array]:
-    """Fields of a table; `arrays` in the order of `_ARRAYS`."""
+    """Returns the array fields of a table on the device; `arrays` are in the order of `_ARRAYS`."""
     return {name: jax.device_put(array.astype(np.int32)) for name, array in zip(_ARRAYS, arrays, strict=True)}
 
 
 def _check(path, parents, extras, starts, next_tokens, counts, unigram, vocab_size, order, start_token, continuations):
-    """Refuses a file whose arrays do not fit each other: a gather on a device would not notice."""
+    """Raises ValueError for a file whose arrays do not fit each other, which a gather on a device
+    would not notice."""
     arrays = (parents, extras, starts, next_tokens, counts, unigram)
     sound = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
     sound = sound and 1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1

@@ -7,30 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.speculative import laws
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft
 
 
 class Inputs(NamedTuple):
-    """What `PromptLookupDrafter` copies from beside the output: `tokens [B, L]` int32 and
-    `lengths [B]`, of each row."""
+    """What `PromptLookupDrafter` copies from besides the output: each row's input, `tokens [B, L]`
+    int32 and `lengths [B]`."""
 
     tokens: jax.Array
     lengths: jax.Array
 
 
 @flax.struct.dataclass
-class PromptLookupDrafter(Drafter):
-    """Copies what followed the last tokens of a row where they stood before: in its output (of a
-    decoder-only target its prompt too) or in the encoder's input.
+class PromptLookupDrafter(ChainDrafter):
+    """A drafter that copies what followed the last tokens of a row where they stood before.
 
-    The longest ending of at most `max_match` ids that is found counts; of several places the latest
-    in the output (start token and decoder prefix included), else the latest in the input: what is
-    nearest is most like what is being written. The draft, a point mass, reaches to the end of what
-    is known there; nothing found, nothing drafted. (Prompt lookup decoding, Saxena 2023; LLMA, Yang
-    et al. 2023, arXiv 2304.04487.)
+    It looks in the row's output (for a decoder-only target in its prompt too) and in the encoder's
+    input. The longest ending of at most `max_match` ids that is found counts. Of several places it
+    takes the latest in the output (start token and decoder prefix included), else the latest in the
+    input, because what is nearest is most like what is being written. The draft, a point mass,
+    reaches to the end of what is known there. If nothing is found, nothing is drafted. (Prompt
+    lookup decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487.)
 
     Attributes:
       max_match: the longest ending that is looked for, in ids.
@@ -78,14 +78,15 @@ class PromptLookupDrafter(Drafter):
 
 
 def match_lengths(source: jax.Array, lengths: jax.Array, ending: jax.Array) -> jax.Array:
-    """How many ids right before each place of `source [B, N]` equal the `ending [B, K]`, its last id first.
+    """Returns how many ids `[B, N]` right before each place of `source [B, N]` equal `ending [B,
+    K]`, which has its last id first.
 
-    0 at and past `lengths [B]`: there is nothing to copy.
+    The result is 0 at and past `lengths [B]`, where there is nothing to copy.
     """
     matches, total = jnp.ones(source.shape, bool), jnp.zeros(source.shape, jnp.int32)
     for back in range(1, ending.shape[1] + 1):
-        # −2 is no id, and not the −1 of an ending that is shorter.
+        # −2 is no id, and differs from the −1 that fills up a shorter ending.
         before = jnp.pad(source, ((0, 0), (back, 0)), constant_values=-2)[:, : source.shape[1]]
         matches &= before == ending[:, back - 1 : back]
-        total += matches
+        total += matches.astype(jnp.int32)
     return jnp.where(jnp.arange(source.shape[1]) < lengths[:, None], total, 0)

@@ -13,12 +13,14 @@ from specdec_jax.speculative.state import DecodeState, Draft, context
 
 @flax.struct.dataclass
 class RandomDrafter(Drafter):
-    """Uniformly random tokens: the drafter of section 3.6 that knows nothing, and a yardstick for others.
+    """A drafter of uniformly random tokens, which knows nothing (section 3.6 of Leviathan et al.
+    2023): a yardstick for others.
 
-    Drawn from a uniform law at every temperature, 0 included; what processors forbid is not drafted.
+    It draws from a uniform law at every temperature, 0 included; what processors forbid is not
+    drafted.
 
     Attributes:
-      vocab_size: ids are drawn from 0 … vocab_size − 1 (those that the target lacks are left out).
+      vocab_size: ids are drawn from 0 … vocab_size − 1; those that the target lacks are left out.
     """
 
     vocab_size: int = flax.struct.field(pytree_node=False)
@@ -39,7 +41,7 @@ class RandomDrafter(Drafter):
         uniform = match_width(jnp.zeros((len(state.lengths), 1, self.vocab_size)), program.vocab_size)
 
         def choose(step, tokens, law):
-            # No temperature, no filters: they leave a uniform law as it is, but for argmax, which is not random.
+            # No temperature and no filters: a uniform law stays as it is under them, except under argmax.
             here = Law.of(laws.process(uniform, context(state, tokens, step), state.sampling, program.mode))
             return draw(state, here, step, law)
 

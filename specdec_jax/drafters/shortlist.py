@@ -9,17 +9,17 @@ import numpy as np
 
 from specdec_jax.speculative import laws
 
-_MULTIPLE = 64  # what the length of a list is rounded up to
+_MULTIPLE = 64  # the length of a shortlist is rounded up to a multiple of this
 
 
 @flax.struct.dataclass
 class Shortlist:
-    """Ids, and where each id of the vocabulary stands among them.
+    """Ids, and the place of each id of the vocabulary among them.
 
     Attributes:
-      ids: `[F]` int32, ascending; at the end copies of the last, so that lists of about the same
-        length share a program.
-      places: `[V]` int32 place in `ids`, F for ids that are not there.
+      ids: `[F]` int32, ascending, with copies of the last id at the end, so that lists of about the
+        same length share a compiled program.
+      places: `[V]` int32, the place of an id in `ids`, F for ids that are not there.
     """
 
     ids: jax.Array
@@ -27,7 +27,7 @@ class Shortlist:
 
     @classmethod
     def of(cls, ids: np.ndarray, vocab_size: int) -> "Shortlist":
-        """For ascending `ids`, none of them twice."""
+        """Returns the shortlist of ascending `ids`, none of them twice."""
         filled = np.pad(ids, (0, -len(ids) % _MULTIPLE), mode="edge")
         places = np.full(vocab_size, len(filled))
         places[ids] = np.arange(len(ids))
@@ -44,12 +44,14 @@ class Shortlist:
         return jnp.where(place < 0, -1, self.ids[place])
 
     def widen(self, logits: jax.Array) -> jax.Array:
-        """Logits `[..., V]` of `logits [..., F]`: −inf, probability 0, for ids that are not on the list."""
+        """Returns `logits [..., F]` as `[..., V]`: −inf, probability 0, for ids that are not on the
+        list."""
         return jnp.take(logits, self.places, axis=-1, mode="fill", fill_value=-jnp.inf)
 
 
 def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
-    """The ids `[F]` of a `ModelDrafter`'s shortlist, ascending."""
+    """Returns the ids `[F]` of a `ModelDrafter`'s shortlist, ascending; raises ValueError for an
+    unusable one."""
     if isinstance(shortlist, int | np.integer):
         return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
     ids = np.asarray(shortlist)
@@ -68,12 +70,13 @@ def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.nd
 
 
 def shortlist_from_counts(counts, size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
-    """The `size` most frequent ids, ascending, for `ModelDrafter`; of equally frequent ones those that come first.
+    """Returns the `size` most frequent ids, ascending, for `ModelDrafter`; of equally frequent ones
+    the smallest.
 
     Args:
-      counts: `[V]` how often each id occurs in outputs like those to come, e.g. `NGramDrafter.table.unigram` or
-        `np.bincount(ids, minlength=V)`.
-      size: F from 1 to V, `eos_ids` included.
+      counts: `[V]`, how often each id occurs in outputs like those to come, e.g.
+        `NGramDrafter.table.unigram` or `np.bincount(ids, minlength=V)`.
+      size: F, from 1 to V, `eos_ids` included.
       eos_ids: ids that are taken whatever their counts.
     """
     counts = np.asarray(counts)

@@ -1,1 +1,1 @@
-"""Reads what others wrote and writes what nobody may lose: the operating system's files, and nothing about models."""
+"""Reads other people's files and writes files that must not be lost; knows nothing about models."""

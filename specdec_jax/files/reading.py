@@ -1,4 +1,4 @@
-"""Reads files that somebody else made: of bounded size, and where they are not sound with one line that names them."""
+"""Reads files that somebody else made, and refuses unsound ones in one line that names them."""
 
 import collections
 import hashlib
@@ -10,8 +10,9 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
-MOST_BYTES = 4 << 20  # of a file of settings, which has a few thousand; an empty list in JSON takes 24 times its bytes
-MOST_VALUES = 2_000_000  # of a larger JSON file, a tokenizer's: mT5's has 750,000
+# Largest settings file in bytes. Real ones have a few thousand; in memory an empty JSON list takes 24 times its bytes.
+MOST_BYTES = 4 << 20
+MOST_VALUES = 2_000_000  # in a larger JSON file, a tokenizer's: mT5's has 750,000
 
 _LONGEST_NAME = 500
 _DEEPEST_FOLDER, _MOST_FOLDERS = 4, 20_000
@@ -22,19 +23,20 @@ _short.maxlevel = 2
 
 
 def shown(value) -> str:
-    """Quotes what a file holds in a message: in one line, and cut where it is long."""
+    """Returns a value from a file as a message quotes it: on one line, shortened if it is long."""
     return _short.repr(value)
 
 
 def reason(error: Exception) -> str:
-    """Returns what a library says of a file, in one line of some length."""
+    """Returns a library's error message on one line, cut to 500 characters."""
     return " ".join(str(error).split())[:500]
 
 
 def check_file(path, most: int = MOST_BYTES) -> None:
-    """Refuses what is no regular file, which to open could wait for ever, and one of more than `most` bytes.
+    """Raises ValueError unless `path` is a regular file of at most `most` bytes.
 
-    Links are followed: every file in Hugging Face's cache is one.
+    Opening anything else, such as a pipe, could block for ever. Links are followed: every file in
+    Hugging Face's cache is one.
     """
     try:
         found = os.stat(path)
@@ -50,21 +52,22 @@ def check_file(path, most: int = MOST_BYTES) -> None:
 
 
 def check_folder(folder: pathlib.Path) -> None:
-    """Refuses a folder with anything but regular files in it and below it, of any size.
+    """Raises ValueError unless a folder and its subfolders hold only regular files, of any size.
 
     Folders may be links too, but must not lead back to themselves.
     """
     for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
         if len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
-            raise ValueError(f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint's")
+            raise ValueError(f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint")
         if number > _MOST_FOLDERS:
-            raise ValueError(f"{folder}: got more than {_MOST_FOLDERS:,} folders, expected a checkpoint's")
+            raise ValueError(f"{folder}: got more than {_MOST_FOLDERS:,} folders, expected a checkpoint")
         for name in names:
             check_file(pathlib.Path(parent, name), 2**63)
 
 
 def read_bytes(path, most: int = MOST_BYTES) -> bytes:
-    """Reads a regular file of at most `most` bytes; raises ValueError where it is none."""
+    """Returns the contents of a regular file of at most `most` bytes; raises ValueError if it
+    cannot be read."""
     check_file(path, most)
     try:
         return pathlib.Path(path).read_bytes()
@@ -73,7 +76,7 @@ def read_bytes(path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path, most: int = MOST_BYTES) -> str:
-    """Reads UTF-8 text, as `read_bytes` reads bytes."""
+    """Returns the contents of a UTF-8 file; limits and errors as for `read_bytes`."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -81,7 +84,8 @@ def read_text(path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """Reads the object in a JSON file; raises ValueError where there is none that could be held and gone through."""
+    """Returns the object in a JSON file; raises ValueError if it holds none, or more than
+    `MOST_VALUES` values."""
     text = read_text(path, most)
     try:
         return parse_json(text)
@@ -90,7 +94,11 @@ def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Reads the object in the contents of a JSON file, whose name the caller puts before an error's message."""
+    """Returns the object in the text of a JSON file.
+
+    Raises:
+      ValueError: as for `read_json`, without the file's name, which the caller puts in front.
+    """
     values = sum(map(text.count, ",[{"))
     if values > MOST_VALUES:
         raise ValueError(f"got JSON of some {values:,} values, expected at most {MOST_VALUES:,}")
@@ -115,15 +123,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_names(names: Iterable, path) -> None:
-    """Refuses names in the file at `path` that are no strings, or that a message could not show in its line."""
+    """Raises ValueError, naming the file at `path`, unless all `names` in it are printable strings
+    of bounded length."""
     for name in names:
         if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
-            raise ValueError(f"{path}: got the name {shown(name)}, expected printable ones")
+            expected = f"at most {_LONGEST_NAME} printable characters"
+            raise ValueError(f"{path}: got the name {shown(name)}, expected {expected}")
 
 
 def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
-    """Returns the file `name` in `folder`; raises ValueError where the file at `path`, which
-    names it, leads out of there."""
+    """Returns the path of the file `name` in `folder`.
+
+    Raises:
+      ValueError: `name`, which the file at `path` gives, leads out of the folder.
+    """
     flavours = (pathlib.PurePosixPath, pathlib.PureWindowsPath)
     if not isinstance(name, str) or len(name) > 255 or not name.strip("/.") or "\0" in name or any(
         flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours
@@ -133,7 +146,7 @@ def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """What tells contents apart: a short hash of all parts in order."""
+    """Returns a short hash of all parts in order, to tell different contents apart."""
     found = hashlib.sha256()
     for part in parts:
         found.update(len(part).to_bytes(8, "big") + part)

@@ -13,7 +13,7 @@ _ABANDONED = 86_400  # seconds after which nothing is still at work in a tempora
 
 
 def folder() -> pathlib.Path:
-    """`$XDG_CACHE_HOME/specdec_jax`, or `~/.cache/specdec_jax`.
+    """Returns the cache folder: `$XDG_CACHE_HOME/specdec_jax`, or `~/.cache/specdec_jax`.
 
     Raises:
       ValueError: the user has no home folder.
@@ -26,10 +26,11 @@ def folder() -> pathlib.Path:
 
 
 def private(name: str) -> pathlib.Path:
-    """The folder `name` of the cache, which only this user may read or write; made where it is missing.
+    """Returns the folder `name` in the cache, which only this user may read or write; makes it if
+    it is missing.
 
     Raises:
-      ValueError: others could change what lies in it.
+      ValueError: another user could change what lies in it.
       OSError: it cannot be made.
     """
     place = pathlib.Path(os.path.realpath(folder() / name))
@@ -43,7 +44,10 @@ def private(name: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def scratch(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary folder in `folder`, gone at the end of the block, with those that killed processes left long ago."""
+    """Makes a temporary folder in `folder` and removes it at the end of the block.
+
+    Also removes temporary folders that killed processes left there more than a day ago.
+    """
     for left in folder.glob("tmp-*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED:
@@ -53,10 +57,11 @@ def scratch(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _check(place: pathlib.Path) -> None:
-    """Raises ValueError where another user may write to `place`, or put something else in its place.
+    """Raises ValueError if another user may write to `place`, or put something else in its place.
 
-    Under a folder that everybody may write to, it may be only if the sticky bit (as /tmp has it) keeps others from
-    renaming or removing it. The folders above the cache itself are the system's, whoever owns them.
+    A folder above it that everybody may write to is accepted only if its sticky bit, as on /tmp,
+    keeps others from renaming or removing what is in it. The folders above the cache itself belong
+    to the system, whoever owns them.
     """
     if not hasattr(os, "geteuid"):  # Windows
         return

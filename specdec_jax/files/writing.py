@@ -1,6 +1,8 @@
-"""Files and folders that appear whole or not at all, in place of nothing that this package did not write.
+"""Writes files and folders that appear whole or not at all, and replaces nothing that this package
+did not write.
 
-Everything that the package writes goes through this module, but for files that grow: a job's journal, a training's log.
+Everything that the package writes goes through this module, except files that grow: the journal of
+a job, the log of a training run.
 """
 
 import contextlib
@@ -24,12 +26,13 @@ def write_file(path, content: str | bytes) -> None:
 def new_file(path) -> Iterator[BinaryIO]:
     """Opens a file that takes the name `path` at the end of the block, once it is on the disk.
 
-    After an error nothing is new. The file gets the permissions of the one that it replaces. Where `path` is a symbolic
-    link, the file that it leads to is replaced; of several hard links the others keep the old contents. A path for
-    which `passes_through` holds is written to directly.
+    After an error the old file, if any, is unchanged. The new one gets the permissions of the file
+    that it replaces. If `path` is a symbolic link, the file that it leads to is replaced; of
+    several hard links the others keep the old contents. A path for which `passes_through` holds is
+    written to directly.
 
     Raises:
-      OSError: with a file's name, whatever failed.
+      OSError: something failed; the error names the file.
     """
     with naming(path):
         if passes_through(path):
@@ -56,16 +59,21 @@ def new_file(path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathlib.Path]:
-    """Makes a folder to write into, which takes the name `folder` when the block ends; after an error nothing is new.
+    """Makes a folder that takes the name `folder` when the block ends; after an error nothing has
+    changed.
 
-    Where `folder` is a symbolic link, what it leads to is replaced. Until then the folder is `.NAME.specdec-new`
-    beside that, which a process that is killed leaves behind for the next one to take over.
+    If `folder` is a symbolic link, what it leads to is replaced. Until the block ends the new
+    folder is called `.NAME.specdec-new` and lies beside the old one. A process that is killed
+    leaves it behind; the next one empties it and takes it over.
 
     Args:
-      check: raises ValueError where what is at `folder` must stay; called before the block and after it.
+      folder: path of the folder.
+      check: raises ValueError if what is at `folder` must stay; called before the block and after
+        it.
 
     Raises:
-      ValueError: also where another process is writing the folder, and for a mount point, which cannot be replaced.
+      ValueError: also if another process is writing the folder, or for a mount point, which cannot
+        be replaced.
     """
     place = pathlib.Path(os.path.realpath(folder))
     new, old = (place.with_name(f".{place.name}.specdec-{which}") for which in ("new", "old"))
@@ -88,8 +96,8 @@ def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathli
 
 
 def passes_through(path) -> bool:
-    """Whether `path` leads to what takes bytes and passes them on: a device, a pipe, a socket, or a file that this
-    process has open (/dev/stdout, /dev/fd/3)."""
+    """Returns whether `path` leads to something that passes bytes on: a device, a pipe, a socket,
+    or a file that this process has open (/dev/stdout, /dev/fd/3)."""
     if _descriptor(path) is not None:
         return True
     try:
@@ -101,9 +109,11 @@ def passes_through(path) -> bool:
 
 @contextlib.contextmanager
 def alone(folder) -> Iterator[None]:
-    """Keeps other processes out of a folder that exists: raises ValueError where one of them has it.
+    """Keeps other processes out of an existing folder during the block; raises ValueError if
+    another one holds it.
 
-    They are kept out by a lock that ends with the process; where the system has none (Windows), they are not.
+    The lock ends with the process. Where the system has no such locks (Windows), nobody is kept
+    out.
     """
     if os.name == "nt":
         yield
@@ -117,10 +127,10 @@ def alone(folder) -> Iterator[None]:
 
 
 def lock(number: int, path) -> None:
-    """Locks the open file `number`, which is that at `path`, until it is closed.
+    """Locks the open file `number`, whose path is `path`, until it is closed.
 
     Raises:
-      ValueError: another process has it, or has just finished and removed it.
+      ValueError: another process holds the lock, or has just finished and removed the file.
     """
     try:
         import fcntl
@@ -140,7 +150,7 @@ def lock(number: int, path) -> None:
 
 @contextlib.contextmanager
 def naming(path) -> Iterator[None]:
-    """Puts the name `path` into an error of the system that names no file, as that of a full disk."""
+    """Adds the name `path` to a system error that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -150,7 +160,8 @@ def naming(path) -> Iterator[None]:
 
 
 def _descriptor(path) -> int | None:
-    """Number of the open file of this process that `path` is another name of, by whatever symbolic links."""
+    """Returns the number of this process's open file that `path` names, through any symbolic links;
+    None for other paths."""
     path = os.fspath(path)
     for _ in range(40):  # Linux follows as many
         folder, name = os.path.split(path)
@@ -165,7 +176,8 @@ def _descriptor(path) -> int | None:
 
 
 def _replaced(place: str) -> os.stat_result | None:
-    """What is to be known of the file at `place`, None without one; raises OSError where it must not be written."""
+    """Returns the status of the file at `place`, None if there is none; raises OSError if it must
+    not be written."""
     try:
         number = os.open(place, os.O_WRONLY)
     except FileNotFoundError:
@@ -177,7 +189,7 @@ def _replaced(place: str) -> os.stat_result | None:
 
 
 def _make_like(path: str, before: os.stat_result) -> None:
-    """Gives a file the owner, as far as that is permitted, and the permissions that another one had."""
+    """Gives a file the permissions of another, and its owner as far as that is permitted."""
     if hasattr(os, "chown"):
         with contextlib.suppress(PermissionError):
             os.chown(path, before.st_uid, before.st_gid)
@@ -185,8 +197,8 @@ def _make_like(path: str, before: os.stat_result) -> None:
 
 
 def _clear(new: pathlib.Path, old: pathlib.Path, place: pathlib.Path) -> None:
-    """Removes what a process that was killed has left."""
-    if old.exists() and not place.exists():  # killed between its two renamings
+    """Puts an old folder back and removes everything else that a killed process left behind."""
+    if old.exists() and not place.exists():  # killed between the two renames of `_exchange`
         os.rename(old, place)
     shutil.rmtree(old, ignore_errors=True)
     for path in new.iterdir():
@@ -194,7 +206,8 @@ def _clear(new: pathlib.Path, old: pathlib.Path, place: pathlib.Path) -> None:
 
 
 def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None:
-    """Renames `new` to `place`, out of which goes what is there, if anything."""
+    """Renames `new` to `place`, after moving what is there, if anything, to `old` and then removing
+    it."""
     if not place.exists():
         os.rename(new, place)
         return
@@ -209,7 +222,8 @@ def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None
 
 
 def check_output(path: str | None, name: str = "output") -> None:
-    """Refuses a file for a result that could not be written hours later."""
+    """Raises ValueError for an output path that could not be written, before hours of work are
+    lost."""
     if not path or passes_through(path):
         return
     place = pathlib.Path(os.path.realpath(path))

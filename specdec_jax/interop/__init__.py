@@ -1,1 +1,1 @@
-"""Inside other frameworks' programs, and with their data: T5X and seqio."""
+"""Runs inside other frameworks' programs, and with their data: T5X and seqio."""

@@ -1,7 +1,7 @@
-"""Registered seqio tasks through this package's decoding: read, written and evaluated as T5X's
-`infer` and `eval` do it.
+"""Decodes registered seqio tasks with this package: read, written and evaluated as by T5X's `infer`
+and `eval`.
 
-The extra `seqio`, which brings TensorFlow.
+Needs the extra `seqio`, which brings TensorFlow.
 """
 
 import difflib
@@ -28,7 +28,7 @@ from specdec_jax.models.network import decoder_only
 
 try:
     tf.config.set_visible_devices([], "GPU")  # it would take the memory that JAX needs
-except RuntimeError:  # TensorFlow has begun before
+except RuntimeError:  # somebody has used TensorFlow before, and its devices are fixed
     pass
 
 FEATURES = ("inputs", "targets")
@@ -36,7 +36,13 @@ _NEAR = 3
 
 
 class Example(NamedTuple):
-    """One example of a task: all that the task gives, for its metrics, and the ids of inputs and targets."""
+    """One example of a task.
+
+    Attributes:
+      task: the task.
+      fields: everything that the task gives, for its metrics.
+      inputs, targets: ids.
+    """
 
     task: seqio.Task
     fields: dict[str, Any]
@@ -45,17 +51,18 @@ class Example(NamedTuple):
 
 
 def find(name: str, split: str, modules: Sequence[str] = (), data_dir: str | None = None) -> tuple[seqio.Task, ...]:
-    """A registered task, or the tasks of a mixture; nothing is read.
+    """Returns a registered task, or the tasks of a mixture; no data are read.
 
     Args:
-      split: which each of them must have; of TensorFlow Datasets also a part, as in "test[:100]".
-      modules: imported before, from the working directory too; they register tasks.
+      name: name of the task or mixture.
+      split: a split that each task must have; with TensorFlow Datasets also a part, as in "test[:100]".
+      modules: modules to import first, which register tasks; the working directory is searched too.
       data_dir: where TensorFlow Datasets keeps its data; None: where each task says.
 
     Raises:
-      ValueError: a module that cannot be imported, an unknown name or split, or a task that is not from ids to ids.
+      ValueError: a module cannot be imported, the name or split is unknown, or a task is not from ids to ids.
     """
-    if os.getcwd() not in sys.path:  # which is not searched when a console script runs
+    if os.getcwd() not in sys.path:  # a console script does not search the working directory
         sys.path.append(os.getcwd())
     for module in modules:
         try:
@@ -78,7 +85,8 @@ def find(name: str, split: str, modules: Sequence[str] = (), data_dir: str | Non
 
 
 def _check(task: seqio.Task, split: str) -> None:
-    """Refuses a task that does not make ids of ids, one without the split, and metrics that seqio cannot call."""
+    """Raises ValueError for a task that is not from ids to ids, has no such split, or has metrics
+    that seqio cannot call."""
     for name in FEATURES:
         feature = task.output_features.get(name)
         if feature is None or feature.rank != 1 or not tf.as_dtype(feature.dtype).is_integer:
@@ -87,7 +95,7 @@ def _check(task: seqio.Task, split: str) -> None:
             raise ValueError(f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and targets")
     try:
         splits = sorted(task.splits)
-        task.metric_objs  # made when they are asked for
+        task.metric_objs  # a property that makes them
     except Exception as error:
         raise ValueError(f"task: got {task.name!r}, which cannot be used ({_first_line(error)})") from error
     if split.partition("[")[0] not in splits:
@@ -95,12 +103,13 @@ def _check(task: seqio.Task, split: str) -> None:
 
 
 class Job:
-    """The examples of one split of some tasks, read for a target: its inputs, its lines of output, its metrics.
+    """The examples of one split of some tasks, read for a target: their inputs, lines of output and
+    metrics.
 
     Attributes:
-      examples: of one task after the other, each in the order of its data.
-      inputs: ids of each.
-      contents: what tells each apart from others, as text.
+      examples: examples of one task after the other, each in the order of its data.
+      inputs: ids of each example's input.
+      contents: text that identifies each example.
     """
 
     def __init__(
@@ -110,11 +119,15 @@ class Job:
         """Reads all examples.
 
         Args:
-          tasks: of `find`.
-          input_length, output_length: to which seqio cuts inputs and targets: T5X's TASK_FEATURE_LENGTHS.
-          batch_size: targets that are scored together.
-          seed: of the data, where a task draws some.
-          score_targets: every line has the log-likelihood of its targets, even if no metric needs it.
+          tasks: from `find`.
+          split: the split.
+          target: the model that decodes.
+          input_length, output_length: lengths to which seqio cuts inputs and targets: T5X's
+            TASK_FEATURE_LENGTHS.
+          batch_size: number of targets that are scored together.
+          seed: seed of the data, if a task draws any.
+          score_targets: give every line the log-likelihood of its targets, even if no metric needs
+            it.
 
         Raises:
           ValueError: another vocabulary than the target's, or data that cannot be read.
@@ -135,12 +148,12 @@ class Job:
         self._scores = _TargetScores(target, self.examples, batch_size) if scored else None
 
     def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
-        """The line of one example, as T5X's `infer` writes it in its mode predict_with_aux, with the
-        ids of the prediction.
+        """Returns the line of one example, as T5X's `infer` writes it in its mode predict_with_aux,
+        with the prediction's ids.
 
-        `aux` has the prediction's log-probability under the target's own law. With scores of the
-        targets `score` is T5X's of its mode score; with several tasks `task` says whose example it
-        is.
+        `aux` has the prediction's log-probability under the target's own law. `score`, if targets
+        are scored, is T5X's score in its mode score. `task`, if there are several, names the
+        example's task.
         """
         (output,), example = outputs, self.examples[number]
         vocabulary = example.task.output_features["targets"].vocabulary
@@ -160,9 +173,10 @@ class Job:
         return [json.dumps(record, ensure_ascii=False, allow_nan=False)]
 
     def evaluate(self, lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        """The tasks' own metrics of what `lines` gave for all examples, in order.
+        """Returns the tasks' own metrics, given the `lines` of all examples in order.
 
-        Returns: value of every metric by task and name; notes on what was not computed.
+        Returns:
+          The value of every metric by task and name, and notes on what was not computed.
 
         Raises:
           ValueError: a metric function failed.
@@ -179,7 +193,7 @@ class Job:
         return found, notes
 
     def finish(self, lines: Iterable[str], output_file: str | None) -> None:
-        """Evaluates, says the metrics on standard error, and writes them beside the output file."""
+        """Evaluates; prints the metrics to standard error and writes them beside the output file."""
         found, notes = self.evaluate(lines)
         for task, values in found.items():
             shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items()) or "no metrics"
@@ -192,11 +206,11 @@ class Job:
 
 
 def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> None:
-    """Refuses tasks whose ids do not mean to the target what they mean to them.
+    """Raises ValueError, with the first piece that differs, for tasks whose ids do not mean the
+    same to the target.
 
-    Raises:
-      ValueError: with the first piece that differs. Of a target without a vocabulary only sizes can
-        be compared, and of ids that stand for themselves.
+    For a target without a vocabulary, and for ids that stand for themselves, only sizes can be
+    compared.
     """
     if decoder_only(target):
         raise ValueError("task: got a decoder-only target, expected one with an encoder for inputs and targets")
@@ -221,7 +235,7 @@ def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -
     try:
         data = task.get_dataset(lengths, split=split, shuffle=False, seed=seed, num_epochs=1)
         found = list(data.as_numpy_iterator())
-    except Exception as error:  # of TensorFlow, its data sets, or the task's own functions
+    except Exception as error:  # from TensorFlow, its data sets, or the task's own functions
         raise ValueError(f"task: got {task.name!r}, whose data cannot be read ({_first_line(error)})") from error
     ids = lambda fields, name: np.asarray(fields.get(name, ())).tolist()
     return [Example(task, fields, *(ids(fields, name) for name in FEATURES)) for fields in found]
@@ -231,7 +245,8 @@ def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -
 
 
 def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: int, notes: list[str]) -> dict[str, Any]:
-    """Value of each of the task's metrics by name; what cannot be computed goes to `notes`."""
+    """Returns the value of each of the task's metrics by name; what cannot be computed goes to
+    `notes`."""
     kinds = seqio.metrics.ModelOutputType
     if not fields:
         notes.append(f"not computed: metrics of {task.name}, which has no examples")
@@ -266,9 +281,10 @@ def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: i
 
 
 class _TargetScores:
-    """log p(targets | inputs) of every example, as T5X's `score_batch`.
+    """log p(targets | inputs) of every example, as T5X's `score_batch` gives it.
 
-    In batches that depend on the job alone, so that a job that goes on after a kill finds the same numbers.
+    It is computed in batches that depend on the job alone, so that a job that goes on after a kill
+    finds the same numbers.
     """
 
     def __init__(self, target: LanguageModel, examples: Sequence[Example], batch_size: int):
@@ -297,7 +313,8 @@ class _TargetScores:
 
 @jax.jit
 def _log_likelihood(logits, targets, lengths):
-    """`[B]`: log-probability of `targets [B, T]` up to `lengths [B]` under `logits [B, T, V]`."""
+    """Returns `[B]`, the log-probability of `targets [B, T]` up to `lengths [B]` under `logits [B,
+    T, V]`."""
     laws = jax.nn.log_softmax(logits, axis=-1)
     inside = jnp.arange(targets.shape[1]) < lengths[:, None]
     return jnp.sum(jnp.where(inside, jnp.take_along_axis(laws, targets[..., None], axis=-1)[..., 0], 0.0), axis=-1)
@@ -308,14 +325,14 @@ def _padded(length: int) -> int:
 
 
 def _array(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[B, width]` ids, padded, and `[B]` lengths."""
+    """Returns ids padded to `[B, width]`, and lengths `[B]`."""
     array = np.zeros((len(rows), width), np.int32)
     for row, ids in enumerate(rows):
         array[row, : len(ids)] = ids
     return array, np.array([len(ids) for ids in rows], np.int32)
 
 
-# What is written.
+# JSON.
 
 
 def _pretokenized(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,7 +340,7 @@ def _pretokenized(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it: bytes become text, arrays lists."""
+    """Returns `value` as JSON holds it: bytes become text, arrays become lists."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     if isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -334,7 +351,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Returns a number that JSON can hold: null for infinities and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,7 +1,7 @@
-"""Speculative decoding inside T5X: `SpeculativeEncoderDecoderModel` takes the place of
+"""Decodes speculatively inside T5X: `SpeculativeEncoderDecoderModel` replaces
 `models.EncoderDecoderModel` in a gin file.
 
-The extra `t5x`. `configs/t5x/speculative.gin` says how.
+Needs the extra `t5x`; `configs/t5x/speculative.gin` shows how.
 """
 
 import functools
@@ -18,7 +18,7 @@ from t5x.examples.t5 import network
 
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.checkpoints import loader, t5x
-from specdec_jax.decoding.beams import LEVELS
+from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.traced import Decoder
 from specdec_jax.decoding.traced_beams import BeamDecoder
@@ -38,11 +38,11 @@ _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
 class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     """T5X's encoder–decoder model with a drafter beside it.
 
-    The module is T5X's own, and its parameters are restored, partitioned and scored with by T5X as
-    ever; `predict_batch` and `predict_batch_with_aux` decode with this package's loop. What comes
-    out has the law, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
-    settings; with argmax, the same tokens. With `decode_fn = decoding.beam_search`, T5X's default,
-    it has the tokens and scores of that. Several samples of one input are refused.
+    The module is T5X's own; T5X restores, partitions and scores with its parameters as usual.
+    `predict_batch` and `predict_batch_with_aux` decode with this package's loop. Their results have
+    the law, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
+    settings, and with argmax the same tokens. With `decode_fn = decoding.beam_search`, T5X's
+    default, they have the tokens and scores of that. Several samples of one input are refused.
     """
 
     def __init__(
@@ -54,24 +54,29 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         label_smoothing: float = 0.0, z_loss: float = 0.0, loss_normalizing_factor: Any = None,
         default_decoder_params: models.DecoderParams | None = None, beam_width: int | None = None,
     ):  # fmt: skip
-        """Those not named here are T5X's.
+        """Arguments that are not listed here are T5X's.
 
         Args:
-          module: `t5x.examples.t5.network.Transformer`; layers one by one, not scanned.
+          module: `t5x.examples.t5.network.Transformer`, with separate layers, not scanned.
           drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a
             drafter that needs nothing of the target, such as `PromptLookupDrafter()`; None decodes
             plainly.
-          gamma: as for `generate`; None: 4 tokens, or 3 levels of the tree of a beam search.
+          gamma: as for `generate`; None: 4 tokens, or 3 levels of a beam search's tree.
           verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for `generate`.
-          drafter_dtype: "float32" or "bfloat16"; None: the module's. drafter_vocabulary: of a
-          drafter whose checkpoint has none, so that it can be compared. rescale_log_probs: scores
-          are of the law that was sampled (0 with argmax), T5X's default; else of the model's own.
-          counts: `predict_batch_with_aux` gives `target_calls`, `drafted` and `accepted` `[B]`
-          beside the scores. decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
-            `functools.partial` bind, in the place of `sampling` and `rescale_log_probs`; None: as these say.
+          drafter_dtype: "float32" or "bfloat16"; None: the module's dtype.
+          drafter_vocabulary: vocabulary of a drafter whose checkpoint has none, to be compared with
+            the target's.
+          rescale_log_probs: whether scores are under the law that was sampled (0 with argmax),
+            which is T5X's default; else they are under the model's own law.
+          counts: whether `predict_batch_with_aux` returns `target_calls`, `drafted` and `accepted`,
+            `[B]` each, beside the scores.
+          decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
+            `functools.partial` bind to it, in place of `sampling` and `rescale_log_probs`; None:
+            as these say.
 
         Raises:
-          ValueError: what cannot be decoded speculatively, a drafter of another vocabulary, or as for `load`.
+          ValueError: something that cannot be decoded speculatively, a drafter of another
+            vocabulary, or as for `load`.
         """
         self._bound, searches = {}, False
         if decode_fn is not None:
@@ -108,13 +113,14 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         num_decodes: int | None = None,
         prompt_with_targets: bool = False,
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """As T5X's: `[B, L]` tokens (`[B, K, L]` with `return_all_decodes`) and `{"scores": [B]}` (`[B, K]`).
+        """Returns what T5X's method does: tokens `[B, L]` and `{"scores": [B]}`; with
+        `return_all_decodes`, `[B, K, L]` and `[B, K]`.
 
         L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of T5X's function
         that is meant, without its callbacks and without `min_log_prob`.
 
         Raises:
-          ValueError: more than one sample, or `decoder_params` that are not those.
+          ValueError: more than one sample, or unknown `decoder_params`.
         """
         defaults = self._default_decoder_params
         everything = defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
@@ -182,16 +188,15 @@ def _expect_unset(what: str, **given) -> None:
 
 
 def config_of(module: Any) -> T5Config:
-    """The shape of T5X's module.
+    """Returns the configuration of T5X's module.
 
     Raises:
-      ValueError: another module than `t5x.examples.t5.network.Transformer` and what has its
-        configuration and parameters.
+      ValueError: a module without the configuration and parameters of
+        `t5x.examples.t5.network.Transformer`.
     """
-    theirs = getattr(module, "config", None)
+    theirs: Any = getattr(module, "config", None)
     names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
-    # What has the field at all is `scalable_t5`, whose layers have a position table each even where
-    # they are not scanned.
+    # Only `scalable_t5` has the field at all; its layers have a position table each, even if they are not scanned.
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
     if scalable or not all(hasattr(theirs, name) for name in names):
         raise ValueError(
@@ -222,7 +227,8 @@ def _drafter(given: Any, dtype: str, vocabulary: str | None, output_vocabulary) 
 
 
 def _check_model(model: LanguageModel, vocabulary) -> None:
-    """Refuses a drafting model that does not suit T5X's vocabulary, or is too large for a constant."""
+    """Raises ValueError for a drafting model that does not fit T5X's vocabulary, or is too large
+    for a constant."""
     if model.start_token != 0:
         raise ValueError(f"drafter: got start token {model.start_token}, expected T5X's, 0")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
@@ -240,10 +246,10 @@ def _check_model(model: LanguageModel, vocabulary) -> None:
 
 
 def transformer(config: ModelConfig) -> network.Transformer:
-    """T5X's module of this shape.
+    """Returns T5X's module of this shape.
 
     Raises:
-      ValueError: a shape that it does not have (`checkpoints.t5x.why_not`).
+      ValueError: T5X's module cannot have this shape (`checkpoints.t5x.why_not`).
     """
     if lack := t5x.why_not(config):
         raise ValueError(f"t5x: {lack}")
@@ -254,34 +260,58 @@ def transformer(config: ModelConfig) -> network.Transformer:
     ))  # fmt: skip
 
 
-def greedy(target: LanguageModel) -> Callable[[np.ndarray, int], np.ndarray]:
-    """T5X's own argmax decoding of a model of this package: `(inputs [B, L], new tokens) -> [B, new tokens]`, compiled.
+# From `inputs [B, L]` and a number of new tokens to them, `[B, that number]`, and their scores, `[B]`.
+Predict = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
-    `EncoderDecoderModel.predict_batch` with `decoding.temperature_sample` at temperature 0, on the same arrays.
+
+def greedy(target: LanguageModel) -> Predict:
+    """Returns T5X's own argmax decoding of a model of this package.
+
+    It is a compiled function `(inputs [B, L], number of new tokens) -> tokens [B, that number]`:
+    `EncoderDecoderModel.predict_batch` with `decoding.temperature_sample` at temperature 0, on the
+    model's own arrays.
     """
+    return _predictor(target, functools.partial(decoding.temperature_sample, temperature=0.0))
+
+
+def beams(target: LanguageModel, num_beams: int, length_penalty: float) -> Predict:
+    """T5X's own beam search, as `greedy` is its argmax decoding."""
+    return _predictor(target, functools.partial(decoding.beam_search, alpha=length_penalty), num_decodes=num_beams)
+
+
+def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predict:
     module = transformer(target.config)
     if len(target.eos_ids) > 1 or target.start_token != 0:
         got = f"EOS ids {target.eos_ids}, start token {target.start_token}"
         raise ValueError(f"t5x: got {got}, expected one EOS id and start token 0, as T5X decodes")
-    sample = functools.partial(decoding.temperature_sample, temperature=0.0)
-    model = models.EncoderDecoderModel(module, None, None, None, decode_fn=sample)
-    eos = target.eos_ids[0] if target.eos_ids else -1  # none is ever met
+    model = models.EncoderDecoderModel(module, None, None, None, decode_fn=decode_fn)
+    eos = target.eos_ids[0] if target.eos_ids else -1  # an id that never occurs
     params = target.params
 
     @functools.partial(jax.jit, static_argnames="steps")
     def predict(params, inputs, steps):
         batch = dict(encoder_input_tokens=inputs, decoder_input_tokens=jnp.zeros((len(inputs), steps), jnp.int32))
-        return model.predict_batch_with_aux(params, batch, decoder_params={"eos_id": eos})[0]
+        tokens, aux = model.predict_batch_with_aux(params, batch, decoder_params={"eos_id": eos}, **settings)
+        return tokens, aux["scores"]
 
-    return lambda inputs, steps: np.asarray(predict(params, np.asarray(inputs, np.int32), steps))
+    return lambda inputs, steps: jax.device_get(predict(params, np.asarray(inputs, np.int32), steps))
 
 
 def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
-    """T5X's own `EncoderDecoderModel.predict_batch`, argmax, on the same weights and padded
-    inputs, from text to text."""
+    """Returns an arm that decodes from text to text with T5X's own
+    `EncoderDecoderModel.predict_batch`.
 
-    predict = greedy(target)
+    It takes the argmax, on the same weights and padded inputs.
+    """
+    return _arm(target, greedy(target), max_new_tokens)
 
+
+def beam_arm(target: LanguageModel, max_new_tokens: int, options: BeamOptions) -> Arm:
+    """As `benchmark_arm`, with T5X's own beam search."""
+    return _arm(target, beams(target, options.num_beams, options.penalty), max_new_tokens)
+
+
+def _arm(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Arm:
     def decode(batch: Batch) -> GenerationResult:
         rows, vocabulary = list(batch.inputs), target.vocabulary
         if rows and isinstance(rows[0], str):
@@ -292,13 +322,15 @@ def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
         filled = [len(row) > 0 for row in rows]
         inputs = np.zeros((len(rows), batch.padded), np.int32)
         for number, row in enumerate(rows):
-            row = row or rows[0]  # a filler's tokens would have nothing to attend to
+            row = row or rows[0]  # an empty row that fills up the batch would have nothing to attend to
             inputs[number, : len(row)] = row
-        tokens = predict(inputs, max_new_tokens) * np.array(filled, np.int32)[:, None]
+        tokens, scores = predict(inputs, max_new_tokens)
+        tokens = tokens * np.array(filled, np.int32)[:, None]
         ends = np.isin(tokens, target.eos_ids)
         lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1]) * filled
         texts = [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)] if vocabulary else None
         nothing = np.zeros(tokens.shape, np.float32)
-        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, None, nothing, [])
+        stats: Any = None  # T5X counts nothing
+        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [], scores)
 
     return Arm(0, decode)

@@ -1,9 +1,10 @@
-"""seqio tasks: the data of the paper through TensorFlow Datasets, and local TSV files. The extra `seqio`.
+"""Registers seqio tasks: the data of the paper through TensorFlow Datasets, and local TSV files.
+Needs the extra `seqio`.
 
-An import registers `wmt_t2t_ende` and `cnn_dailymail`, what T5 calls `wmt_t2t_ende_v003` and
+An import registers `wmt_t2t_ende` and `cnn_dailymail`, which T5 calls `wmt_t2t_ende_v003` and
 `cnn_dailymail_v002`, with T5's vocabulary. The functions register a task anew with other settings
-and return its name, so that a gin file can say `task = @tasks.tsv()`, ours or, as
-MIXTURE_OR_TASK_NAME, T5X's.
+and return its name, so that a gin file can say `task = @tasks.tsv()`, or T5X's
+`MIXTURE_OR_TASK_NAME = @tasks.tsv()`.
 """
 
 import functools
@@ -26,25 +27,26 @@ _OURS: set[str] = set()
 
 
 def bleu(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """sacrebleu's BLEU with its tokeniser "intl", as T5 reports it."""
+    """Returns sacrebleu's BLEU with the tokeniser "intl", as T5 reports it."""
     import sacrebleu
 
     return {"bleu": sacrebleu.corpus_bleu(list(predictions), [list(targets)], tokenize="intl").score}
 
 
 def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """ROUGE-1, -2 and -Lsum, 100 times the mean F; T5's are the middle of a bootstrap around it."""
+    """Returns ROUGE-1, -2 and -Lsum as 100 times the mean F-measure; T5 reports the middle of a
+    bootstrap around it."""
     from rouge_score import rouge_scorer
 
     names = ("rouge1", "rouge2", "rougeLsum")
     scorer = rouge_scorer.RougeScorer(names)
-    lines = lambda text: text.replace(" . ", " .\n")  # Lsum takes a line for a sentence
+    lines = lambda text: text.replace(" . ", " .\n")  # Lsum treats a line as a sentence
     scores = [scorer.score(lines(target), lines(found)) for target, found in zip(targets, predictions, strict=True)]
     return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in names}
 
 
 def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """Percentage of predictions that are the target."""
+    """Returns the percentage of predictions that equal their target."""
     same = [target == found for target, found in zip(targets, predictions, strict=True)]
     return {"exact_match": 100 * sum(same) / len(same)}
 
@@ -53,11 +55,10 @@ def wmt_t2t_ende(
     vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None,
     name: str = "wmt_t2t_ende"
 ) -> str:  # fmt: skip
-    """WMT English to German as in tensor2tensor: newstest2013 is "validation", newstest2014 "test".
-    Arguments as `tsv`'s.
+    """Registers WMT English to German as in tensor2tensor; returns the task's name.
 
-    Args:
-      data_dir: where TensorFlow Datasets keeps its data; None: its default.
+    The split "validation" is newstest2013, "test" is newstest2014. `data_dir` is where TensorFlow
+    Datasets keeps its data, None for its default; other arguments as for `tsv`.
     """
     source = seqio.TfdsDataSource(tfds_name="wmt_t2t_translate/de-en:1.0.0", tfds_data_dir=data_dir)
     texts = functools.partial(_texts, prefix="translate English to German: ", source="en", target="de")
@@ -68,7 +69,8 @@ def cnn_dailymail(
     vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None,
     name: str = "cnn_dailymail"
 ) -> str:  # fmt: skip
-    """Articles and their highlights. Arguments as `wmt_t2t_ende`'s."""
+    """Registers news articles and their highlights; returns the task's name. Arguments as for
+    `wmt_t2t_ende`."""
     source = seqio.TfdsDataSource(tfds_name="cnn_dailymail:3.4.0", tfds_data_dir=data_dir)
     texts = functools.partial(_texts, prefix="summarize: ", source="article", target="highlights")
     return _register(name, source, texts, _vocabulary(vocabulary, extra_ids), (rouge,))
@@ -78,17 +80,18 @@ def tsv(
     files: Mapping[str, str | Sequence[str]], vocabulary: str, extra_ids: int = 0, prefix: str = "",
     metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = (bleu,), name: str = "tsv",
 ) -> str:  # fmt: skip
-    """Registers a task of local TSV files, gzip or not, with a source and a target in each line; returns its name.
+    """Registers a task of local TSV files, gzip or not, with a source and a target on each line; returns its name.
 
     Args:
-      files: a file or several for every split.
-      vocabulary: a SentencePiece file, or the folder or bundled name of a model, whose vocabulary is taken.
-      extra_ids: T5's sentinels after the pieces of a file.
-      prefix: put before every source, e.g. "translate English to German: ".
-      metric_fns: as seqio takes them.
+      files: one or more files for every split.
+      vocabulary: a SentencePiece file, or the folder or bundled name of a model with a vocabulary.
+      extra_ids: number of T5's sentinels to add after the pieces of a SentencePiece file.
+      prefix: text put before every source, e.g. "translate English to German: ".
+      metric_fns: metric functions as seqio takes them.
+      name: name of the task.
 
     Raises:
-      ValueError: a missing file, a vocabulary that cannot be had, or a name that is another's.
+      ValueError: a file is missing, the vocabulary cannot be read, or another module has registered the name.
     """
     paths = {split: [found] if isinstance(found, str) else list(found) for split, found in files.items()}
     for path in (path for found in paths.values() for path in found):
@@ -108,13 +111,14 @@ def tsv(
 
 
 def _texts(dataset: tf.data.Dataset, prefix: str, source: str, target: str) -> tf.data.Dataset:
-    """Examples with `source` after `prefix` as inputs and `target` as targets."""
+    """Returns examples with `source` after `prefix` as inputs and `target` as targets."""
     example = lambda found: {"inputs": tf.strings.join([prefix, found[source]]), "targets": found[target]}
     return dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def _register(name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, metric_fns: Sequence[Callable]) -> str:
-    """Registers from texts to ids as T5's tasks do it; replaces what was registered here under the same name."""
+    """Registers a task that makes ids of texts as T5's tasks do; replaces one that was registered
+    here under the same name."""
     if name in seqio.TaskRegistry.names():
         if name not in _OURS:
             raise ValueError(f"name: got {name!r}, which another module has registered, expected another name")
@@ -136,7 +140,7 @@ def _register(name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, 
 
 
 def _vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
-    """seqio's vocabulary of a SentencePiece file, or that of a model."""
+    """Returns seqio's vocabulary for a SentencePiece file, or for a model's vocabulary."""
     if path not in loader.bundled() and not pathlib.Path(path).is_dir():
         return seqio.SentencePieceVocabulary(path, extra_ids)  # reads it when it is needed
     ours, _ = loader.load_vocabulary(path)
@@ -148,7 +152,7 @@ def _vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
     ]
     file = next((file for file in files if file.is_file()), None)
     if file is None or ours is None:
-        raise ValueError(f"vocabulary: got {path!r} without a SentencePiece model, expected one")
+        raise ValueError(f"vocabulary: got {path!r} without a SentencePiece model, expected a model that has one")
     return seqio.SentencePieceVocabulary(str(file), max(0, ours.size - SentencePieceVocabulary.load(file).size))
 
 

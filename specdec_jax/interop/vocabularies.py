@@ -1,4 +1,4 @@
-"""Whether a vocabulary of seqio's is a model's own: the same pieces with the same ids."""
+"""Compares a model's vocabulary with one of seqio's: the same pieces must have the same ids."""
 
 import re
 from typing import Any
@@ -9,16 +9,13 @@ _SENTINEL = re.compile(r" <extra_id_\d+>")  # seqio's begin with a space
 
 
 def difference(ours: Vocabulary, theirs: Any) -> str | None:
-    """What tells two vocabularies apart, or None.
+    """Returns how a model's vocabulary differs from a `seqio.Vocabulary`, or None.
 
-    One may have more pieces than the other where those are T5's sentinels. SentencePiece and
-    `tokenizer.json` are compared piece by piece; bytes are bytes; of vocabularies of other kinds
-    only the sizes can be compared.
-
-    Args:
-      theirs: a `seqio.Vocabulary`.
+    SentencePiece and `tokenizer.json` are compared piece by piece, bytes with bytes; of vocabularies
+    of other kinds only the sizes can be compared. One may have more pieces than the other if those
+    are T5's sentinels.
     """
-    pieces = getattr(theirs, "tokenizer", None)
+    pieces: Any = getattr(theirs, "tokenizer", None)
     if isinstance(ours, SentencePieceVocabulary | TokenizerJsonVocabulary) and hasattr(pieces, "id_to_piece"):
         table = [_piece(pieces.id_to_piece(i).replace("▁", " ")) for i in range(pieces.get_piece_size())]
         mine = [_piece(ours.piece(i)) for i in range(ours.size)]

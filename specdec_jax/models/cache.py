@@ -9,7 +9,9 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from specdec_jax.models.axes import PerRow
 from specdec_jax.models.sharding import ShardingRules
 
 # A dynamic_update_slice per row is the fastest form on a TPU, where a batched one becomes a scatter; above this many
@@ -24,8 +26,7 @@ class KVCache:
     """Keys and values of one layer.
 
     Attributes:
-      key: `[B, H, S, K]`, S slots of K features for each of H heads; without the batch axis where B = 1.
-      value: the same.
+      key, value: S slots of K features for each of H heads; `*B` is no axis where B = 1.
       rules: how both lie on a mesh; None: on one device.
 
     The loop must update both in place. XLA on a CPU repeats a write inside whatever reshapes its result, and then has
@@ -33,8 +34,8 @@ class KVCache:
     rather than of the reading.
     """
 
-    key: jax.Array
-    value: jax.Array
+    key: Float[Array, "*B H S K"]
+    value: Float[Array, "*B H S K"]
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -52,13 +53,11 @@ class KVCache:
         repeat = lambda x: jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
         return self.replace(key=repeat(self.key), value=repeat(self.value))
 
-    def append(self, key: jax.Array, value: jax.Array, positions: jax.Array) -> "KVCache":
+    def append(self, key: Float[Array, "B H T K"], value: Float[Array, "B H T K"], positions: PerRow) -> "KVCache":
         """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and clears the values past them.
 
         Args:
-          key: `[B, H, T, K]`.
-          value: `[B, H, T, K]`.
-          positions: `[B]` int32, the first slot written in each row. `positions[b] + T` must not exceed S: XLA
+          positions: the first slot written in each row. `positions[b] + T` must not exceed S: XLA
             clamps the start of a slice, and would overwrite live slots instead. The decode loop sizes S so.
         """
         live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
@@ -104,7 +103,9 @@ class KVCache:
         return self.replace(key=pin(self.key), value=pin(self.value))
 
 
-def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
+def _write_rows(
+    buffer: Float[Array, "*B H S K"], update: Float[Array, "B H T K"], positions: PerRow
+) -> Float[Array, "*B H S K"]:
     update = update.astype(buffer.dtype)
     if buffer.ndim == 3:
         return jax.lax.dynamic_update_slice(buffer, update[0], (0, positions[0], 0))
@@ -113,12 +114,16 @@ def _write_rows(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> j
     return jax.lax.platform_dependent(buffer, update, positions, cpu=_write_together, default=_write_one_by_one)
 
 
-def _write_together(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
+def _write_together(
+    buffer: Float[Array, "B H S K"], update: Float[Array, "B H T K"], positions: PerRow
+) -> Float[Array, "B H S K"]:
     write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0))
     return jax.vmap(write)(buffer, update, positions)
 
 
-def _write_one_by_one(buffer: jax.Array, update: jax.Array, positions: jax.Array) -> jax.Array:
+def _write_one_by_one(
+    buffer: Float[Array, "B H S K"], update: Float[Array, "B H T K"], positions: PerRow
+) -> Float[Array, "B H S K"]:
     for row in range(buffer.shape[0]):
         buffer = jax.lax.dynamic_update_slice(buffer, update[row : row + 1], (row, 0, positions[row], 0))
     return buffer

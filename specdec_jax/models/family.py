@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.linen as nn
 
+from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Mask, Peak, PerRow, States, Tokens
+from specdec_jax.models.nodes import Nodes
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -78,32 +81,34 @@ class FamilyModule(nn.Module):
         """Makes the smallest arguments of `__call__`, for `init`."""
         raise NotImplementedError
 
-    def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None):
-        """Makes the decoder's cache, `copies` rows side by side for each of the inputs `[B, L]`; none
-        of the decoder's tokens have been fed.
+    def prefill(self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None) -> Any:
+        """Makes the decoder's cache, `copies` rows side by side for each of the inputs; none of the
+        decoder's tokens have been fed.
 
         Args:
-          inputs: `[B, L]`, with `mask [B, L]` True at tokens. Of a decoder-only network `[B, 0]`:
-            its prompt is fed to the decoder.
+          inputs: with `mask` True at tokens. Of a decoder-only network L = 0: its prompt is fed to
+            the decoder.
           slots: S, positions that the self-attention caches hold.
-          encoded: `[B, L, D]` of the encoder, where there is one.
+          encoded: of the encoder, where there is one.
         """
         raise NotImplementedError
 
-    def decode_states(self, tokens, positions, cache, layers: int | None = None, live=None, nodes=None):
-        """Feeds `tokens [B, T]` at `positions [B]` onwards, or where `nodes` are; returns states `[B, T, D]`
-        after the last of the first `layers` layers and the last norm, and the new cache. `live [B, T]` as in
-        `Network.decode`."""
+    def decode_states(
+        self, tokens: Tokens, positions: PerRow | None, cache: Any, layers: int | None = None, live: Live = None,
+        nodes: Nodes | None = None,
+    ) -> tuple[States, Any]:  # fmt: skip
+        """Feeds `tokens` at `positions` onwards, or where `nodes` are; returns states after the last of the first
+        `layers` layers and the last norm, and the new cache. `live` as in `Network.decode`."""
         return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live, nodes)
 
-    def node_cache(self, cache, slots: int, positions: int):
+    def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """As `Network.node_cache`."""
         return self.decoder.node_cache(cache, slots, positions)
 
-    def head(self, states, live=None):
-        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
+    def head(self, states: States, live: Live = None) -> Logits:
+        """Logits of what `decode_states` gives."""
         return self.decoder.logits(states, self.token_embedder.embedding, live)
 
-    def peak(self, states, live, normalize: bool):
+    def peak(self, states: States, live: Live, normalize: bool) -> Peak:
         """As `Network.peak`."""
         return self.decoder.peak(states, live, normalize)

@@ -8,11 +8,14 @@ import flax.linen as nn
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int
 
+from specdec_jax.models.axes import Inputs, Live, Logits, Mask, Peak, PerRow, Seen, States, Tokens
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, LayerNorm, product
+from specdec_jax.models.nodes import Nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +123,7 @@ class GPTCache:
     """What the decoder keeps between calls.
 
     Attributes:
-      layers: one self-attention `KVCache [B, H, S, K]` per layer.
+      layers: the cache of each layer's self-attention.
     """
 
     layers: tuple[KVCache, ...]
@@ -149,7 +152,10 @@ class GPTLayer(nn.Module):
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def __call__(self, x, cache, positions, mask, deterministic=True, live=None, nodes=None):
+    def __call__(
+        self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, deterministic: bool = True,
+        live: Live = None, nodes: Nodes | None = None,
+    ) -> tuple[States, KVCache]:  # fmt: skip
         """One layer over T queries; with `cache` None over a whole sequence."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
@@ -176,13 +182,16 @@ class GPTDecoder(nn.Module):
         """As `Network.node_cache`."""
         return GPTCache(tuple(layer.widen(slots) for layer in cache.layers))
 
-    def step(self, x, positions, cache: GPTCache, layers: int | None = None, live=None, nodes=None):
-        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after
-        writing T tokens at `positions [B]` of every row, or where `nodes` are; the caches of the layers
-        above stay as they are. `live [B, T]` as in `Network.decode`."""
+    def step(
+        self, x: States, positions: PerRow | None, cache: GPTCache, layers: int | None = None, live: Live = None,
+        nodes: Nodes | None = None,
+    ) -> tuple[States, GPTCache]:  # fmt: skip
+        """Normalised states of the first `layers` layers (None: all), and the cache after writing T tokens at
+        `positions` of every row, or where `nodes` are; the caches of the layers above stay as they are."""
         if nodes is not None:
             query_positions, mask = nodes.positions, nodes.distances(cache.layers[0].slots)[:, None] >= 0
         else:
+            assert positions is not None, "a call has nodes or positions"
             query_positions = positions[:, None] + jnp.arange(x.shape[1])
             mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
         x, written = x + self.position_embedder(query_positions, live), list(cache.layers)
@@ -190,8 +199,8 @@ class GPTDecoder(nn.Module):
             x, written[i] = layer(x, cache.layers[i], positions, mask, live=live, nodes=nodes)
         return self.decoder_norm(x), GPTCache(tuple(written))
 
-    def __call__(self, x, deterministic=True):
-        """Teacher-forced normalised states `[B, T, D]` of whole sequences `x [B, T, D]`."""
+    def __call__(self, x: States, deterministic: bool = True) -> States:
+        """Teacher-forced normalised states of whole sequences."""
         length = x.shape[1]
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
         x = self.dropout(x + self.position_embedder(jnp.arange(length)), deterministic)
@@ -199,14 +208,14 @@ class GPTDecoder(nn.Module):
             x, _ = layer(x, None, None, mask, deterministic)
         return self.decoder_norm(x)
 
-    def logits(self, x, embedding, live=None):
-        """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
+    def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
+        """The head: logits of normalised states."""
         if not self.config.logits_via_embedding:
             return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
-    def peak(self, x, live, normalize: bool):
-        """As `Network.peak`, of normalised states `x [B, T, D]`."""
+    def peak(self, x: States, live: Live, normalize: bool) -> Peak:
+        """As `Network.peak`, of normalised states."""
         return self.logits_dense.peak(x, live, normalize)
 
 
@@ -224,14 +233,15 @@ class GPT(FamilyModule):
     def dummy_inputs(self) -> tuple:
         return (jnp.ones((1, 2), jnp.int32),)
 
-    def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None) -> GPTCache:
+    def prefill(self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None) -> GPTCache:
         """Makes a cache for sequences of which nothing has been fed."""
         config, batch = self.config, len(inputs) * copies
         empty = lambda: KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
 
-    def __call__(self, tokens, places=None, deterministic: bool = True):
-        """Teacher-forced logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`, or at
-        `places [B, N]` of them only."""
+    def __call__(
+        self, tokens: Tokens, places: Int[Array, "B N"] | None = None, deterministic: bool = True
+    ) -> Logits | Float32[Array, "B N V"]:
+        """Teacher-forced logits of whole sequences, or at `places` of them only."""
         states = self.decoder(self.token_embedder(tokens), deterministic)
         return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))

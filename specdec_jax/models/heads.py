@@ -6,6 +6,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Key
 
 from specdec_jax.models import layouts, panels
 from specdec_jax.models.fields import FieldError, check_fields
@@ -55,12 +56,12 @@ class HeadsConfig:
 
 
 class Head(nn.Module):
-    """One head: states `[..., D]` to what the target's head takes, `[..., D]`, or to logits `[..., V]` float32."""
+    """One head: states to what the target's head takes, or to logits, float32."""
 
     config: HeadsConfig
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"] | Float32[Array, "*N V"]:
         config = self.config
         matmul = dict(dtype=jnp.dtype(config.dtype), matmul_dtype=config.matmul_dtype)
         for block in range(config.num_blocks):
@@ -72,12 +73,12 @@ class Head(nn.Module):
 
 
 class Heads(nn.Module):
-    """All heads over the same states `[B, D]`; `[B, N, D]` or, with kernels of their own, logits `[B, N, V]`."""
+    """All N heads over the same states."""
 
     config: HeadsConfig
 
     @nn.compact
-    def __call__(self, states):
+    def __call__(self, states: Float[Array, "B D"]) -> Float[Array, "B N D"] | Float32[Array, "B N V"]:
         states = states.astype(self.config.dtype)
         heads = range(self.config.num_heads)
         return jnp.stack([Head(self.config, name=f"head_{head}")(states) for head in heads], axis=1)
@@ -101,14 +102,17 @@ class HeadsNetwork:
     def config(self) -> HeadsConfig:
         return self.module.config
 
-    def logits(self, states: jax.Array) -> jax.Array:
-        """Logits `[B, N, V]` float32 of the target's states `[B, D]`."""
+    def logits(self, states: Float[Array, "B D"]) -> Float32[Array, "B N V"]:
+        """Logits of the target's states."""
         outputs = self.module.apply({"params": self.params}, states)
-        return self.target.head(outputs) if self.config.share_head else outputs
+        if not self.config.share_head:
+            return outputs
+        assert self.target is not None
+        return self.target.head(outputs)
 
 
-def init_params(config: HeadsConfig, key, head_kernel=None) -> dict:
-    """Parameters `[in, out]` in float32: blocks of 0; where kernels are not shared, copies of `head_kernel [D, V]`."""
+def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Array, "D V"] | None = None) -> dict:
+    """Parameters `[in, out]` in float32: blocks of 0; where kernels are not shared, copies of `head_kernel`."""
     params = Heads(config).init(key, jnp.zeros((1, config.emb_dim)))["params"]
     if head_kernel is not None and not config.share_head:
         for head in params.values():
@@ -116,8 +120,8 @@ def init_params(config: HeadsConfig, key, head_kernel=None) -> dict:
     return params
 
 
-def head_kernel(config: T5Config, params: dict) -> jax.Array:
-    """The kernel `[D, V]` by which a T5 with these parameters (T5X's tree) multiplies its last states."""
+def head_kernel(config: T5Config, params: dict) -> Float[Array, "D V"]:
+    """The kernel by which a T5 with these parameters (T5X's tree) multiplies its last states."""
     tied = config.logits_via_embedding
     kernel = params["token_embedder"]["embedding"].T if tied else params["decoder"]["logits_dense"]["kernel"]
     return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if config.scales_outputs else kernel

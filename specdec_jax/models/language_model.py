@@ -5,9 +5,11 @@ import functools
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from specdec_jax.files.reading import shown
 from specdec_jax.models import identity, layouts, panels
+from specdec_jax.models.axes import Logits
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.network import (
     Network,
@@ -118,8 +120,8 @@ class LanguageModel:
         last = f"layers_{self.config.num_decoder_layers - 1}"
         return identity.of_corners(self.network.params, self.network.rules, last)
 
-    def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> jax.Array:
-        """Teacher-forced logits `[B, T, V]` float32 of the token after each of `decoder_tokens`.
+    def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> Logits:
+        """Teacher-forced logits of the token after each of `decoder_tokens`.
 
         Args:
           inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. Of a decoder-only model what comes before
@@ -155,7 +157,7 @@ class LanguageModel:
         check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
         return continuation_logits(self.network, *join(inputs, input_lengths, decoder_tokens))
 
-    def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
+    def _check_tokens(self, name: str, tokens: Int[np.ndarray, "..."]) -> None:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
         if wrong.size:
             raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")

@@ -1,18 +1,20 @@
 """Building blocks of T5-family and GPT-like networks, with T5X's parameter names and numerics.
 
-Axis letters: B batch, T queries, S cache slots or keys, L encoder length, H heads, K features of
-one head, D width, V vocabulary.
+Axis letters: see `axes.py`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from specdec_jax.models import panels
+from specdec_jax.models.axes import Bias, Encoded, Live, Mask, PerRow, Seen, States
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.nodes import Nodes
@@ -38,7 +40,7 @@ class RMSNorm(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
@@ -55,7 +57,7 @@ class LayerNorm(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         x = x.astype(jnp.float32)
@@ -81,8 +83,8 @@ class Embedder(nn.Module):
         shape = (self.rows, self.features)
         self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
 
-    def __call__(self, indices: jax.Array, live: jax.Array | None = None) -> jax.Array:
-        """Rows `[..., features]`; `live [...]` as for `apply_kernel`."""
+    def __call__(self, indices: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
+        """Rows; `live` as for `apply_kernel`."""
         if self.native:
             return panels.rows(self.embedding, indices, live)
         # A drafter may meet ids that it lacks, a draft may reach past the last position; the
@@ -91,7 +93,7 @@ class Embedder(nn.Module):
 
 
 class Dense(nn.Module):
-    """Linear map `[..., D] -> [..., features]` with a 2-D kernel; bias-free, as in T5X checkpoints, unless `use_bias`.
+    """Linear map with a 2-D kernel; bias-free, as in T5X checkpoints, unless `use_bias`.
 
     `matmul_dtype` rounds the operands of the product only (training on a CPU with bfloat16 instructions).
     """
@@ -104,27 +106,29 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, live: jax.Array | None = None) -> jax.Array:
-        """`live [...]`: rows that count; others may be left out where that saves time (`apply_kernel`)."""
+    def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
+        """`live`: rows that count; others may be left out where that saves time (`apply_kernel`)."""
         y = self._without_bias(x, live)
         if not self.use_bias:
             return y
         return y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
 
     def in_panels(
-        self, x: jax.Array, live=None, before: Before = Before("nothing"), residual=None, clear: bool = True
-    ) -> jax.Array:
-        """`before(x)` through the map, plus `residual [..., features]`, for a kernel in panels;
-        see `Panels.product`."""
+        self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, before: Before = Before("nothing"),
+        residual: Float[Array, "*N F"] | None = None, clear: bool = True,
+    ) -> Float[Array, "*N F"]:  # fmt: skip
+        """`before(x)` through the map, plus `residual`, for a kernel in panels; see `Panels.product`."""
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
         return kernel.product(x, dtype, live, before, bias, residual, clear)
 
-    def peak(self, x: jax.Array, live: jax.Array | None, normalize: bool) -> tuple[jax.Array, jax.Array]:
+    def peak(
+        self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None, normalize: bool
+    ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
         """As `Panels.peak`, for a kernel in panels, without bias."""
         return self.get_variable("params", "kernel").peak(x, live, normalize)
 
-    def _without_bias(self, x: jax.Array, live) -> jax.Array:
+    def _without_bias(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None) -> Float[Array, "*N F"]:
         if self.has_variable("params", "kernel"):
             kernel = self.get_variable("params", "kernel")  # maybe packed: linen would refuse its shape
         else:
@@ -138,12 +142,14 @@ class Dense(nn.Module):
         return apply_kernel(x.astype(self.dtype), kernel, output_dtype, live)
 
 
-def apply_kernel(x: jax.Array, kernel, output_dtype, live: jax.Array | None = None) -> jax.Array:
-    """`x [..., D]` times a kernel, `[..., F]`: the one place where a weight matrix meets activations.
+def apply_kernel(
+    x: Float[Array, "*N D"], kernel: Float[Array, "D F"] | Panels | Int8Kernel, output_dtype,
+    live: Bool[Array, "*N"] | None = None,
+) -> Float[Array, "*N F"]:  # fmt: skip
+    """`x` times a kernel: the one place where a weight matrix meets activations.
 
     Args:
-      kernel: an array `[D, F]`, `Panels` or an `Int8Kernel`.
-      live: `[...]`, False for rows whose result does not matter; with `Panels` they are not computed.
+      live: False for rows whose result does not matter; with `Panels` they are not computed.
     """
     if isinstance(kernel, Panels):
         return kernel.product(x, output_dtype, live)
@@ -152,7 +158,9 @@ def apply_kernel(x: jax.Array, kernel, output_dtype, live: jax.Array | None = No
     return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
 
 
-def product(a: jax.Array, b: jax.Array, contracted, batch=((), ()), dtype=jnp.float32) -> jax.Array:
+def product(
+    a: Float[Array, "..."], b: Float[Array, "..."], contracted, batch=((), ()), dtype=jnp.float32
+) -> Float[Array, "..."]:
     """Returns `lax.dot_general` of `a` and `b` at the precision of their dtype, which is the
     same; the result is in `dtype`."""
     return jax.lax.dot_general(a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype)
@@ -169,8 +177,8 @@ def precision_of(dtype) -> jax.lax.Precision | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rounded_product(x, kernel, dtype):
-    """`x [N, D] · kernel [D, F]` in float32 from operands rounded to `dtype`, in the backward pass too.
+def _rounded_product(x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype) -> Float32[Array, "N F"]:
+    """`x · kernel` in float32 from operands rounded to `dtype`, in the backward pass too.
 
     JAX's own transpose rule would multiply float32 cotangents, which costs twice the time where bfloat16 is native.
     """
@@ -207,8 +215,8 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, norm, dropped=lambda y: y, deterministic: bool = True, live: jax.Array | None = None
-    ):
+        self, x: States, norm: Callable, dropped: Callable = lambda y: y, deterministic: bool = True, live: Live = None
+    ) -> States:
         """`x + dropped(this(norm(x)))`; `live` as for `apply_kernel`."""
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
@@ -259,76 +267,75 @@ class Attention(nn.Module):
         self.qkv = dense(3 * size)
         self.out = dense(self.model_dim, kernel_init=_fan_in_normal)
 
-    def _split(self, x: jax.Array) -> jax.Array:
-        """`[B, T, H·K] -> [B, H, T, K]`."""
+    def _split(
+        self, x: Float[Array, "B T {self.heads}*{self.features}"]
+    ) -> Float[Array, "B {self.heads} T {self.features}"]:
+        """Gives every head its features."""
         return x.reshape(*x.shape[:2], self.heads, self.features).transpose(0, 2, 1, 3)
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values `[B, H, T, K]` of `x [B, T, D]`."""
+    def project(self, x: States) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
+        """Queries, keys and values."""
         if self.fused:
             return tuple(self._split(part) for part in jnp.split(self.qkv(x), 3, axis=-1))
         return self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
 
-    def project_query(self, x: jax.Array) -> jax.Array:
+    def project_query(self, x: States) -> Float[Array, "B H T K"]:
         return self._split(self.query(x))
 
-    def project_key_value(self, x: jax.Array, live: jax.Array | None = None) -> KVCache:
-        """Keys and values of `x [B, L, D]`, for cross-attention; `live [B, L]` as for `apply_kernel`."""
+    def project_key_value(self, x: Encoded, live: Mask | None = None) -> KVCache:
+        """Keys and values for cross-attention; `live` as for `apply_kernel`."""
         return KVCache(key=self._split(self.key(x, live)), value=self._split(self.value(x, live)))
 
     def to_cache(
-        self,
-        x,
-        norm,
-        cache: KVCache | None,
-        positions,
-        mask,
-        bias=None,
-        divisor: float = 1.0,
-        live=None,
-        dropped=lambda y: y,
+        self, x: States, norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias = None,
+        divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
         nodes: Nodes | None = None,
-    ):
-        """`x + dropped(self-attention of norm(x))`, `x [B, T, D]`, and the cache after keys and
-        values were written to it.
+    ) -> tuple[States, KVCache]:  # fmt: skip
+        """`x + dropped(self-attention of norm(x))`, and the cache after keys and values were written to it.
 
         Args:
-          cache: of which `positions [B]` are the first slots that are written; None: the keys and
-            values of `x` are all.
+          cache: of which `positions` are the first slots that are written; None: the keys and values
+            of `x` are all.
           mask, bias: as for `attend`; where this is native and there is a cache, the mask does not
             matter, and the bias is that of every query position, `[S, H, S]`.
           divisor: of the queries.
-          live: `[B, T]`, as for `apply_kernel`; the live positions of a row come first.
+          live: as for `apply_kernel`; the live positions of a row come first.
           nodes: where T nodes of trees lie, in place of `positions`; where this is native the bias is then `[H, P]`.
         """
         if self.native and cache is not None:
             # What is not live need not be cleared: the next kernel does not read it.
-            qkv, caches = self.qkv.in_panels(x, live, norm.before(), clear=False), (cache.key, cache.value)
-            attend, where = (panels.attend_to_cache, positions) if nodes is None else (panels.attend_to_nodes, nodes)
-            attended, key, value = attend(qkv, *caches, bias, where, divisor, live, clear=False)
+            qkv, key, value = self.qkv.in_panels(x, live, norm.before(), clear=False), cache.key, cache.value
+            if nodes is None:
+                found = panels.attend_to_cache(qkv, key, value, bias, positions, divisor, live, clear=False)
+            else:
+                found = panels.attend_to_nodes(qkv, key, value, bias, nodes, divisor, live, clear=False)
+            attended, key, value = found
             return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
         query, key, value = self.project(norm(x))
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
-        if nodes is not None:
+        if cache is None:
+            cache = KVCache(key, value)
+        elif nodes is not None:
             cache = cache.append_nodes(key, value, nodes.starts)
         else:
-            cache = KVCache(key, value) if cache is None else cache.append(key, value, positions)
+            cache = cache.append(key, value, positions)
         return x + dropped(self.attend(query, cache, mask, bias)), cache
 
     def to_encoded(
-        self, x: jax.Array, norm, cross: KVCache, mask: jax.Array, live=None, dropped=lambda y: y
-    ) -> jax.Array:
-        """`x + dropped(cross-attention of norm(x))`, `[B, T, D]`; `mask [B, L]` is True where there is
-        a token, a prefix of each row."""
+        self, x: States, norm: Callable, cross: KVCache, mask: Mask, live: Live = None,
+        dropped: Callable = lambda y: y,
+    ) -> States:  # fmt: skip
+        """`x + dropped(cross-attention of norm(x))`; `mask` is True where there is a token, a prefix of each row."""
         if self.native:
             query = self.query.in_panels(x, live, norm.before(), clear=False)
             attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
             return self.out.in_panels(attended, live, residual=x)
         return x + dropped(self.attend(self.project_query(norm(x)), cross, mask[:, None, None, :]))
 
-    def to_inputs(self, x: jax.Array, norm, mask: jax.Array, bias: jax.Array, dropped=lambda y: y) -> jax.Array:
-        """`x + dropped(an encoder's attention of norm(x))`, `[B, L, D]`; mask as for `to_encoded`,
-        bias `[L, H, L]` by query position."""
+    def to_inputs(
+        self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropped: Callable = lambda y: y
+    ) -> Encoded:
+        """`x + dropped(an encoder's attention of norm(x))`; mask as for `to_encoded`, bias by query position."""
         if self.native:
             attended = panels.attend_to_inputs(
                 self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask)
@@ -338,14 +345,16 @@ class Attention(nn.Module):
         attended = self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
         return x + dropped(attended)
 
-    def attend(self, query: jax.Array, cache: KVCache, mask: jax.Array, bias=None) -> jax.Array:
-        """Attention output `[B, T, D]`.
+    def attend(
+        self, query: Float[Array, "B H T K"], cache: KVCache, mask: Bool[Array, "#B 1 #T S"],
+        bias: Float[Array, "#B H T S"] | None = None,
+    ) -> States:  # fmt: skip
+        """Attention output.
 
         Args:
-          query: `[B, H, T, K]`.
-          cache: keys and values `[B, H, S, K]`, or `[H, S, K]` of one row; the values must be finite everywhere.
-          mask: broadcastable to `[B, 1, T, S]`; False where a key must not be seen, whatever the key is.
-          bias: position bias broadcastable to `[B, H, T, S]`, or None.
+          cache: the values must be finite everywhere.
+          mask: False where a key must not be seen, whatever the key is.
+          bias: of positions.
         """
         batch, query = query.shape[0], query if cache.key.ndim == 4 else query[0]
         einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
@@ -357,5 +366,5 @@ class Attention(nn.Module):
         return self.out(output.reshape(batch, -1, self.heads * self.features))
 
 
-def _lengths(mask: jax.Array) -> jax.Array:
+def _lengths(mask: Mask) -> PerRow:
     return jnp.sum(mask.astype(jnp.int32), axis=-1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jaxtyping import Array, Float, Int
 
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.panels import Panels
@@ -18,8 +18,8 @@ from specdec_jax.models.panels import Panels
 # Fused kernel: (its name, the names it is made of, along the output axis).
 _FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
-Kernel = jax.Array | Panels | Int8Kernel
-Plain = jax.Array | Int8Kernel  # a kernel as a checkpoint has it
+Kernel = Float[Array, "..."] | Panels | Int8Kernel
+Plain = Float[Array, "..."] | Int8Kernel  # a kernel as a checkpoint has it
 
 
 def pack(params: dict, panels: bool, fused: bool = True) -> dict:
@@ -65,7 +65,7 @@ def is_kernel(node) -> bool:
     return isinstance(node, Panels | Int8Kernel)
 
 
-def matrix(kernel: Kernel) -> jax.Array:
+def matrix(kernel: Kernel) -> Float[Array, "..."]:
     """Returns a kernel `[D, F]` as an array, however it is stored."""
     return kernel.matrix() if is_kernel(kernel) else kernel
 
@@ -95,7 +95,12 @@ def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dic
 def step_kernels(packed: dict) -> list[Kernel]:
     """Returns the kernels that a decoder step multiplies with."""
     found: list[Kernel] = []
-    _map_step_kernels(lambda kernel: found.append(kernel) or kernel, packed)
+
+    def note(kernel: Kernel) -> Kernel:
+        found.append(kernel)
+        return kernel
+
+    _map_step_kernels(note, packed)
     return found
 
 
@@ -104,7 +109,7 @@ def unpack(packed: dict) -> dict:
     return flax.traverse_util.unflatten_dict(dict(parameters(packed)))
 
 
-def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
+def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..."]]]:
     """Yields the arrays of T5X's tree with their paths, one after the other: no two that were
     packed need be there at a time."""
     for path, value in stored_parameters(packed):
@@ -141,13 +146,13 @@ def _divide(kernel: Plain, count: int) -> list[Plain]:
     return [tree.unflatten(parts) for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))]
 
 
-def with_head(packed: dict, tied: bool, panels: bool, ids: np.ndarray | None = None) -> dict:
+def with_head(packed: dict, tied: bool, panels: bool, ids: Int[Array, " F"] | None = None) -> dict:
     """Returns `packed` with a head of its own, which is no parameter; all other arrays are shared.
 
     Args:
       tied: the head of `packed` is its embedding, unless there is one, made of it, already.
       panels: as in `pack`.
-      ids: `[F]` of the columns; None: all.
+      ids: of the columns; None: all.
     """
     kernel: Plain
     if tied and "logits_dense" not in packed["decoder"]:

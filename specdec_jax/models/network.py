@@ -1,13 +1,16 @@
 """Runs a network inside jit: `Network` hides linen from the rest of the package."""
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Key, Shaped
 
 from specdec_jax.models import layouts
+from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.nodes import Nodes
@@ -48,26 +51,24 @@ class Network:
         """Width of another model's encoder output, if the network attends to such instead of having an encoder."""
         return self.config.encoder_dim
 
-    def encode(self, inputs: jax.Array, input_lengths: jax.Array) -> jax.Array:
-        """The encoder's output `[B, L, D]`; arguments as for `prefill`."""
+    def encode(self, inputs: Inputs, input_lengths: PerRow) -> Encoded:
+        """The encoder's output; arguments as for `prefill`."""
         inputs, input_lengths = self._by_rows(inputs), self._by_rows(input_lengths)
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         return self._by_rows(self.module.apply({"params": self.params}, inputs, mask, method="encode"))
 
-    def _by_rows(self, x: jax.Array) -> jax.Array:
-        """`x [B, …]` with its rows divided over the mesh, all else whole."""
+    def _by_rows(self, x: Shaped[Array, "*N"]) -> Shaped[Array, "*N"]:
+        """`x` with its rows divided over the mesh, all else whole."""
         return x if self.rules is None else self.rules.constrain(x, "batch")
 
     def prefill(
-        self, inputs: jax.Array, input_lengths: jax.Array, slots: int, copies: int = 1, encoded: jax.Array | None = None
-    ):
+        self, inputs: Inputs, input_lengths: PerRow, slots: int, copies: int = 1, encoded: Encoded | None = None
+    ) -> Any:
         """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
 
         Args:
-          inputs: `[B, L]` int32; ids at or past a row's length do not matter. `[B, 0]` for a
-            decoder-only network, whose prompt is what its decoder begins with
-            (`prefill.fill_cache`).
-          input_lengths: `[B]`.
+          inputs: ids at or past a row's length do not matter. L = 0 for a decoder-only network,
+            whose prompt is what its decoder begins with (`prefill.fill_cache`).
           slots: S, positions that the self-attention caches hold.
           encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other
             model's; None runs the encoder.
@@ -85,27 +86,29 @@ class Network:
         )
         return pinned(cache, self.rules)
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache, live: jax.Array | None = None):
-        """Feeds `tokens [B, T]` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
+    def decode(self, tokens: Tokens, positions: PerRow, cache: Any, live: Live = None) -> tuple[Logits, Any]:
+        """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
 
         Args:
-          live: `[B, T]`, False for positions whose result does not matter, such as those of a row
+          live: False for positions whose result does not matter, such as those of a row
             that is done; the live ones of a row come first. Where the CPU's own product is used the
             others cost nothing, write nothing, and give 0; elsewhere they are computed like all.
             None: all are live.
 
-        Returns: logits `[B, T, V]` float32 of the next token at each position, and the new cache.
+        Returns: logits of the next token at each position, and the new cache.
         """
         states, cache = self.decode_states(tokens, positions, cache, live=live)
         return self.head(states, live), cache
 
-    def decode_states(self, tokens, positions, cache, layers: int | None = None, live: jax.Array | None = None):
-        """As `decode`, without the head: states `[B, T, D]` after `layers` layers (None: all) and the last norm."""
+    def decode_states(
+        self, tokens: Tokens, positions: PerRow, cache: Any, layers: int | None = None, live: Live = None
+    ) -> tuple[States, Any]:
+        """As `decode`, without the head: states after `layers` layers (None: all) and the last norm."""
         tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
         states, cache = apply({"params": self.params}, tokens, positions, cache, layers, live, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
-    def node_cache(self, cache, slots: int, positions: int):
+    def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """Makes a cache for calls over nodes of trees out of one whose row is a sequence.
 
         Args:
@@ -118,7 +121,7 @@ class Network:
             self.module.apply({"params": self.params}, cache, slots, positions, method="node_cache"), self.rules
         )
 
-    def decode_nodes(self, tokens: jax.Array, nodes: Nodes, cache, live: jax.Array | None = None):
+    def decode_nodes(self, tokens: Tokens, nodes: Nodes, cache: Any, live: Live = None) -> tuple[States, Any]:
         """Feeds `tokens [B, T]` as nodes of trees; the cache is one of `node_cache`, `live` as for `decode`.
 
         Returns: states `[B, T, D]`, which `head` takes, and the new cache.
@@ -127,23 +130,21 @@ class Network:
         states, cache = apply({"params": self.params}, tokens, None, cache, None, live, nodes, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
-    def head(self, states: jax.Array, live: jax.Array | None = None) -> jax.Array:
-        """Logits `[B, T, V]` float32 of what `decode_states` gives."""
+    def head(self, states: States, live: Live = None) -> Logits:
+        """Logits of what `decode_states` gives."""
         return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))
 
-    def peak(
-        self, states: jax.Array, live: jax.Array | None = None, normalize: bool = True
-    ) -> tuple[jax.Array, jax.Array]:
+    def peak(self, states: States, live: Live = None, normalize: bool = True) -> Peak:
         """The greatest of the logits that `head` gives, where the network `skips`; no logits are stored.
 
         Returns:
-          Tokens `[B, T]` int32, the first of equal ones, −1 where a logit is not a number, and their log-probabilities
-          `[B, T]` float32, NaN there and where one is infinite; without `normalize` these mean nothing.
+          Tokens, the first of equal ones, −1 where a logit is not a number, and their log-probabilities, NaN there and
+          where one is infinite; without `normalize` these mean nothing.
         """
         return self.module.apply({"params": self.params}, states, live, normalize, method="peak")
 
-    def shortlisted(self, ids: np.ndarray) -> "Network":
-        """The same network with a head for `ids [F]` only: logits `[B, T, F]`. All other arrays are shared."""
+    def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
+        """The same network with a head for `ids` only: logits `[B, T, F]`. All other arrays are shared."""
         config, native = self.config, self.module.native
         params = layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
         return self.replace(params=params, module=config.with_own_head().module(fuses(self.rules), native))
@@ -160,8 +161,10 @@ class Network:
         decoder = {name: node for name, node in self.params["decoder"].items() if name == "logits_dense"}
         return self.replace(params={"token_embedder": self.params["token_embedder"], "decoder": decoder})
 
-    def teacher_forced(self, inputs, input_lengths, decoder_tokens: jax.Array, encoded=None) -> jax.Array:
-        """Logits `[B, T, V]` float32 of whole sequences, without a cache; arguments as for `prefill`."""
+    def teacher_forced(
+        self, inputs: Inputs, input_lengths: PerRow, decoder_tokens: Tokens, encoded: Encoded | None = None
+    ) -> Logits:
+        """Logits of whole sequences, without a cache; arguments as for `prefill`."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
         return pinned(logits, self.rules)
@@ -190,15 +193,16 @@ def decoder_only(model) -> bool:
     return model.config.decoder_only
 
 
-def given_lengths(model, inputs: np.ndarray) -> np.ndarray:
-    """`[B]`: lengths of `inputs [B, L]` that came without: 0 is padding, but for a decoder-only
+def given_lengths(model, inputs: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
+    """Lengths of `inputs` that came without: 0 is padding, but for a decoder-only
     model, which may emit it."""
     return np.full(len(inputs), inputs.shape[1], np.int32) if decoder_only(model) else padded_lengths(inputs)
 
 
-def join(inputs: np.ndarray, input_lengths: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences `[B, L + T]` of `inputs [B, L]` up to their lengths `[B]` and then
-    `tokens [B, T]`, whose places are `[B, T]`."""
+def join(
+    inputs: Int[np.ndarray, "B L"], input_lengths: Int[np.ndarray, " B"], tokens: Int[np.ndarray, "B T"]
+) -> tuple[Int[np.ndarray, "B L+T"], Int[np.ndarray, "B T"]]:
+    """Sequences of `inputs` up to their lengths and then `tokens`, and the places of these."""
     places = input_lengths[:, None] + np.arange(tokens.shape[1])
     sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
     np.put_along_axis(sequences, places, tokens, axis=1)
@@ -214,8 +218,8 @@ def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> 
         )
 
 
-def padded_lengths(tokens: np.ndarray) -> np.ndarray:
-    """`[B]`: one past the last id other than 0 in each row of `tokens [B, L]`."""
+def padded_lengths(tokens: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
+    """One past the last id other than 0 in each row."""
     length = tokens.shape[1]
     if not length:
         return np.zeros(len(tokens), np.int32)
@@ -223,24 +227,26 @@ def padded_lengths(tokens: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def teacher_forced_logits(network: Network, inputs, input_lengths, decoder_tokens, encoder: Network | None):
+def teacher_forced_logits(
+    network: Network, inputs: Inputs, input_lengths: PerRow, decoder_tokens: Tokens, encoder: Network | None
+) -> Logits:
     encoded = encoder and encoder.encode(inputs, input_lengths)
     return network.teacher_forced(inputs, input_lengths, decoder_tokens, encoded)
 
 
 @jax.jit
-def continuation_logits(network: Network, sequences, places):
-    """Logits at `places [B, T]` of `sequences [B, L]`, for a decoder-only network."""
+def continuation_logits(network: Network, sequences: Inputs, places: Tokens) -> Logits:
+    """Logits at `places` of `sequences`, for a decoder-only network."""
     return pinned(network.module.apply({"params": network.params}, sequences, places), network.rules)
 
 
-def initial_params(module: FamilyModule, key) -> dict:
+def initial_params(module: FamilyModule, key: Key[Array, ""]) -> dict:
     """Makes random parameters, float32."""
     return module.init(key, *module.dummy_inputs())["params"]
 
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype", "rules"))
-def random_params(key, *, module, dtype, rules=None):
+def random_params(key: Key[Array, ""], *, module: FamilyModule, dtype, rules: ShardingRules | None = None) -> dict:
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(module, key))
     if rules is None:
         return params

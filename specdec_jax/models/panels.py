@@ -12,9 +12,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from specdec_jax.files.reading import shown
 from specdec_jax.models import native
+from specdec_jax.models.axes import Live
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.nodes import Nodes
 
@@ -60,13 +62,13 @@ class Before(NamedTuple):
     Attributes:
       kind: "nothing"; "rms" or "layer", norms as in `layers.py`; "activation"; "gate", the activations of its halves
         multiplied, D / 2 numbers.
-      scale, bias: `[D]` of a norm, where it has them.
+      scale, bias: of a norm, where it has them.
       activations: names of one or two.
     """
 
     kind: str
-    scale: jax.Array | None = None
-    bias: jax.Array | None = None
+    scale: Float[Array, " D"] | None = None
+    bias: Float[Array, " D"] | None = None
     activations: tuple[str, ...] = ()
 
     def attributes(self) -> dict[str, np.int64]:
@@ -80,46 +82,47 @@ class Panels:
     """A kernel `[D, F]` in panels.
 
     Attributes:
-      values: `[ceil(F / 16), D, 16]` float32, or `[ceil(F / 16), ceil(D / 2), 16, 2]` int8, whose last axis is two
-        neighbouring lines; 0 past the last column and line.
-      scales: `[F]` float32, by which the columns of int8 values are multiplied; None for float32.
+      values: of ceil(F / 16) panels; in 8 bits the last axis is two neighbouring lines; 0 past the last column and line.
+      scales: by which the columns of int8 values are multiplied; None for float32.
       lines: D.
       columns: F.
       derived: it is a copy of another parameter, and no parameter itself.
     """
 
-    values: jax.Array
-    scales: jax.Array | None
+    values: Float32[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"]
+    scales: Float32[Array, " F"] | None
     lines: int = flax.struct.field(pytree_node=False)
     columns: int = flax.struct.field(pytree_node=False)
     derived: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def of(cls, kernel: "jax.Array | Int8Kernel", derived: bool = False) -> "Panels":
-        """Stores a kernel `[D, F]`, float32 or in 8 bits."""
+    def of(cls, kernel: Float[Array, "D F"] | Int8Kernel, derived: bool = False) -> "Panels":
+        """Stores a kernel, float32 or in 8 bits."""
         if isinstance(kernel, Int8Kernel):
-            return cls(_cut_pairs(kernel.values), kernel.scales, *kernel.values.shape, derived)
-        return cls(_cut(jnp.asarray(kernel)), None, *kernel.shape, derived)
+            lines, columns = kernel.values.shape
+            return cls(_cut_pairs(kernel.values), kernel.scales, lines, columns, derived)
+        lines, columns = kernel.shape
+        return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)
 
-    def kernel(self) -> "jax.Array | Int8Kernel":
+    def kernel(self) -> Float32[Array, "D F"] | Int8Kernel:
         """Returns what `of` was given."""
         values = _joined(self.values, self.lines, self.columns)
         return values if self.scales is None else Int8Kernel(values, self.scales)
 
-    def matrix(self) -> jax.Array:
-        """Returns the kernel `[D, F]`, float32."""
+    def matrix(self) -> Float32[Array, "D F"]:
+        """Returns the kernel."""
         kernel = self.kernel()
         return kernel.matrix() if isinstance(kernel, Int8Kernel) else kernel
 
     def product(
-        self, x: jax.Array, output_dtype, live: jax.Array | None = None, before: Before = Before("nothing"),
-        bias: jax.Array | None = None, residual: jax.Array | None = None, clear: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """Returns `before` of `x [..., D]` times the kernel, plus `bias [F]` and
-        `residual [..., F]` where they are given.
+        self, x: Float[Array, "*N D"], output_dtype, live: Bool[Array, "*N"] | None = None,
+        before: Before = Before("nothing"), bias: Float[Array, " F"] | None = None,
+        residual: Float[Array, "*N F"] | None = None, clear: bool = True,
+    ) -> Float[Array, "*N {self.columns}"]:  # fmt: skip
+        """Returns `before` of `x` times the kernel, plus `bias` and `residual` where they are given.
 
-        That is `[..., F]`; 0 for rows that are False in `live [...]`, which are not computed. With
-        `clear` false those are not written either: they may hold anything, NaN too.
+        That is 0 for rows that are False in `live`, which are not computed. With `clear` false those
+        are not written either: they may hold anything, NaN too.
         """
         result = jax.ShapeDtypeStruct((*x.shape[:-1], self.columns), jnp.float32)
         call = jax.ffi.ffi_call(f"specdec_product_{self._kind}", result, vmap_method="sequential")
@@ -127,9 +130,11 @@ class Panels:
         arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(live), *more
         return call(*arguments, **before.attributes(), clear=clear).astype(output_dtype)
 
-    def peak(self, x: jax.Array, live: jax.Array | None = None, normalize=True) -> tuple[jax.Array, jax.Array]:
+    def peak(
+        self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, normalize=True
+    ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
         """Returns of `product` the first greatest column of each row, −1 where a column is not a number, and its
-        log-probability (NaN there), both `[...]`; nothing is stored. Without `normalize` that is of no meaning."""
+        log-probability (NaN there); nothing is stored. Without `normalize` that is of no meaning."""
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
         call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
         arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(live)
@@ -141,57 +146,62 @@ class Panels:
 
 
 @jax.jit
-def _cut(kernel: jax.Array) -> jax.Array:
+def _cut(kernel: Shaped[Array, "D F"]) -> Shaped[Array, "panels D 16"]:
     padded = jnp.pad(kernel, ((0, 0), (0, -kernel.shape[1] % _COLUMNS)))
     return padded.reshape(len(kernel), -1, _COLUMNS).transpose(1, 0, 2)
 
 
 @jax.jit
-def _cut_pairs(kernel: jax.Array) -> jax.Array:
+def _cut_pairs(kernel: Int8[Array, "D F"]) -> Int8[Array, "panels pairs 16 2"]:
     padded = _cut(jnp.pad(kernel, ((0, len(kernel) % 2), (0, 0))))
     return padded.reshape(len(padded), -1, 2, _COLUMNS).swapaxes(2, 3)
 
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))
-def _joined(values: jax.Array, lines: int, columns: int) -> jax.Array:
+def _joined(
+    values: Float32[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"], lines: int, columns: int
+) -> Shaped[Array, "{lines} {columns}"]:
     if values.ndim == 4:  # in pairs
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:lines, :columns]
 
 
-def _or_none(array: jax.Array | None) -> jax.Array:
+def _or_none(array: Float[Array, "*N"] | None) -> Float32[Array, "..."]:
     return jnp.zeros(0) if array is None else array.astype(jnp.float32)
 
 
-def _flags(live: jax.Array | None) -> jax.Array:
+def _flags(live: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
     return jnp.zeros(0, bool) if live is None else live
 
 
-def rows(table: jax.Array, numbers: jax.Array, live: jax.Array | None = None) -> jax.Array:
-    """Returns the rows `[..., D]` of `table [N, D]` with the given numbers; those past an end take the
-    row there, and what is False in `live [...]` is 0."""
+def rows(
+    table: Float32[Array, "lines D"], numbers: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None
+) -> Float32[Array, "*N D"]:
+    """Returns the rows of `table` with the given numbers; those past an end take the row there, and
+    what is False in `live` is 0."""
     result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
     return call(table, numbers.astype(jnp.int32), _flags(live))
 
 
 def attend_to_cache(
-    qkv, keys, values, bias, positions, divisor: float, live=None, clear: bool = True
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
+    bias: Float32[Array, "S H S"] | None, positions: Int32[Array, " B"], divisor: float, live: Live = None,
+    clear: bool = True,
+) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
     """Writes new keys and values to the caches, in place, and attends to all slots up to each query's own.
 
     Args:
-      qkv: `[B, T, 3·H·K]` queries, keys and values, as their joint kernel gives them.
-      keys: `[B, H, S, K]` cache, or `[H, S, K]` of a single row.
-      values: the same.
-      bias: `[S, H, S]` by query position, added to the scores; None: nothing.
-      positions: `[B]` int32, the first slot that is written in each row.
+      qkv: queries, keys and values, 3·H·K, as their joint kernel gives them.
+      keys, values: as in `KVCache`.
+      bias: by query position, added to the scores; None: nothing.
+      positions: the first slot that is written in each row.
       divisor: of the scores, before the bias.
-      live: `[B, T]`, False for positions that are not computed and write nothing; those that are come first. None: all.
+      live: False for positions that are not computed and write nothing; those that are come first. None: all.
       clear: as for `Panels.product`.
 
     Returns:
-      Outputs `[B, T, H·K]`, keys, values.
+      Outputs, keys, values.
     """
     batch, queries, width = qkv.shape
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
@@ -204,9 +214,10 @@ def attend_to_cache(
 
 
 def attend_to_nodes(
-    qkv, keys, values, bias, nodes: Nodes, divisor: float, live=None, clear: bool = True
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `attend_to_cache`, for nodes of trees; `bias [H, P]` is that of the last of P positions, or None."""
+    qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
+    bias: Float32[Array, "H P"] | None, nodes: Nodes, divisor: float, live: Live = None, clear: bool = True,
+) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+    """As `attend_to_cache`, for nodes of trees; `bias` is that of the last of P positions, or None."""
     batch, queries, width = qkv.shape
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
@@ -218,22 +229,25 @@ def attend_to_nodes(
     return tuple(call(*arguments, divisor=np.float32(divisor), clear=clear))
 
 
-def attend_to_encoded(query, keys, values, lengths, live=None, clear: bool = True) -> jax.Array:
-    """Returns the attention `[B, T, H·K]` of queries `[B, T, H·K]` over the first `lengths [B]` keys and values
-    `[B, H, L, K]`; zeros for a row of length 0, and for positions that are False in `live [B, T]`; `clear` as for
-    `Panels.product`."""
+def attend_to_encoded(
+    query: Float32[Array, "B T HK"], keys: Float32[Array, "B H L K"], values: Float32[Array, "B H L K"],
+    lengths: Int32[Array, " B"], live: Live = None, clear: bool = True,
+) -> Float32[Array, "B T H*K"]:  # fmt: skip
+    """Returns the attention of queries over the first `lengths` keys and values; zeros for a row of length 0, and for
+    positions that are False in `live`; `clear` as for `Panels.product`."""
     result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
     return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(
         query, keys, values, lengths, _flags(live), clear=clear
     )
 
 
-def attend_to_inputs(qkv, bias, lengths) -> jax.Array:
-    """Returns an encoder's attention `[B, L, H·K]` of the first `lengths [B]` positions of each row
-    over each other; 0 past them.
+def attend_to_inputs(
+    qkv: Float32[Array, "B L QKV"], bias: Float32[Array, "L H L"], lengths: Int32[Array, " B"]
+) -> Float32[Array, "B L QKV//3"]:
+    """Returns an encoder's attention of the first `lengths` positions of each row over each other; 0 past them.
 
     Args:
-      qkv: `[B, L, 3·H·K]` queries, keys and values. bias: `[L, H, L]` by query position.
+      qkv: queries, keys and values, 3·H·K. bias: by query position.
     """
     result = jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // 3), jnp.float32)
     return jax.ffi.ffi_call("specdec_encoder_attention", result, vmap_method="sequential")(qkv, bias, lengths)

@@ -86,7 +86,7 @@ def _products(rng) -> list[tuple]:
 
 
 def _attentions(rng) -> list[tuple]:
-    """The same of the three kinds of attention: two rows of four heads."""
+    """The same of the four kinds of attention: two rows of four heads."""
     import numpy as np
 
     B, T, H, S, K = 2, 3, 4, 37, 24
@@ -100,16 +100,26 @@ def _attentions(rng) -> list[tuple]:
         weights = np.exp(scores - scores.max())
         return weights @ values / weights.sum()
 
+    # Nodes whose ancestors lie in every second slot.
+    places = np.array([[5, 6, 6], [3, 4, 5]], np.int32)
+    paths = np.broadcast_to(2 * np.arange(S, dtype=np.int32), (B, T, S)).copy()
+    np.put_along_axis(paths, places[..., None], (positions[:, None] + np.arange(T))[..., None].astype(np.int32), axis=2)
     split = lambda x, part: x[..., part * H * K : (part + 1) * H * K].reshape(*x.shape[:-1], H, K)
     cached, crossed, inside = np.zeros((B, T, H, K)), np.zeros((B, T, H, K)), np.zeros((B, S, H, K))
+    branched = np.zeros((B, T, H, K))
     for b, h in np.ndindex(B, H):
-        own = [x[b, h].copy() for x in (keys, values)]
+        own_keys, own_values = keys[b, h].copy(), values[b, h].copy()
         for t in range(T):
             at = positions[b] + t
-            own[0][at], own[1][at] = split(qkv, 1)[b, t, h], split(qkv, 2)[b, t, h]
+            own_keys[at], own_values[at] = split(qkv, 1)[b, t, h], split(qkv, 2)[b, t, h]
             query = split(qkv, 0)[b, t, h]
-            cached[b, t, h] = attended(query / divisor, *(x[: at + 1] for x in own), bias[at, h, : at + 1])
+            cached[b, t, h] = attended(query / divisor, own_keys[: at + 1], own_values[: at + 1], bias[at, h, : at + 1])
             crossed[b, t, h] = attended(query, keys[b, h, : lengths[b]], values[b, h, : lengths[b]], 0)
+        for t in range(T):
+            query, last = split(qkv, 0)[b, t, h], places[b, t]
+            seen = paths[b, t, : last + 1]
+            near = bias[0, h, S - 1 - last :]
+            branched[b, t, h] = attended(query / divisor, own_keys[seen], own_values[seen], near)
         for t in range(S):
             query, key, value = (split(whole, part)[b, :, h] for part in range(3))
             inside[b, t, h] = attended(query[t], key[: lengths[b]], value[: lengths[b]], table[t, h, : lengths[b]])
@@ -118,6 +128,9 @@ def _attentions(rng) -> list[tuple]:
     return [
         ("specdec_self_attention", (qkv, keys, values, bias, positions, live), {"divisor": divisor, "clear": True},
          [(shape, np.float32) for shape in ((B, T, H * K), keys.shape, values.shape)], flat(cached) * live[..., None]),
+        ("specdec_node_attention", (qkv, keys, values, bias[0], positions, places, paths, live[:0]),
+         {"divisor": divisor, "clear": True},
+         [(shape, np.float32) for shape in ((B, T, H * K), keys.shape, values.shape)], flat(branched)),
         ("specdec_cross_attention", (query, keys, values, lengths, live[:0]), {"clear": True}, [((B, T, H * K),
             np.float32)], flat(crossed)),
         ("specdec_encoder_attention", (whole, table, lengths), {}, [((B, S, H * K), np.float32)],

@@ -4,7 +4,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
 
+from specdec_jax.models.axes import PerRow
 from specdec_jax.models.cache import MAX_UNROLLED_ROWS
 
 
@@ -17,8 +19,8 @@ class RelativePositionBias(nn.Module):
     bidirectional: bool
 
     @nn.compact
-    def __call__(self, queries: int, keys: int) -> jax.Array:
-        """`[queries, H, keys]` float32 for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
+    def __call__(self, queries: int, keys: int) -> Float32[Array, "{queries} H {keys}"]:
+        """That for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
         init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
         table = self.param("rel_embedding", init, (self.heads, self.num_buckets))
         distance = np.arange(keys)[None, :] - np.arange(queries)[:, None]
@@ -27,8 +29,8 @@ class RelativePositionBias(nn.Module):
 
 
 def relative_position_bucket(
-    distance: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
-) -> np.ndarray:
+    distance: Int[np.ndarray, "*N"], bidirectional: bool, num_buckets: int, max_distance: int
+) -> Int[np.ndarray, "*N"]:
     """T5's bucket of each distance (key position − query position): exact near zero, logarithmic
     up to `max_distance`."""
     offset = np.zeros_like(distance)
@@ -46,21 +48,21 @@ def relative_position_bucket(
     return offset + np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))
 
 
-def node_biases(bias: jax.Array, distances: jax.Array) -> jax.Array:
-    """Returns `[B, H, T, S]` out of `bias [H, P]`, which is that of the last of P positions, for keys that stand
-    `distances [B, T, S]` positions before their queries."""
+def node_biases(bias: Float32[Array, "H P"], distances: Int[Array, "B T S"]) -> Float32[Array, "B H T S"]:
+    """Returns the bias of keys that stand `distances` positions before their queries, out of `bias`, which is that of the last of P positions."""
     return jnp.take(bias, bias.shape[1] - 1 - jnp.maximum(distances, 0), axis=1).transpose(1, 0, 2, 3)
 
 
-def seen_from(positions, queries: int, slots: int) -> jax.Array:
-    """Returns the mask `[B, 1, T, S]` of T = `queries` positions from `positions [B]` on, for a
-    cache of S = `slots`."""
+def seen_from(positions: PerRow, queries: int, slots: int) -> Bool[Array, "B 1 {queries} {slots}"]:
+    """Returns the mask of so many positions from `positions` on."""
     query_positions = positions[:, None] + jnp.arange(queries)
     return jnp.arange(slots) <= query_positions[:, None, :, None]
 
 
-def biases_from(positions, queries: int, position_bias) -> jax.Array:
-    """Returns `[B, H, T, S]` of `position_bias [S, H, S]`, for the same positions as `seen_from`."""
+def biases_from(
+    positions: PerRow, queries: int, position_bias: Float[Array, "S H S"]
+) -> Float[Array, "B H {queries} S"]:
+    """Returns what `position_bias` has for the same positions as `seen_from`."""
     take = lambda start: jax.lax.dynamic_slice_in_dim(position_bias, start, queries, axis=0)
     if len(positions) > MAX_UNROLLED_ROWS:
         bias = jax.vmap(take)(positions)

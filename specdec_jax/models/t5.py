@@ -8,11 +8,14 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
+from specdec_jax.models.axes import Bias, Encoded, Inputs, Live, Logits, Mask, Peak, PerRow, Seen, States, Tokens
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, RMSNorm, product
+from specdec_jax.models.nodes import Nodes
 from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, node_biases, seen_from
 from specdec_jax.models.t5_shapes import t5_shapes
 
@@ -132,17 +135,16 @@ class DecoderCache:
     """What the decoder keeps between calls.
 
     Attributes:
-      layers: one self-attention `KVCache [B, H, S, K]` per layer.
-      cross: one cross-attention `KVCache [B, H, L, K]` per layer, computed once from the encoder's output.
-      cross_mask: `[B, L]` bool, True at the tokens of the encoder's input.
-      position_bias: `[S, H, S]` float32 of every layer, or one that all layers share: bias of
-        (query position, head, key position), of which a row slices its T queries.
+      layers: the cache of each layer's self-attention.
+      cross: that of each layer's cross-attention, L for S, computed once from the encoder's output.
+      cross_mask: True at the tokens of the encoder's input.
+      position_bias: of every layer, or one that all layers share; a row slices its T queries.
     """
 
     layers: tuple[KVCache, ...]
     cross: tuple[KVCache, ...]
-    cross_mask: jax.Array
-    position_bias: tuple[jax.Array, ...]
+    cross_mask: Mask
+    position_bias: tuple[Float32[Array, "S H S"] | Float32[Array, "H P"], ...]
 
     def move_nodes(self, sources: jax.Array, starts: jax.Array) -> "DecoderCache":
         """As `KVCache.move`, in every layer."""
@@ -184,8 +186,8 @@ class EncoderLayer(nn.Module):
     native: bool = False
 
     @nn.compact
-    def __call__(self, x, mask, bias, deterministic=True):
-        """One layer over `x [B, L, D]`; `bias [L, H, L]`, None where the layer has its own."""
+    def __call__(self, x: Encoded, mask: Mask, bias: Bias, deterministic: bool = True) -> Encoded:
+        """One layer; `bias` is None where the layer has its own."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         if bias is None:
             bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(x.shape[1], x.shape[1])
@@ -202,8 +204,8 @@ class Encoder(nn.Module):
     native: bool = False
 
     @nn.compact
-    def __call__(self, x, mask, deterministic=True):
-        """`x [B, L, D]`, `mask [B, L]` -> `[B, L, D]`."""
+    def __call__(self, x: Encoded, mask: Mask, deterministic: bool = True) -> Encoded:
+        """All layers and the last norm."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         bias = None
         if not config.relative_bias_per_layer:
@@ -232,14 +234,17 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native))
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def position_bias(self, length: int) -> jax.Array:
-        """The layer's own bias `[length, H, length]`."""
+    def position_bias(self, length: int) -> Float32[Array, "{length} H {length}"]:
+        """The layer's own bias."""
         return self.relpos_bias(length, length)
 
-    def cross_cache(self, encoded, mask=None) -> KVCache:
+    def cross_cache(self, encoded: Encoded, mask: Mask | None = None) -> KVCache:
         return self.encoder_decoder_attention.project_key_value(encoded, mask)
 
-    def __call__(self, x, cache, positions, mask, bias, cross, cross_mask, deterministic=True, live=None, nodes=None):
+    def __call__(
+        self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias, cross: KVCache,
+        cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: Nodes | None = None,
+    ) -> tuple[States, KVCache]:  # fmt: skip
         """One layer over T queries; with `cache` None over a whole sequence (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes)
@@ -266,8 +271,8 @@ class Decoder(nn.Module):
             )
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def position_biases(self, length: int) -> tuple[jax.Array, ...]:
-        """The bias `[length, H, length]` of every layer, or one that all layers share."""
+    def position_biases(self, length: int) -> tuple[Float32[Array, "{length} H {length}"], ...]:
+        """The bias of every layer, or one that all layers share."""
         if not self.config.relative_bias_per_layer:
             return (self.relpos_bias(length, length),)
         return tuple(layer.position_bias(length) for layer in self.layers)
@@ -276,11 +281,9 @@ class Decoder(nn.Module):
         """What belongs to each bias of `position_biases`, for each layer."""
         return shared if self.config.relative_bias_per_layer else shared * len(self.layers)
 
-    def init_cache(self, encoded, cross_mask, slots: int, copies: int) -> DecoderCache:
-        """Empty self-attention caches of `slots` slots beside the cross-attention keys and values of `encoded`.
-
-        Each input's are repeated for `copies` rows.
-        """
+    def init_cache(self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int) -> DecoderCache:
+        """Empty self-attention caches of `slots` slots beside the cross-attention keys and values of `encoded`, each
+        input's repeated for `copies` rows."""
         config, batch = self.config, encoded.shape[0] * copies
         empty = [
             KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype)) for _ in self.layers
@@ -294,10 +297,12 @@ class Decoder(nn.Module):
         layers = tuple(layer.widen(slots) for layer in cache.layers)
         return cache.replace(layers=layers, position_bias=tuple(b[-1] for b in self.position_biases(positions)))
 
-    def step(self, x, positions, cache: DecoderCache, layers: int | None = None, live=None, nodes=None):
-        """Normalised states `[B, T, D]` of the first `layers` layers (None: all), and the cache after
-        writing T tokens at `positions [B]` of every row, or where `nodes` are; the caches of the layers
-        above stay as they are. `live [B, T]` as in `Network.decode`."""
+    def step(
+        self, x: States, positions: PerRow | None, cache: DecoderCache, layers: int | None = None, live: Live = None,
+        nodes: Nodes | None = None,
+    ) -> tuple[States, DecoderCache]:  # fmt: skip
+        """Normalised states of the first `layers` layers (None: all), and the cache after writing T tokens at
+        `positions` of every row, or where `nodes` are; the caches of the layers above stay as they are."""
         mask, biases, written = None, list(cache.position_bias), list(cache.layers)
         if not self.native and nodes is not None:
             distances = nodes.distances(cache.layers[0].slots)
@@ -311,8 +316,8 @@ class Decoder(nn.Module):
             x, written[i] = layer(x, layer_cache, positions, mask, bias, cross, cache.cross_mask, **more)
         return self.decoder_norm(x), cache.replace(layers=tuple(written))
 
-    def __call__(self, x, encoded, encoder_mask, deterministic=True):
-        """Teacher-forced normalised states `[B, T, D]` of whole sequences `x [B, T, D]`."""
+    def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
+        """Teacher-forced normalised states of whole sequences."""
         length = x.shape[1]
         biases = self._of_layers([bias.transpose(1, 0, 2)[None] for bias in self.position_biases(length)])
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
@@ -322,24 +327,23 @@ class Decoder(nn.Module):
             x, _ = layer(x, None, None, mask, bias, cross, encoder_mask, deterministic)
         return self.dropout(self.decoder_norm(x), deterministic)
 
-    def logits(self, x, embedding, live=None):
-        """The head: logits `[B, T, V]` float32 of normalised states `x [B, T, D]`."""
+    def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
+        """The head: logits of normalised states."""
         x = self._scaled(x)
         if not self.config.logits_via_embedding:
             return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
-    def peak(self, x, live, normalize: bool):
-        """As `Network.peak`, of normalised states `x [B, T, D]`."""
+    def peak(self, x: States, live: Live, normalize: bool) -> Peak:
+        """As `Network.peak`, of normalised states."""
         return self.logits_dense.peak(self._scaled(x), live, normalize)
 
-    def _scaled(self, x):
+    def _scaled(self, x: States) -> States:
         return x / jnp.sqrt(self.config.emb_dim).astype(x.dtype) if self.config.scales_outputs else x
 
 
 class T5(FamilyModule):
-    """The whole network; `fused` and `native` say how the parameters of the decode loop are
-    stored (`LanguageModel`)."""
+    """The whole network; `fused` and `native`: how the decode loop's parameters are stored (`LanguageModel`)."""
 
     config: T5Config
     fused: bool = False
@@ -352,13 +356,14 @@ class T5(FamilyModule):
             self.encoder = Encoder(self.config, self.fused, self.native)
         self.decoder = Decoder(self.config, self.fused, self.native)
 
-    def encode(self, inputs, mask, deterministic: bool = True):
-        """Encoder output `[B, L, D]` of `inputs [B, L]` with `mask [B, L]` True at tokens."""
+    def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
+        """Encoder output of `inputs` with `mask` True at tokens."""
         return self.encoder(self.token_embedder(inputs, mask), mask, deterministic)
 
-    def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None) -> DecoderCache:
-        """Runs the encoder once, or takes its output, and prepares the decoder's cache, with
-        `copies` rows for each input."""
+    def prefill(
+        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None
+    ) -> DecoderCache:
+        """Runs the encoder once, or takes its output, and prepares the decoder's cache, `copies` rows for each input."""
         encoded = self.encode(inputs, mask) if encoded is None else encoded
         return self.decoder.init_cache(encoded, mask, slots, copies)
 
@@ -367,11 +372,17 @@ class T5(FamilyModule):
         encoded = None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
         return tokens, tokens > 0, tokens, True, encoded
 
-    def __call__(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
-        """Teacher-forced logits `[B, T, V]` float32."""
+    def __call__(
+        self, inputs: Inputs, mask: Mask, decoder_tokens: Tokens, deterministic: bool = True,
+        encoded: Encoded | None = None,
+    ) -> Logits:  # fmt: skip
+        """Teacher-forced logits."""
         return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
 
-    def states(self, inputs, mask, decoder_tokens, deterministic: bool = True, encoded=None):
-        """Teacher-forced states `[B, T, D]`: what `head` takes."""
+    def states(
+        self, inputs: Inputs, mask: Mask, decoder_tokens: Tokens, deterministic: bool = True,
+        encoded: Encoded | None = None,
+    ) -> States:  # fmt: skip
+        """Teacher-forced states: what `head` takes."""
         encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
         return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)

@@ -1,10 +1,10 @@
-"""Names and shapes of the parameters of a T5-family network, as in T5X."""
+"""Names and shapes of a T5's parameters, as T5X has them."""
 
 from specdec_jax.models.family import ModelConfig
 
 
 def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Lists the shape of every parameter of a `T5Config` by its name."""
+    """Returns the shape of every parameter of the `T5Config`, by its name."""
     width, inner = config.emb_dim, config.num_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
     if not config.logits_via_embedding:

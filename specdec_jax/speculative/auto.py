@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from specdec_jax.speculative.gamma import Outcome, PerInput, Policy, call_widths, number
 
@@ -24,7 +25,7 @@ _SHARE = 0.01
 
 
 class AutoState(NamedTuple):
-    """What `Auto` knows of each row, `[B]` float32.
+    """What `Auto` knows of each row.
 
     Attributes:
       examined, stood: how many drafted tokens were examined, and how many of them stood; older ones count less.
@@ -32,10 +33,10 @@ class AutoState(NamedTuple):
       wait: how many of them must pass before a row that drafts no more tries again.
     """
 
-    examined: jax.Array
-    stood: jax.Array
-    idle: jax.Array
-    wait: jax.Array
+    examined: Float[Array, " B"]
+    stood: Float[Array, " B"]
+    idle: Float[Array, " B"]
+    wait: Float[Array, " B"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -99,7 +100,7 @@ class Auto(Policy):
         object.__setattr__(policy, "costs", values[0])
         return policy
 
-    def _first_wait(self) -> jax.Array:
+    def _first_wait(self) -> Float[Array, " B"]:
         added = self.costs[:, min(PROBE, self.maximum)] / self.costs[:, 0] - 1
         return jnp.maximum(added / _SHARE, 2 * PROBE)
 
@@ -107,20 +108,20 @@ class Auto(Policy):
         zeros, wait = jnp.zeros(len(self.weight), jnp.float32), self._first_wait()
         return AutoState(zeros, zeros, self.look * wait, wait)
 
-    def _best(self, state: AutoState) -> jax.Array:
-        """`[B]`: the γ with the most expected tokens per time."""
+    def _best(self, state: AutoState) -> Int[Array, " B"]:
+        """The γ with the most expected tokens per time."""
         rate = (state.stood + self.weight * self.acceptance) / (state.examined + self.weight)
-        tokens = jnp.cumsum(rate[:, None] ** jnp.arange(self.maximum + 1), axis=1)
+        tokens = jnp.cumsum(rate[:, None] ** jnp.arange(self.maximum + 1, dtype=jnp.float32), axis=1)
         return jnp.argmax(tokens / self.costs, axis=1).astype(jnp.int32)
 
-    def wanted(self, state: AutoState) -> jax.Array:
+    def wanted(self, state: AutoState) -> Int[Array, " B"]:
         best = self._best(state)
         return jnp.where((best == 0) & (state.idle >= state.wait), min(PROBE, self.maximum), best)
 
     def update(self, state: AutoState, outcome: Outcome) -> AutoState:
         drew, stood = outcome.drafted > 0, outcome.accepted
         examined = jnp.minimum(stood + 1, outcome.drafted)
-        older = lambda old, new: jnp.where(drew, self.memory * old + new, old)
+        older = lambda old, new: jnp.where(drew, self.memory * old + new.astype(jnp.float32), old)
         again = jnp.where(stood > 0, self._first_wait(), 2 * state.wait)
         return AutoState(
             examined=older(state.examined, examined),

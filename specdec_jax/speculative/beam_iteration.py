@@ -120,11 +120,9 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
     flat = lambda x: x.reshape(batch * count, *x.shape[2:])
     tokens = jnp.zeros((batch, count, 1), jnp.int32) if tree.sequences is None else tree.sequences
     context = Context(flat(tokens), flat(tree.nodes.positions) + 1, rows(state.prefix_lengths), rows(state.eos_ids))
-    tables = dict(bias=state.sampling.bias, forced=state.sampling.forced)
-    sampling = jax.tree.map(rows, state.sampling.replace(bias=None, forced=None)).replace(**tables)
     huggingface = program.style == "huggingface"
     given = own if huggingface else logits
-    processed = laws.process(given.reshape(batch * count, 1, vocab), context, sampling, program.mode)
+    processed = laws.process(given.reshape(batch * count, 1, vocab), context, state.sampling_of(count), program.mode)
     processed = processed.reshape(batch, count, vocab)
     return own, processed if huggingface else jax.nn.log_softmax(processed, axis=-1)
 

@@ -133,6 +133,12 @@ class BeamState:
         """`[B]`: the position of the live beams' last tokens."""
         return self.prefix_lengths + self.steps - 1
 
+    def sampling_of(self, copies: int) -> SamplingRows:
+        """Returns `sampling` for `copies` rows side by side of each."""
+        tables = dict(bias=self.sampling.bias, forced=self.sampling.forced)
+        per_row = self.sampling.replace(bias=None, forced=None)
+        return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), per_row).replace(**tables)
+
 
 class Candidates(NamedTuple):
     """The best continuations of each of N sequences, M of each; all `[B, N, M]`.
@@ -196,9 +202,9 @@ def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamSt
         finishing = ends
     continued = _extended(live.pick(parents), chosen, sums, state.prefix_lengths + state.steps)
 
-    order = _best(sums - far * finishing, program)
-    lowered = jnp.where(pick(finishing, order), pick(sums, order) - far, pick(sums, order))
-    new_live = continued.pick(order)._replace(scores=lowered)
+    lowered = jnp.where(finishing, sums - far, sums)
+    order = _best(lowered, program)
+    new_live = continued.pick(order)._replace(scores=pick(lowered, order))
     finished, is_finished = _finish(state, continued, finishing)
 
     after = state.replace(live=new_live, finished=finished, is_finished=is_finished, steps=steps)
@@ -236,9 +242,10 @@ def _finish(state: BeamState, continued: Hypotheses, finishing: jax.Array) -> tu
         finishing = finishing & (jnp.arange(finishing.shape[1]) < program.beams)
     else:
         lengths = lengths + state.prefix_lengths - 1
-    scores = continued.scores / _penalized(lengths, state)[:, None] - far * ~finishing
+    scores = continued.scores / _penalized(lengths, state)[:, None]
     if program.early_stopping is True:
-        scores -= far * jnp.all(state.is_finished, axis=1, keepdims=True)
+        scores = jnp.where(jnp.all(state.is_finished, axis=1, keepdims=True), scores - far, scores)
+    scores = jnp.where(finishing, scores, scores - far)
     merged = state.finished.beside(continued._replace(scores=scores))
     best = _best(merged.scores, program)
     return merged.pick(best), pick(jnp.concatenate([state.is_finished, finishing], axis=1), best)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
@@ -30,7 +31,7 @@ class Drafter:
       needs_target_state: it drafts from the target's cache or last state, so that it can only begin where the target
         stopped.
       scorable: the law that it draws from is its model's, so that acceptance can be had by scoring texts with both.
-      drafts_beams: it can draft for beam search, by the three methods whose names end so.
+      drafts_beams: it can draft for a beam search, by the methods with that word in their names.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -43,31 +44,33 @@ class Drafter:
 
     # Traced.
 
-    def init(self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int) -> Any:
-        """Returns the state for `inputs [I, L]` and what the decoder begins with, `tokens [B, P]`, B/I
-        rows for each input.
+    def init(
+        self, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int
+    ) -> Any:
+        """Returns the state for `inputs` and what the decoder begins with, `tokens`, B/I rows for each input.
 
         That is the start token and the decoder prefix. For a decoder-only target it is the prompt, and L = 0.
         """
         raise NotImplementedError
 
-    def draft(self, draft_state: Any, state: DecodeState, num_wanted: jax.Array) -> tuple[Any, Draft]:
-        """Drafts up to `num_wanted [B]` tokens after each row's committed ones."""
+    def draft(self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]) -> tuple[Any, Draft]:
+        """Drafts up to `num_wanted` tokens after each row's committed ones."""
         raise NotImplementedError
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
         """Returns the state after a call of the target, where it `observes`; `state` is the one after the commit."""
         return draft_state
 
-    def rewind(self, draft_state: Any, lengths: jax.Array) -> Any:
-        """Returns the state in which nothing past the first `lengths [B]` tokens is committed.
+    def rewind(self, draft_state: Any, lengths: Int[Array, " B"]) -> Any:
+        """Returns the state in which nothing past the first `lengths` tokens is committed.
 
         For what keeps a cache. A part of a cascade that begins past the committed tokens cannot tell by itself.
         """
         return draft_state
 
-    def begin_beams(self, draft_state: Any, slots: int, positions: int) -> Any:
-        """Returns the state for a beam search out of that of `init`; arguments as for `Network.node_cache`."""
+    def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int) -> Any:
+        """As `init`, for a search with `beams` beams of each of the rows `tokens [B, P]`; `slots` and `positions` as for
+        `Network.node_cache`."""
         raise NotImplementedError
 
     def draft_beams(self, draft_state: Any, state: "BeamState", tree: "BeamTree") -> tuple[Any, "BeamTree"]:
@@ -79,6 +82,11 @@ class Drafter:
         raise NotImplementedError
 
     # On the host.
+
+    def beam_width(self, beams: int, wanted: int | None) -> int:
+        """Returns how many nodes it drafts in each level of a beam search's tree: as many as are `wanted`, or twice as
+        many as there are beams."""
+        return 2 * beams if wanted is None else wanted
 
     @property
     def name(self) -> str:

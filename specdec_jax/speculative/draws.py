@@ -6,18 +6,21 @@ sample does not depend on its batch.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, UInt32
+
+from specdec_jax.models.axes import PerRow
 
 # Every key is brought to this kind: JAX batches the others (rbg, unsafe_rbg) by drawing for all rows from the first
 # row's key.
 KEY_IMPL = "threefry2x32"
 
 
-def seeded(seed) -> jax.Array:
+def seeded(seed) -> Key[Array, ""]:
     """Returns the key of a seed, whatever kind of key JAX is set to make by default."""
     return jax.random.key(seed, impl=KEY_IMPL)
 
 
-def threefry(key: jax.Array) -> jax.Array:
+def threefry(key: Array) -> Key[Array, "..."]:
     """Returns a key, or an array of them, as threefry keys; those that are threefry keys already stay what they are.
 
     Args:
@@ -40,7 +43,7 @@ def threefry(key: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _from_words(words: jax.Array) -> jax.Array:
+def _from_words(words: UInt32[Array, "*N W"]) -> Key[Array, "*N"]:
     fold = jnp.vectorize(jax.random.fold_in)
     keys = jax.random.wrap_key_data(words[..., :2], impl=KEY_IMPL)
     for place in range(2, words.shape[-1]):
@@ -52,16 +55,16 @@ def _from_words(words: jax.Array) -> jax.Array:
 DRAFT, ACCEPT, RESIDUAL, BONUS, GUMBEL = range(5)
 
 
-def words(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> jax.Array:
-    """Returns random words `[B, N, 2]` uint32, what `draw` takes.
+def words(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> UInt32[Array, "B N 2"]:
+    """Returns random words, what `draw` takes.
 
     Each pair is a function of the request's key, the row's committed length at the start of the iteration, the
     offset in the draft and the use; never of the row's place in the batch.
 
     Args:
-      keys: `[B]` threefry keys, one per request.
-      lengths: `[B]` committed lengths at the start of the iteration.
-      offsets: `[B, N]` int32 offsets in the draft.
+      keys: threefry keys, one per request.
+      lengths: committed lengths at the start of the iteration.
+      offsets: in the draft.
       tag: one of DRAFT, ACCEPT, RESIDUAL, BONUS.
     """
 
@@ -73,13 +76,15 @@ def words(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> 
     return jax.vmap(jax.vmap(one, (None, 0)))(folded, offsets)
 
 
-def uniforms(keys: jax.Array, lengths: jax.Array, offsets: jax.Array, tag: int) -> jax.Array:
-    """Returns uniforms in [0, 1), `[B, N]`, multiples of 2⁻²⁴; args as for `words`."""
+def uniforms(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> Float[Array, "B N"]:
+    """Returns uniforms in [0, 1), multiples of 2⁻²⁴; args as for `words`."""
     return (words(keys, lengths, offsets, tag)[..., 1] >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
-def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """Returns standard Gumbel noise `[B, N, V]` of absolute positions `[B, N]`: the same whenever one is visited.
+def gumbel_noise(
+    keys: Key[Array, " B"], positions: Int[Array, "B N"], vocab_size: int
+) -> Float[Array, "B N {vocab_size}"]:
+    """Returns standard Gumbel noise of absolute positions: the same whenever one is visited.
 
     Only the coupling may key by absolute position: other verifiers condition on draws that they then discard.
     """
@@ -94,7 +99,7 @@ def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.
 _BLOCK = 128
 
 
-def draw(weights: jax.Array, random: jax.Array) -> jax.Array:
+def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Array, " B"]:
     """Draws one id per row: a block of ids by the first random word, one of its ids by the second.
 
     A single float32 uniform has too few bits for a large vocabulary, and float32 sums round: both would shift the
@@ -102,11 +107,11 @@ def draw(weights: jax.Array, random: jax.Array) -> jax.Array:
     than 1e-6.
 
     Args:
-      weights: `[B, V]`, not negative, not necessarily normalised.
-      random: `[B, 2]` uint32, as from `words`.
+      weights: not negative, not necessarily normalised.
+      random: as from `words`.
 
     Returns:
-      `[B]` int32; −1 where no weight is positive, or one is not a number. An id of weight 0 is never drawn, an id of
+      Ids; −1 where no weight is positive, or one is not a number. An id of weight 0 is never drawn, an id of
       positive weight always can be.
     """
     batch, size = weights.shape
@@ -117,8 +122,8 @@ def draw(weights: jax.Array, random: jax.Array) -> jax.Array:
     return jnp.where((block < 0) | (inside < 0), -1, block * _BLOCK + inside)
 
 
-def choose(weights: jax.Array, word: jax.Array) -> jax.Array:
-    """Returns the place `[B]` int32 in the cumulated `weights [B, N]` to which `word [B]`, one of 2³², points.
+def choose(weights: Float[Array, "B N"], word: UInt32[Array, " B"]) -> Int[Array, " B"]:
+    """Returns the place in the cumulated `weights` to which `word`, one of 2³², points.
 
     Weights count as multiples of 2⁻³¹ of their sum, rounded up, so that none that is positive is lost.
     """
@@ -131,8 +136,8 @@ def choose(weights: jax.Array, word: jax.Array) -> jax.Array:
     return jnp.where(sound[:, 0], place, -1)
 
 
-def _high_word(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns ⌊a · b / 2³²⌋ of uint32, by halves: JAX has no 64-bit integers unless asked for them."""
+def _high_word(a: UInt32[Array, "*N"], b: UInt32[Array, "*N"]) -> UInt32[Array, "*N"]:
+    """Returns ⌊a · b / 2³²⌋, by halves: JAX has no 64-bit integers unless asked for them."""
     low, high = lambda x: x & 0xFFFF, lambda x: x >> 16
     middle = high(a) * low(b) + high(low(a) * low(b))
     other = low(a) * high(b) + low(middle)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 MAX_GAMMA = 64
 # One number, or one per input.
@@ -32,22 +33,21 @@ class DraftSignals(NamedTuple):
     is 0, which makes them one-hot, the same at temperature 1.
 
     Attributes:
-      prob: `[B, G]` float32, q(x) of the drafted tokens.
-      entropy: `[B, G]` float32, H(q) in nats.
-      evenness: `[B, G]` float32, H(q) / log V: 1 is uniform.
+      prob: q(x) of the drafted tokens.
+      entropy: H(q) in nats.
+      evenness: H(q) / log V: 1 is uniform.
     """
 
-    prob: jax.Array
-    entropy: jax.Array
-    evenness: jax.Array
+    prob: Float[Array, "B G"]
+    entropy: Float[Array, "B G"]
+    evenness: Float[Array, "B G"]
 
 
 class Outcome(NamedTuple):
-    """One iteration: `drafted`, `accepted` `[B]` int32, how many tokens were drafted and how
-    many stood; what was seen."""
+    """One iteration: how many tokens were drafted and how many stood; what was seen."""
 
-    drafted: jax.Array
-    accepted: jax.Array
+    drafted: Int[Array, " B"]
+    accepted: Int[Array, " B"]
     seen: DraftSignals | None
 
 
@@ -122,12 +122,12 @@ class Policy:
         """The state that rows begin with; traced."""
         return ()
 
-    def wanted(self, state: Any) -> jax.Array | int:
-        """The most to draft in the next iteration `[B]`."""
+    def wanted(self, state: Any) -> Int[Array, " B"] | int:
+        """The most to draft in the next iteration."""
         return self.maximum
 
-    def limit(self, state: Any, step: jax.Array, seen: DraftSignals) -> jax.Array | int:
-        """How long the draft may become `[B]`, now that the token at `step` was drawn; only if
+    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"] | int:
+        """How long the draft may become, now that the token at `step` was drawn; only if
         the policy reads laws."""
         return self.maximum
 
@@ -154,25 +154,25 @@ class Heuristic(Policy):
     up: PerInput = number(2, 0, MAX_GAMMA)
     down: PerInput = number(1, 0, MAX_GAMMA)
 
-    def init(self):
+    def init(self) -> Int[Array, " B"]:
         return jnp.clip(self.start, self.minimum, self.maximum)
 
-    def wanted(self, state):
+    def wanted(self, state: Int[Array, " B"]) -> Int[Array, " B"]:
         return state
 
-    def update(self, state, outcome: Outcome):
+    def update(self, state: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
         full = outcome.accepted == outcome.drafted
         changed = jnp.clip(state + jnp.where(full, self.up, -self.down), self.minimum, self.maximum)
         return jnp.where(outcome.drafted > 0, changed, state)  # a drafter may have found nothing to propose
 
 
 class _Average(NamedTuple):
-    """An exponential moving average `total / weight` `[B]` that does not begin at 0."""
+    """An exponential moving average `total / weight` that does not begin at 0."""
 
-    total: jax.Array
-    weight: jax.Array
+    total: Float[Array, " B"]
+    weight: Float[Array, " B"]
 
-    def with_value(self, value: jax.Array, smoothing: jax.Array) -> "_Average":
+    def with_value(self, value: Float[Array, " B"], smoothing: Float[Array, " B"]) -> "_Average":
         new = 1 - smoothing
         return _Average(smoothing * self.total + new * value, smoothing * self.weight + new)
 
@@ -195,17 +195,19 @@ class Entropy(Policy):
     smoothing: PerInput = number(0.0, 0, 1, below=True)
     reads_law: ClassVar[bool] = True
 
-    def init(self):
+    def init(self) -> _Average:
         zero = jnp.zeros_like(self.smoothing)
         return _Average(zero, zero)
 
-    def limit(self, state: _Average, step, seen: DraftSignals):
+    def limit(self, state: _Average, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
         average = state.with_value(seen.evenness[:, 0], self.smoothing)
         even = jnp.clip(average.total / average.weight, 0, 1)
-        gamma = jnp.round(self.maximum - (self.maximum - self.minimum) * even).astype(jnp.int32)
+        room = jnp.asarray(self.maximum - self.minimum, jnp.float32)
+        gamma = jnp.round(self.maximum - room * even).astype(jnp.int32)
         return jnp.where(step == 0, gamma, self.maximum)
 
-    def update(self, state: _Average, outcome: Outcome):
+    def update(self, state: _Average, outcome: Outcome) -> _Average:
+        assert outcome.seen is not None  # the policy reads laws
         after = state.with_value(outcome.seen.evenness[:, 0], self.smoothing)
         return jax.tree.map(lambda new, old: jnp.where(outcome.drafted > 0, new, old), after, state)
 
@@ -227,7 +229,7 @@ class EntropyBound(Policy):
     threshold: PerInput = number(0.4, 0, 1)
     reads_law: ClassVar[bool] = True
 
-    def limit(self, state, step, seen: DraftSignals):
+    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
         entropy = jnp.maximum(jax.lax.dynamic_index_in_dim(seen.entropy, step, axis=1, keepdims=False), 0)
         return jnp.where(1 - jnp.sqrt(self.scale * entropy) < self.threshold, step + 1, self.maximum)
 
@@ -247,7 +249,7 @@ class Confidence(Policy):
     threshold: PerInput = number(0.4, 0, 1)
     reads_law: ClassVar[bool] = True
 
-    def limit(self, state, step, seen: DraftSignals):
+    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
         prob = jax.lax.dynamic_index_in_dim(seen.prob, step, axis=1, keepdims=False)
         return jnp.where(prob < self.threshold, step + 1, self.maximum)
 
@@ -256,14 +258,14 @@ class RenewalState(NamedTuple):
     """Sums that are multiplied by `memory` every iteration.
 
     Attributes:
-      examined, stood: `[B, G]` how often a position was examined, and how often it stood.
-      tokens, time: `[B]` tokens committed, and the time it took in target steps.
+      examined, stood: how often a position was examined, and how often it stood.
+      tokens, time: tokens committed, and the time it took in target steps.
     """
 
-    examined: jax.Array
-    stood: jax.Array
-    tokens: jax.Array
-    time: jax.Array
+    examined: Float[Array, "B G"]
+    stood: Float[Array, "B G"]
+    tokens: Float[Array, " B"]
+    time: Float[Array, " B"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -295,18 +297,18 @@ class Renewal(Policy):
     weight: PerInput = number(4.0, 1e-6, 1e6)
     memory: PerInput = number(0.9, 0, 1)
 
-    def _step(self) -> jax.Array:
-        """c + δ `[B]`: what drafting and verifying one more token costs, in target steps."""
+    def _step(self) -> Float[Array, " B"]:
+        """c + δ: what drafting and verifying one more token costs, in target steps."""
         return self.cost_ratio + (self.verify_cost - 1) / self.maximum
 
-    def init(self):
+    def init(self) -> RenewalState:
         positions = jnp.zeros((len(self.weight), self.maximum), jnp.float32)
-        gammas = jnp.arange(self.maximum + 1)
+        gammas = jnp.arange(self.maximum + 1, dtype=jnp.float32)
         tokens = jnp.cumsum(self.acceptance[:, None] ** gammas, axis=1)
         rate = jnp.max(tokens / (1 + gammas * self._step()[:, None]), axis=1)
         return RenewalState(positions, positions, rate * self.weight, jnp.asarray(self.weight))
 
-    def wanted(self, state: RenewalState):
+    def wanted(self, state: RenewalState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
         share = lambda stood, examined, prior: (stood + weight * prior) / (examined + weight)
         total = lambda counts: jnp.sum(counts, axis=1, keepdims=True)
@@ -316,14 +318,14 @@ class Renewal(Policy):
         # Each rate is at most 1, so that those that are worth it come first.
         return jnp.clip(jnp.sum(worth.astype(jnp.int32), axis=1), self.minimum, self.maximum)
 
-    def update(self, state: RenewalState, outcome: Outcome):
+    def update(self, state: RenewalState, outcome: Outcome) -> RenewalState:
         index, memory = jnp.arange(self.maximum), self.memory[:, None]
         accepted, drafted = outcome.accepted[:, None], outcome.drafted[:, None]
         return RenewalState(
-            examined=memory * state.examined + (index < jnp.minimum(accepted + 1, drafted)),
-            stood=memory * state.stood + (index < accepted),
-            tokens=self.memory * state.tokens + outcome.accepted + 1,
-            time=self.memory * state.time + 1 + outcome.drafted * self._step(),
+            examined=memory * state.examined + (index < jnp.minimum(accepted + 1, drafted)).astype(jnp.float32),
+            stood=memory * state.stood + (index < accepted).astype(jnp.float32),
+            tokens=self.memory * state.tokens + outcome.accepted.astype(jnp.float32) + 1,
+            time=self.memory * state.time + 1 + outcome.drafted.astype(jnp.float32) * self._step(),
         )
 
 

@@ -38,7 +38,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
+from specdec_jax.models.axes import Live, Peak, PerRow, States, Tokens
 from specdec_jax.models.network import Network
 from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative import draws, laws, verifiers
@@ -55,7 +57,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     # Draft. At most limit − length − 1: the target adds one more, and so no row ever passes its limit.
     wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
     num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
-    if program.gamma:
+    if drafter is not None and program.gamma:
         draft_state, draft = checked(
             drafter, drafter.draft(state.draft_state, state, num_wanted), (batch, program.gamma)
         )
@@ -70,7 +72,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     observed = drafter is not None and drafter.observes
     after, found = _judged(target, state.replace(target_cache=cache, draft_state=None), draft, scored, observed)
     after = after.replace(draft_state=draft_state)
-    if not observed:
+    if drafter is None or not observed:
         return pinned(after, target.rules)
     states, logits = found
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
@@ -108,13 +110,15 @@ def _no_draft(batch: int, program: StaticConfig) -> Draft:
     return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
 
 
-def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array, watched: bool):
-    """Returns the state after the target's call over `scored [B, G + 1]`, verification and commit, and what was seen.
+def _judged(
+    target: Network, state: DecodeState, draft: Draft, scored: Tokens, watched: bool
+) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
+    """Returns the state after the target's call over the T = G + 1 tokens `scored`, verification and commit, and what
+    was seen.
 
     Where several widths are compiled, the narrowest that covers every row's draft is used for all
     of it: the call costs time by the position, and so do verification and log-probabilities. What
-    was seen is `()`, or with `watched` the states `[B, G + 1, D]` and logits `[B, G + 1, V]`, 0
-    past that width.
+    was seen is `()`, or with `watched` the states and logits, 0 past that width.
     """
 
     # What a row has not drafted, and all of one that is done, need not be computed.
@@ -157,9 +161,8 @@ def _judged(target: Network, state: DecodeState, draft: Draft, scored: jax.Array
     return carry[1:]
 
 
-def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.Array, jax.Array]:
-    """The argmax token after each of `states [B, T, D]` and its log-probability, both `[B, T]`; −1 and
-    NaN where the logits are not numbers. `live [B, T]` as in `Network.decode`."""
+def most_probable(network: Network, states: States, live: Live = None) -> Peak:
+    """The argmax token after each of `states` and its log-probability; −1 and NaN where the logits are not numbers."""
     if network.skips:
         return network.peak(states, live)
     logits = network.head(states, live)
@@ -167,7 +170,7 @@ def most_probable(network: Network, states: jax.Array, live=None) -> tuple[jax.A
     return tokens, Law.of(logits).log_prob(tokens)
 
 
-def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verification, Law | None]:
+def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> tuple[Verification, Law | None]:
     """The outcome, and the target's adjusted law over the scored positions (None where every token is its argmax)."""
     program, keys, lengths = state.program, state.keys, state.lengths
     tokens, width = state.tokens, program.gamma + 1
@@ -177,7 +180,7 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
     processed = laws.process(logits, prefixes, state.sampling, program.mode)
     verifier, offsets = program.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
-    greedy = None
+    greedy: Verification | None = None
     if program.mode.greedy or verifier.softens:  # judged before temperature 0 makes the law one-hot
         if verifier.judge_greedy is None:
             greedy = verifiers.verify_greedy(laws.argmax(processed), draft.tokens, draft.num_drafted)
@@ -187,6 +190,7 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
             return greedy, None
     law = laws.standardize(logits, prefixes, state.sampling, program.mode)
     if program.mode.greedy:
+        assert greedy is not None
         return greedy, law
     # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
     residual = draws.words(keys, lengths, offsets, draws.RESIDUAL)
@@ -203,15 +207,12 @@ def verify(state: DecodeState, draft: Draft, logits: jax.Array) -> tuple[Verific
 
 
 def _commit(
-    state: DecodeState,
-    draft: Draft,
-    verified: Verification,
-    log_prob: Callable[[jax.Array], jax.Array],
-    adjusted: Law | None,
-) -> DecodeState:
+    state: DecodeState, draft: Draft, verified: Verification,
+    log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Law | None,
+) -> DecodeState:  # fmt: skip
     """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
 
-    `log_prob` gives the log-probabilities of tokens `[B, G + 1]` under the target's own laws.
+    `log_prob` gives the log-probabilities of T = G + 1 tokens under the target's own laws.
 
     A row is complete at an EOS, at its limit, or where its law is not one of numbers. Such a law leaves −1 as token,
     and NaN as its log-probability.
@@ -259,8 +260,10 @@ def _commit(
     )  # fmt: skip
 
 
-def _write(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
-    """`buffer [B, S]` with the first `counts [B]` of `values [B, T]` written from slot `starts [B]` on.
+def _write(
+    buffer: Shaped[Array, "B S"], values: Shaped[Array, "B T"], starts: PerRow, counts: PerRow
+) -> Shaped[Array, "B S"]:
+    """`buffer` with the first `counts` of `values` written from slot `starts` on.
 
     A select over the whole buffer: XLA expands a scatter into a loop on a CPU, which costs more than S elements do.
     """

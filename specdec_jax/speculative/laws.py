@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
 
 from specdec_jax.speculative import processors
 from specdec_jax.speculative.processors import Context
@@ -18,36 +20,36 @@ class Law(NamedTuple):
     `[B, T, V]` array of them is never built.
 
     Attributes:
-      logits: `[..., V]` float32 after every adjustment; −inf where the probability is 0.
-      log_normalizer: `[...]`, log Σ exp(logits).
+      logits: float32 after every adjustment; −inf where the probability is 0.
+      log_normalizer: log Σ exp(logits).
     """
 
-    logits: jax.Array
-    log_normalizer: jax.Array
+    logits: Float[Array, "*N V"]
+    log_normalizer: Float[Array, "*N"]
 
     @classmethod
-    def of(cls, logits: jax.Array) -> "Law":
+    def of(cls, logits: Float[Array, "*N V"]) -> "Law":
         return cls(logits, jax.nn.logsumexp(logits, axis=-1))
 
-    def log_prob(self, tokens: jax.Array) -> jax.Array:
-        """Log-probability `[...]` of one token per position."""
+    def log_prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
+        """Log-probability of one token per position."""
         return jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0] - self.log_normalizer
 
-    def prob(self, tokens: jax.Array) -> jax.Array:
-        """Probability `[...]` of one token per position."""
+    def prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
+        """Probability of one token per position."""
         return jnp.exp(self.log_prob(tokens))
 
-    def probs(self) -> jax.Array:
-        """All probabilities `[..., V]`."""
+    def probs(self) -> Float[Array, "*N V"]:
+        """All probabilities."""
         return jnp.exp(self.logits - self.log_normalizer[..., None])
 
-    def entropy(self) -> jax.Array:
-        """−Σ p log p `[...]`, in nats."""
+    def entropy(self) -> Float[Array, "*N"]:
+        """−Σ p log p, in nats."""
         finite = jnp.where(self.logits > -jnp.inf, self.logits, 0)
         return self.log_normalizer - jnp.sum(self.probs() * finite, axis=-1)
 
-    def row(self, position: jax.Array) -> jax.Array:
-        """Probabilities `[B, V]` at `position [B]` of a law over `[B, T, V]`."""
+    def row(self, position: Int[Array, " B"]) -> Float[Array, "B V"]:
+        """Probabilities at `position` of a law over `[B, T, V]`."""
         logits = jnp.take_along_axis(self.logits, position[:, None, None], axis=1)[:, 0]
         log_normalizer = jnp.take_along_axis(self.log_normalizer, position[:, None], axis=1)
         return jnp.exp(logits - log_normalizer)
@@ -57,19 +59,19 @@ class PointMass(NamedTuple):
     """The law of a drafter that does not sample: probability 1 at its token; has what verifiers ask of a `Law`.
 
     Attributes:
-      tokens: `[B, G]` int32.
+      tokens: one at each position.
       vocab_size: V.
     """
 
-    tokens: jax.Array
+    tokens: Int[Array, "B G"]
     vocab_size: int
 
-    def prob(self, tokens: jax.Array) -> jax.Array:
-        """Probability `[B, G]` of one token per position."""
+    def prob(self, tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:
+        """Probability of one token per position."""
         return (tokens == self.tokens).astype(jnp.float32)
 
-    def row(self, position: jax.Array) -> jax.Array:
-        """Probabilities `[B, V]` at `position [B]`."""
+    def row(self, position: Int[Array, " B"]) -> Float[Array, "B V"]:
+        """Probabilities at `position`."""
         token = jnp.take_along_axis(self.tokens, position[:, None], axis=1)
         return (jnp.arange(self.vocab_size) == token).astype(jnp.float32)
 
@@ -79,18 +81,20 @@ class PointMass(NamedTuple):
         return Law(jnp.where(one_hot, 0.0, -jnp.inf), jnp.zeros(self.tokens.shape))
 
 
-def process(logits: jax.Array, context: Context | None, rows: SamplingRows, mode: SamplingMode) -> jax.Array:
-    """Logits `[B, T, V]` after the processors: float32 where one is on, else untouched.
+def process(
+    logits: Float[Array, "B T V"], context: Context, rows: SamplingRows, mode: SamplingMode
+) -> Float[Array, "B T V"]:
+    """Logits after the processors: float32 where one is on, else untouched.
 
     Args:
-      logits: `[B, T, V]`, of the tokens after each prefix of `context`.
-      context: the prefixes; needed by some of the processors only.
+      logits: of the tokens after each prefix of `context`.
+      context: the prefixes; read by some of the processors only.
       rows: the traced parameters.
       mode: which processors are on.
     """
     if not mode.processes:
         return logits
-    original = processed = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    original = processed = logits.astype(np.promote_types(logits.dtype, np.float32))
     if mode.bias:
         processed = processed + rows.bias
     if mode.repetition:
@@ -108,11 +112,11 @@ def process(logits: jax.Array, context: Context | None, rows: SamplingRows, mode
 
 
 def standardize(
-    logits: jax.Array, context: Context | None, rows: SamplingRows, mode: SamplingMode, soften: bool = False
+    logits: Float[Array, "B T V"], context: Context, rows: SamplingRows, mode: SamplingMode, soften: bool = False
 ) -> Law:
     """The law that a row samples from; args as for `process`. With `soften` temperature 0 counts as 1."""
     logits = process(logits, context, rows, mode)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     temperature = rows.temperature[:, None, None]
     # The maximum is taken out first: divided by a tiny temperature it would overflow.
     adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
@@ -128,8 +132,8 @@ def standardize(
     return Law.of(jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)))
 
 
-def argmax(logits: jax.Array) -> jax.Array:
-    """Returns the first index of the maximum over the last axis, int32; −1 where a logit is not a number.
+def argmax(logits: Num[Array, "*N V"]) -> Int[Array, "*N"]:
+    """Returns the first index of the maximum over the last axis; −1 where a logit is not a number.
 
     Two passes are some six times faster than `jnp.argmax`.
     """
@@ -143,8 +147,8 @@ def argmax(logits: jax.Array) -> jax.Array:
 _FEW = 64
 
 
-def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
-    """−inf below the k-th largest logit of each position; `top_k [B]`, 0 keeps all."""
+def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float[Array, "B T V"]:
+    """−inf below the k-th largest logit of each position; 0 keeps all."""
     few = min(_FEW, logits.shape[-1])
 
     def by_selection(logits):
@@ -166,8 +170,8 @@ def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(logits, cpu=by_either, default=by_bisection)
 
 
-def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """−inf outside the nucleus: the fewest most probable ids whose mass reaches `top_p [B]`."""
+def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
+    """−inf outside the nucleus: the fewest most probable ids whose mass reaches `top_p`."""
     probs = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
     mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
@@ -177,14 +181,14 @@ def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     return jnp.where(keep, logits, -jnp.inf)
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
+def _ordered_bits(x: Float[Array, "*N"]) -> Int[Array, "*N"]:
     """Signed integers in the same order as the floats `x`."""
     integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
     bits = jax.lax.bitcast_convert_type(x, integer)
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
-def _largest_threshold(enough, ordered: jax.Array) -> jax.Array:
+def _largest_threshold(enough, ordered: Int[Array, "*N V"]) -> Int[Array, "*N 1"]:
     """The largest integer t for which `enough(t)` still holds (it holds for all smaller t); bisection, no sort.
 
     A sort of the vocabulary costs milliseconds on a CPU and is the dearest operation of the loop on a TPU.

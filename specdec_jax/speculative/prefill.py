@@ -1,7 +1,9 @@
 """Makes the state that the decode loop starts from: encoders once, the prompt or decoder prefix fed."""
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specdec_jax.models.network import Network
 from specdec_jax.models.sharding import pinned
@@ -13,18 +15,18 @@ from specdec_jax.speculative.verifiers import Settings
 
 
 def prefill(
-    target: Network, drafter: Drafter | None, program: StaticConfig, slots: int, inputs, input_lengths, tokens,
-    prefix_lengths,
-    keys, rows: SamplingRows, settings: Settings | None, limits, eos_ids, gamma, done, policy: Policy | None = None,
+    target: Network, drafter: Drafter | None, program: StaticConfig, slots: int, inputs: Int[Array, "I L"],
+    input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], prefix_lengths: Int[Array, " B"],
+    keys: Key[Array, " B"], rows: SamplingRows, settings: Settings | None, limits: Int[Array, " B"],
+    eos_ids: Int[Array, "B E"], gamma: Int[Array, " B"], done: Bool[Array, " B"], policy: Policy | None = None,
 ) -> DecodeState:  # fmt: skip
     """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.
 
     Args:
       slots: S.
-      inputs: `[I, L]` with I a divisor of B: every input is encoded once for its B/I rows, which
-        lie side by side; L = 0 for a decoder-only target.
-      input_lengths: `[I]`.
-      tokens: `[B, P]` start token and decoder prefix, or the prompt, padded. prefix_lengths: `[B]`, at least 1.
+      inputs: I is a divisor of B: every input is encoded once for its B/I rows, which lie side by
+        side; L = 0 for a decoder-only target.
+      tokens: start token and decoder prefix, or the prompt, padded. prefix_lengths: at least 1.
       keys, rows, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
     batch, prefix = tokens.shape
@@ -47,8 +49,11 @@ def prefill(
     return pinned(state, target.rules)
 
 
-def fill_cache(network: Network, inputs, input_lengths, tokens: jax.Array, slots: int, **encoded):
-    """The cache of `network` for B rows that have been fed all but the last of `tokens [B, P]`; args as for `prefill`.
+def fill_cache(
+    network: Network, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int,
+    **encoded: Float[Array, "I L D"],
+) -> Any:  # fmt: skip
+    """The cache of `network` for B rows that have been fed all but the last of `tokens`; args as for `prefill`.
 
     `encoded` is that of `Network.prefill`, if it is given at all.
     """

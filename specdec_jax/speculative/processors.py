@@ -7,39 +7,40 @@ rejected leaves no trace in what is penalised (PITFALLS row 22), since every pos
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
-# (prefix tokens `[N, S]`, 0 at and past the length; lengths `[N]`; logits `[N, V]`) -> logits `[N, V]`
-Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# (prefix tokens, 0 at and past the length; lengths; logits) -> logits
+Processor = Callable[[Int[Array, "N S"], Int[Array, " N"], Float[Array, "N V"]], Float[Array, "N V"]]
 
 
 class Context(NamedTuple):
     """The prefixes that T positions of logits follow: that of position t holds `lengths[b] + t` tokens.
 
     Attributes:
-      tokens: `[B, S]` int32: start token and decoder prefix, or prompt; committed and drafted tokens.
-      lengths: `[B]` int32, tokens before the first of the T positions.
-      starts: `[B]` int32, start token and decoder prefix, or prompt: how many of them are not new.
-      eos_ids: `[B, E]` int32, padded with −1.
+      tokens: start token and decoder prefix, or prompt; committed and drafted tokens.
+      lengths: tokens before the first of the T positions.
+      starts: start token and decoder prefix, or prompt: how many of them are not new.
+      eos_ids: padded with −1.
     """
 
-    tokens: jax.Array
-    lengths: jax.Array
-    starts: jax.Array
-    eos_ids: jax.Array
+    tokens: Int[Array, "B S"]
+    lengths: Int[Array, " B"]
+    starts: Int[Array, " B"]
+    eos_ids: Int[Array, "B E"]
 
-    def prefix_lengths(self, positions: int) -> jax.Array:
-        """`[B, T]` for T = `positions`."""
+    def prefix_lengths(self, positions: int) -> Int[Array, "B {positions}"]:
+        """Those of T = `positions`."""
         return self.lengths[:, None] + jnp.arange(positions)
 
 
-def penalize_repetition(logits: jax.Array, context: Context, penalty: jax.Array) -> jax.Array:
+def penalize_repetition(
+    logits: Float[Array, "B T V"], context: Context, penalty: Float[Array, " B"]
+) -> Float[Array, "B T V"]:
     """Divides the positive and multiplies the negative logits of ids in the prefix (CTRL, arXiv
     1909.05858, section 4.1).
 
-    As in Hugging Face's, the prefix includes the start token, or the prompt. `logits [B, T, V]`,
-    `penalty [B]`, 1 changes nothing.
+    As in Hugging Face's, the prefix includes the start token, or the prompt. 1 changes nothing.
     """
     live = _live(context, logits.shape[1])
     ids = jnp.broadcast_to(context.tokens[:, None], live.shape)
@@ -49,7 +50,7 @@ def penalize_repetition(logits: jax.Array, context: Context, penalty: jax.Array)
     return _put(logits, ids, live, jnp.where(seen > -jnp.inf, penalized, seen))
 
 
-def forbid_repeated_ngrams(logits: jax.Array, context: Context, size: int) -> jax.Array:
+def forbid_repeated_ngrams(logits: Float[Array, "B T V"], context: Context, size: int) -> Float[Array, "B T V"]:
     """−inf for ids that would complete an n-gram of `size` ids which the prefix holds already, start token included."""
     tokens, lengths = context.tokens, context.prefix_lengths(logits.shape[1])
     windows = tokens.shape[1] - size + 1
@@ -63,23 +64,25 @@ def forbid_repeated_ngrams(logits: jax.Array, context: Context, size: int) -> ja
     return _put(logits, completing, same, -jnp.inf)
 
 
-def forbid_early_end(logits: jax.Array, context: Context, min_new_tokens: jax.Array) -> jax.Array:
-    """−inf for the EOS ids until a row has `min_new_tokens [B]` new tokens before one."""
+def forbid_early_end(
+    logits: Float[Array, "B T V"], context: Context, min_new_tokens: Int[Array, " B"]
+) -> Float[Array, "B T V"]:
+    """−inf for the EOS ids until a row has `min_new_tokens` new tokens before one."""
     ids = jnp.arange(logits.shape[-1])
     is_eos = jnp.any(ids == context.eos_ids[:, :, None], axis=1)
     early = _new_tokens(context, logits.shape[1]) < min_new_tokens[:, None]
     return jnp.where(early[..., None] & is_eos[:, None], -jnp.inf, logits)
 
 
-def force(logits: jax.Array, context: Context, forced: jax.Array) -> jax.Array:
-    """All mass on `forced[i]` at the i-th new token, where that is an id; `forced [F]` int32, −1 forces nothing."""
+def force(logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]) -> Float[Array, "B T V"]:
+    """All mass on `forced[i]` at the i-th new token, where that is an id; −1 forces nothing."""
     new = _new_tokens(context, logits.shape[1])
     ids = jnp.where(new < len(forced), forced[jnp.minimum(new, len(forced) - 1)], -1)[..., None]
     only = jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf)
     return jnp.where(ids >= 0, only, logits)
 
 
-def apply_own(logits: jax.Array, context: Context, processor: Processor) -> jax.Array:
+def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Processor) -> Float[Array, "B T V"]:
     """Applies a user's function, which gets every prefix with what follows it blanked.
 
     +inf means that nothing else may be chosen: the ids that have it share all the mass evenly, at any temperature.
@@ -96,17 +99,20 @@ def apply_own(logits: jax.Array, context: Context, processor: Processor) -> jax.
     return rows.astype(logits.dtype).reshape(logits.shape)
 
 
-def _new_tokens(context: Context, positions: int) -> jax.Array:
-    """`[B, T]`: how many new tokens each prefix holds."""
+def _new_tokens(context: Context, positions: int) -> Int[Array, "B {positions}"]:
+    """How many new tokens each prefix holds."""
     return context.prefix_lengths(positions) - context.starts[:, None]
 
 
-def _live(context: Context, positions: int) -> jax.Array:
-    """`[B, T, S]`: which slots belong to the prefix of each position."""
+def _live(context: Context, positions: int) -> Bool[Array, "B {positions} S"]:
+    """Which slots belong to the prefix of each position."""
     return jnp.arange(context.tokens.shape[1]) < context.prefix_lengths(positions)[..., None]
 
 
-def _put(logits: jax.Array, ids: jax.Array, where: jax.Array, values) -> jax.Array:
-    """`logits [B, T, V]` with `values` at `ids [B, T, N]`, where `where [B, T, N]`; equal ids have equal values."""
+def _put(
+    logits: Float[Array, "B T V"], ids: Int[Array, "B T N"], where: Bool[Array, "B T N"],
+    values: Float[Array, "B T N"] | float,
+) -> Float[Array, "B T V"]:  # fmt: skip
+    """`logits` with `values` at `ids`, `where` that is True; equal ids have equal values."""
     row, position = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
     return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(values, mode="drop")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import flax.struct
-import jax
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from specdec_jax.speculative.processors import Processor
 
@@ -110,8 +110,8 @@ class SamplingConfig:
         bias = self._bias(vocab_size) if mode.bias else None
         return SamplingRows(**values, bias=bias, forced=self._forced(vocab_size) if mode.forced else None)
 
-    def _bias(self, vocab_size: int) -> np.ndarray:
-        """`[V]` float32 to add: the biases, −inf at what is forbidden."""
+    def _bias(self, vocab_size: int) -> Float32[np.ndarray, " V"]:
+        """What is added: the biases, −inf at what is forbidden."""
         bias = np.zeros(vocab_size, np.float32)
         for token, value in (self.logit_bias or {}).items():
             bias[_checked("logit_bias", token, vocab_size)] = value
@@ -128,8 +128,8 @@ class SamplingConfig:
             raise ValueError(f"got all {vocab_size} ids forbidden, expected at least one that is allowed")
         return bias
 
-    def _forced(self, vocab_size: int) -> np.ndarray:
-        """`[F]` int32, −1 where nothing is forced; a multiple of 8, so that another number rarely compiles anew."""
+    def _forced(self, vocab_size: int) -> Int32[np.ndarray, " F"]:
+        """−1 where nothing is forced; a multiple of 8, so that another number rarely compiles anew."""
         places = self.forced_tokens or {}
         forced = np.full(-(-(max(places) + 1) // 8) * 8, -1, np.int32)
         for place, token in places.items():
@@ -183,20 +183,13 @@ class SamplingMode(NamedTuple):
 
 @flax.struct.dataclass
 class SamplingRows:
-    """Traced part of a `SamplingConfig`.
+    """Traced part of a `SamplingConfig`; `forced` is −1 where nothing is forced."""
 
-    Attributes:
-      temperature, top_p, min_p, repetition_penalty: `[B]` float32.
-      top_k, min_new_tokens: `[B]` int32.
-      bias: `[V]` float32, or None.
-      forced: `[F]` int32, −1 where nothing is forced, or None.
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition_penalty: jax.Array
-    min_new_tokens: jax.Array
-    bias: jax.Array | None = None
-    forced: jax.Array | None = None
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    min_new_tokens: Int[Array, " B"]
+    bias: Float[Array, " V"] | None = None
+    forced: Int[Array, " F"] | None = None

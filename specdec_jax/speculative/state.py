@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 import flax.struct
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specdec_jax.speculative.gamma import DraftSignals, Policy
 from specdec_jax.speculative.laws import Law, PointMass
@@ -49,7 +49,7 @@ class StaticConfig(NamedTuple):
 
 @flax.struct.dataclass
 class Counts:
-    """What happened, per row; `[B]` or `[B, G]` int32.
+    """What happened, per row.
 
     Attributes:
       target_calls: target calls in which the row took part.
@@ -61,12 +61,12 @@ class Counts:
       accepted_by_position: how often it stood.
     """
 
-    target_calls: jax.Array
-    draft_calls: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
-    examined_by_position: jax.Array
-    accepted_by_position: jax.Array
+    target_calls: Int[Array, " B"]
+    draft_calls: Int[Array, " B"]
+    drafted: Int[Array, " B"]
+    accepted: Int[Array, " B"]
+    examined_by_position: Int[Array, "B G"]
+    accepted_by_position: Int[Array, "B G"]
 
     @classmethod
     def zero(cls, batch: int, gamma: int) -> "Counts":
@@ -79,53 +79,52 @@ class DecodeState:
     """What lives through the loop. B rows; S slots of tokens, G + 1 more than any row's limit.
 
     Attributes:
-      tokens: `[B, S]` int32: start token and decoder prefix, or the prompt, then committed tokens;
-        anything after a row's length.
-      lengths: `[B]` int32 committed tokens, start token and prefix included.
-      done: `[B]` bool.
-      starts: `[B]` int32 start token and prefix, or prompt: how many of the tokens are not new.
-      log_probs: `[B, S]` float32 under the target's own law (temperature 1, no filter), at the committed slots.
+      tokens: start token and decoder prefix, or the prompt, then committed tokens; anything after a row's length.
+      lengths: committed tokens, start token and prefix included.
+      done: the row is complete.
+      starts: start token and prefix, or prompt: how many of the tokens are not new.
+      log_probs: float32 under the target's own law (temperature 1, no filter), at the committed slots.
       adjusted_log_probs: the same under the law after processors and filters; None where it is 0 throughout (argmax).
-      keys: `[B]` typed keys, one per request.
+      keys: one per request.
       sampling: sampling parameters.
       settings: of a lossy verifier, else None.
-      limits: `[B]` int32, the length at which a row stops.
-      eos_ids: `[B, E]` int32, ids that stop a row, padded with −1.
-      gamma: `[B]` int32, tokens to draft per iteration, at most G.
+      limits: the length at which a row stops.
+      eos_ids: ids that stop a row, padded with −1.
+      gamma: tokens to draft per iteration, at most G.
       policy: drafts fewer now and then, by numbers of its own for each row; None drafts γ.
       policy_state: what it keeps.
       target_cache: the target's cache; its live part ends one slot before a row's last token.
       draft_state: the drafter's own state, None without a drafter.
       counts: statistics.
-      last_draft: `[B, G]` int32 tokens drafted in the last iteration.
-      last_drafted, last_accepted: `[B]` int32, how many were drafted and how many stood in the last iteration.
+      last_draft: tokens drafted in the last iteration.
+      last_drafted, last_accepted: how many were drafted and how many stood in the last iteration.
       last_seen: the laws of the last draft as the policy reads them; None if it reads none.
-      draft_failed: `[B]` int32, the first slot for which the drafter's law was not one of numbers; 0: none yet.
+      draft_failed: the first slot for which the drafter's law was not one of numbers; 0: none yet.
       program: the static part.
     """
 
-    tokens: jax.Array
-    lengths: jax.Array
-    done: jax.Array
-    starts: jax.Array
-    log_probs: jax.Array
-    adjusted_log_probs: jax.Array | None
-    keys: jax.Array
+    tokens: Int[Array, "B S"]
+    lengths: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    starts: Int[Array, " B"]
+    log_probs: Float[Array, "B S"]
+    adjusted_log_probs: Float[Array, "B S"] | None
+    keys: Key[Array, " B"]
     sampling: SamplingRows
     settings: Settings | None
-    limits: jax.Array
-    eos_ids: jax.Array
-    gamma: jax.Array
+    limits: Int[Array, " B"]
+    eos_ids: Int[Array, "B E"]
+    gamma: Int[Array, " B"]
     policy: Policy | None
     policy_state: Any
     target_cache: Any
     draft_state: Any
     counts: Counts
-    last_draft: jax.Array
-    last_drafted: jax.Array
-    last_accepted: jax.Array
+    last_draft: Int[Array, "B G"]
+    last_drafted: Int[Array, " B"]
+    last_accepted: Int[Array, " B"]
     last_seen: DraftSignals | None
-    draft_failed: jax.Array
+    draft_failed: Int[Array, " B"]
     program: StaticConfig = flax.struct.field(pytree_node=False)
 
 
@@ -133,19 +132,19 @@ class Draft(NamedTuple):
     """What a drafter proposes.
 
     Attributes:
-      tokens: `[B, G]` int32; −1 where the law to draw from is not one of numbers (NaN): there the draft ends.
-      num_drafted: `[B]` int32, how many of them count; at most the number asked for.
+      tokens: −1 where the law to draw from is not one of numbers (NaN): there the draft ends.
+      num_drafted: how many of them count; at most the number asked for.
       law: the law over `[B, G, V]` that they were really drawn from, a `PointMass` if they were not drawn; None where
         `StaticConfig.asks_draft_law` is False.
-      calls: `[B]` int32 calls of the drafter's model that the row took part in.
+      calls: of the drafter's model that the row took part in.
       seen: of the laws, where the policy of γ reads them.
       target_cache: the target's cache, if the drafter has written to it: to slots that the target's call overwrites.
     """
 
-    tokens: jax.Array
-    num_drafted: jax.Array
+    tokens: Int[Array, "B G"]
+    num_drafted: Int[Array, " B"]
     law: Law | PointMass | None
-    calls: jax.Array
+    calls: Int[Array, " B"]
     seen: DraftSignals | None = None
     target_cache: Any = None
 
@@ -160,20 +159,20 @@ class Draft(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What the target made of the last committed token and the draft: what a drafter may learn from.
+    """What the target made of the last committed token and the draft, T = G + 1: what a drafter may learn from.
 
     Attributes:
-      tokens: `[B, G + 1]` int32 tokens fed.
-      states: `[B, G + 1, D]` the target's last states, which its head takes.
-      logits: `[B, G + 1, V]` float32, before any processor.
-      num_new: `[B]` int32 tokens committed; the tokens fed at the first `num_new` positions are in the output, what
+      tokens: those fed.
+      states: the target's last ones, which its head takes.
+      logits: float32, before any processor.
+      num_new: tokens committed; the tokens fed at the first `num_new` positions are in the output, what
         follows was refused. 0 for a row that is done.
     """
 
-    tokens: jax.Array
-    states: jax.Array
-    logits: jax.Array
-    num_new: jax.Array
+    tokens: Int[Array, "B T"]
+    states: Float[Array, "B T D"]
+    logits: Float[Array, "B T V"]
+    num_new: Int[Array, " B"]
 
 
 def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
@@ -183,6 +182,6 @@ def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
     return DraftSignals(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)
 
 
-def context(state: DecodeState, tokens: jax.Array | None = None, ahead: jax.Array | int = 0) -> Context:
-    """The prefixes after `ahead` of the tokens that follow the committed ones in `tokens [B, S]`."""
+def context(state: DecodeState, tokens: Int[Array, "B S"] | None = None, ahead: Int[Array, ""] | int = 0) -> Context:
+    """The prefixes after `ahead` of the tokens that follow the committed ones in `tokens`."""
     return Context(state.tokens if tokens is None else tokens, state.lengths + ahead, state.starts, state.eos_ids)

@@ -2,46 +2,49 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
+from jaxtyping import Array, Float, Int, UInt32
 
-from specdec_jax.speculative.laws import Law, PointMass
+from specdec_jax.models.axes import PerRow
+from specdec_jax.speculative.laws import Law
 
-# What a verifier is asked for, per row: `[B]` float32 by the name of the parameter.
-Settings = dict[str, jax.Array]
+# What a verifier is asked for, per row, by the name of the parameter.
+Settings = dict[str, Float[Array, " B"]]
+Drafted = Int[Array, "B G"]
 
 
 class Verification(NamedTuple):
     """Outcome of one iteration.
 
     Attributes:
-      num_accepted: τ, `[B]` int32, drafted tokens that stand, at most `num_drafted`.
-      next_token: `[B]` int32, the token after them: the correction at a rejection, else the bonus token; −1 where the
-        target's law there is not one of numbers.
+      num_accepted: τ, drafted tokens that stand, at most `num_drafted`.
+      next_token: the token after them: the correction at a rejection, else the bonus token; −1 where the target's law
+        there is not one of numbers.
     """
 
-    num_accepted: jax.Array
-    next_token: jax.Array
+    num_accepted: PerRow
+    next_token: PerRow
 
 
 class Randomness(NamedTuple):
     """The randomness of one iteration.
 
     Attributes:
-      accept: `[B, G]` uniforms in [0, 1).
-      final: `[B, G + 1, 2]` random words, the n-th two for the token that follows n accepted ones (residual or bonus).
-      noise: `[B, G + 1, V]` standard Gumbel noise of the absolute positions, shared with the drafter; None but for
+      accept: uniforms in [0, 1).
+      final: random words, the n-th two for the token that follows n accepted ones (residual or bonus).
+      noise: standard Gumbel noise of the absolute positions, shared with the drafter; None but for
         `verify_coupled`.
     """
 
-    accept: jax.Array
-    final: jax.Array
-    noise: jax.Array | None = None
+    accept: Float[Array, "B G"]
+    final: UInt32[Array, "B G+1 2"]
+    noise: Float[Array, "B G+1 V"] | None = None
 
 
-Judge = Callable[[Law, Law | PointMass | None, jax.Array, jax.Array, Randomness, Settings | None], Verification]
-JudgeGreedy = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Settings | None], Verification]
+# What the draft's law and the settings are, or None, depends on what the verifier declares.
+Judge = Callable[[Law, Any, Drafted, PerRow, Randomness, Any], Verification]
+JudgeGreedy = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Verifier:
           target: `Law` over `[B, G + 1, V]`.
           draft: `Law` over `[B, G, V]` from which the tokens were really drawn, `PointMass` where they were not drawn,
             None unless it `reads_draft_law`.
-          draft_tokens: `[B, G]` int32. A row examines the first `num_drafted [B]` of them; the rest may be anything.
+          draft_tokens: a row examines the first `num_drafted` of them; the rest may be anything.
           settings: of its `parameters`, None without any.
       exact: the output law is the target's.
       reads_draft_law: q enters the rule.
@@ -65,8 +68,8 @@ class Verifier:
       softens: at temperature 0 too it may let tokens stand that are not the most probable.
       sampled_only: it means nothing at temperature 0.
       judge_greedy: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
-        settings) -> Verification`, for processed logits `[B, G + 1, V]` and uniforms `accept [B,
-        G]`; None: a token stands iff it is the target's argmax.
+        settings) -> Verification`, for processed logits and uniforms `accept`; None: a token stands
+        iff it is the target's argmax.
       parameters: names of what can be asked of it, with their defaults; None must be given.
     """
 

@@ -4,27 +4,29 @@ Convention: p is the target's law (`target`), q the drafter's (`draft`); γ = G 
 what the arguments are. A new verifier is a function like these and a row of the table `VERIFIERS`.
 """
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative.draws import draw
 from specdec_jax.speculative.laws import Law, PointMass, argmax
-from specdec_jax.speculative.verifier import Randomness, Settings, Verification, Verifier
+from specdec_jax.speculative.verifier import Drafted, Randomness, Settings, Verification, Verifier
 
 
-def verify_greedy(target_tokens: jax.Array, draft_tokens: jax.Array, num_drafted: jax.Array) -> Verification:
+def verify_greedy(
+    target_tokens: Int[Array, "B T"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow
+) -> Verification:
     """T = 0: both laws are one-hot, so a drafted token stands iff it is the target's argmax (section 2.2).
 
     Args:
-      target_tokens: `[B, G + 1]` argmax of the target at each position.
-      draft_tokens: `[B, G]`.
-      num_drafted: `[B]`, drafted tokens of each row (at most G).
+      target_tokens: argmax of the target at each of T = G + 1 positions.
+      num_drafted: drafted tokens of each row (at most G).
     """
     return _leading(target_tokens[:, :-1] == draft_tokens, num_drafted, target_tokens)
 
 
 def verify_greedy_leniently(
-    logits: jax.Array, draft_tokens: jax.Array, num_drafted: jax.Array, lenience: jax.Array
+    logits: Float[Array, "B T V"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow, lenience: Float[Array, " B"]
 ) -> Verification:
     """T = 0 with lenience l (section A.5): a drafted token x stands iff p(x) ≥ l · max p, p before it is made one-hot.
 
@@ -32,8 +34,8 @@ def verify_greedy_leniently(
     most probable one after the same prefix. l = 1 is greedy decoding.
 
     Args:
-      logits: `[B, G + 1, V]`, processed, temperature 1.
-      draft_tokens: `[B, G]`. num_drafted: `[B]`. lenience: `[B]` in (0, 1].
+      logits: processed, temperature 1, T = G + 1.
+      lenience: in (0, 1].
     """
     best = jnp.max(logits[:, :-1], axis=-1)
     drafted = jnp.take_along_axis(logits[:, :-1], draft_tokens[..., None], axis=-1)[..., 0]
@@ -42,7 +44,9 @@ def verify_greedy_leniently(
     return _leading(near | (tokens[:, :-1] == draft_tokens), num_drafted, tokens)
 
 
-def verify_tokens(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+def verify_tokens(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+) -> Verification:
     """Algorithm 1 of Leviathan et al. 2023 (section 2.3): the target's law.
 
     Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i), strictly, so that a token with p = 0 never stands. At the
@@ -53,7 +57,10 @@ def verify_tokens(target, draft, draft_tokens, num_drafted, draws: Randomness, s
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
-def verify_leniently(target, draft, draft_tokens, num_drafted, draws: Randomness, settings: Settings) -> Verification:
+def verify_leniently(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    settings: Settings,
+) -> Verification:  # fmt: skip
     """Lenience l (section A.5), lossy: x_i stands while u_i < p_i(x_i) / (l · q_i(x_i)); otherwise as `verify_tokens`.
 
     No token gets more than p(x) / l of probability after any prefix. l = 1 is `verify_tokens`.
@@ -63,7 +70,9 @@ def verify_leniently(target, draft, draft_tokens, num_drafted, draws: Randomness
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
-def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+def verify_blocks(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+) -> Verification:
     """Block verification (Sun et al. 2024, arXiv 2403.10444): the target's law; on average accepts
     no fewer than tokens.
 
@@ -75,7 +84,8 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, s
     if not gamma:
         return correct(target, draft, num_drafted, num_drafted, draws.final)
     target_probs, draft_probs = leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
-    ratios = jnp.where(draft_probs == 0, target_probs > 0, target_probs / draft_probs)  # p(x) = 0 never stands
+    possible = (target_probs > 0).astype(target_probs.dtype)  # p(x) = 0 never stands
+    ratios = jnp.where(draft_probs == 0, possible, target_probs / draft_probs)
     ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
     weight, weights = jnp.ones_like(ratios[:, 0]), []
     for i in range(gamma):
@@ -94,7 +104,9 @@ def verify_blocks(target, draft, draft_tokens, num_drafted, draws: Randomness, s
     return correct(target, draft, num_accepted, num_drafted, draws.final, scale)
 
 
-def verify_by_rejection(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+def verify_by_rejection(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+) -> Verification:
     """Rejection sampling with a constant (section A.2), for comparison: the target's law, fewer tokens accepted.
 
     x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), M_i = max_x p_i(x) / q_i(x); after a
@@ -113,7 +125,9 @@ def verify_by_rejection(target, draft, draft_tokens, num_drafted, draws: Randomn
     return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
 
 
-def verify_coupled(target, draft, draft_tokens, num_drafted, draws: Randomness, settings=None) -> Verification:
+def verify_coupled(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+) -> Verification:
     """Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978): the target's law, and more: its very draws.
 
     Each position's token is argmax(log p + g) with noise g that depends on the key and the absolute position alone; a
@@ -124,7 +138,10 @@ def verify_coupled(target, draft, draft_tokens, num_drafted, draws: Randomness, 
     return verify_greedy(argmax(target.logits + draws.noise), draft_tokens, num_drafted)
 
 
-def verify_typical(target, draft, draft_tokens, num_drafted, draws: Randomness, settings: Settings) -> Verification:
+def verify_typical(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    settings: Settings,
+) -> Verification:  # fmt: skip
     """Typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), lossy, the drafter's law does not enter.
 
     x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))); the token after the last that stands is drawn from p: each
@@ -138,7 +155,10 @@ def verify_typical(target, draft, draft_tokens, num_drafted, draws: Randomness, 
     return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
 
 
-def verify_forced(target, draft, draft_tokens, num_drafted, draws: Randomness, settings: Settings) -> Verification:
+def verify_forced(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    settings: Settings,
+) -> Verification:  # fmt: skip
     """For timing alone, where the weights mean nothing: each drafted token stands with probability α, whatever it is.
 
     What follows is corrected as by `verify_tokens`, so that an iteration costs what it costs with that.
@@ -148,13 +168,14 @@ def verify_forced(target, draft, draft_tokens, num_drafted, draws: Randomness, s
 
 
 def verify_greedy_forced(
-    target_tokens: jax.Array, num_drafted: jax.Array, accept: jax.Array, forced_alpha: jax.Array
-) -> Verification:
+    target_tokens: Int[Array, "B T"], num_drafted: PerRow, accept: Float[Array, "B T-1"],
+    forced_alpha: Float[Array, " B"],
+) -> Verification:  # fmt: skip
     """`verify_forced` at T = 0: what follows the drafted tokens that stand is the target's argmax.
 
     Args:
-      target_tokens: `[B, G + 1]` argmax of the target at each position.
-      num_drafted: `[B]`. accept: `[B, G]` uniforms. forced_alpha: `[B]`.
+      target_tokens: argmax of the target at each of T = G + 1 positions.
+      accept: uniforms.
     """
     return _leading(accept < forced_alpha[:, None], num_drafted, target_tokens)
 
@@ -206,24 +227,26 @@ def leading_law(target: Law) -> Law:
     return Law(target.logits[:, :-1], target.log_normalizer[:, :-1])
 
 
-def _at(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns what is at place `index [B]` of each row of `values [B, N, …]`."""
+def _at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B ..."]:
+    """Returns what is at place `index` of each row of `values`."""
     return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
 
-def count_leading(accepted: jax.Array, num_drafted: jax.Array) -> jax.Array:
-    """Number of leading True of `accepted [B, G]`, at most `num_drafted [B]`."""
+def count_leading(accepted: Bool[Array, "B G"], num_drafted: PerRow) -> PerRow:
+    """Number of leading True of `accepted`, at most `num_drafted`."""
     inside = jnp.arange(accepted.shape[1]) < num_drafted[:, None]
     return jnp.sum(jnp.cumprod((accepted & inside).astype(jnp.int32), axis=1), axis=1)
 
 
-def _leading(accepted: jax.Array, num_drafted: jax.Array, target_tokens: jax.Array) -> Verification:
+def _leading(accepted: Bool[Array, "B G"], num_drafted: PerRow, target_tokens: Int[Array, "B G+1"]) -> Verification:
     num_accepted = count_leading(accepted, num_drafted)
     return Verification(num_accepted, _at(target_tokens, num_accepted))
 
 
-def _excess(target: Law, draft: Law | PointMass, draft_tokens: jax.Array, scale: jax.Array) -> jax.Array:
-    """Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0), `[B, G − 1]`, for `scale [B, G − 1]` of positions 1 … G − 1."""
+def _excess(
+    target: Law, draft: Law | PointMass, draft_tokens: Drafted, scale: Float[Array, "B G-1"]
+) -> Float[Array, "B G-1"]:
+    """Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0) of positions 1 … G − 1."""
     here = Law(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])
     if isinstance(draft, PointMass):
         return scale * (
@@ -233,7 +256,10 @@ def _excess(target: Law, draft: Law | PointMass, draft_tokens: jax.Array, scale:
     return jnp.sum(jnp.maximum(scale[..., None] * here.probs() - there.probs(), 0), axis=-1)
 
 
-def correct(target, draft, num_accepted, num_drafted, final, scale=1.0) -> Verification:
+def correct(
+    target: Law, draft: Law | PointMass, num_accepted: PerRow, num_drafted: PerRow, final: UInt32[Array, "B T 2"],
+    scale: Float[Array, "B 1"] | float = 1.0,
+) -> Verification:  # fmt: skip
     """Draws the next token: from norm(max(scale · p − q, 0)) after a rejection, else from p."""
     weights = target.row(num_accepted)
     gamma = final.shape[1] - 1

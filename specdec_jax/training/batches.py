@@ -7,7 +7,7 @@ import numpy as np
 
 
 def check_buckets(buckets: Sequence[int], batch_tokens: int, target_buckets: Sequence[int] = ()) -> None:
-    """Raises ValueError where `BucketedBatches` cannot be made of them."""
+    """Raises ValueError if `BucketedBatches` cannot be made with these lengths."""
     for name, lengths in dict(buckets=tuple(buckets), target_buckets=tuple(target_buckets or (1,))).items():
         if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
             raise ValueError(f"{name}: got {lengths}, expected ascending lengths from 1")
@@ -17,7 +17,12 @@ def check_buckets(buckets: Sequence[int], batch_tokens: int, target_buckets: Seq
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One padded batch: `inputs [B, L]`, `targets [B, T]` (EOS included), int32, 0 is padding."""
+    """One padded batch.
+
+    Attributes:
+      inputs: `[B, L]` int32, 0 is padding.
+      targets: `[B, T]` int32, EOS included, 0 is padding.
+    """
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -26,8 +31,9 @@ class Batch:
 class BucketedBatches:
     """Endless, resumable batches of tokenised pairs, bucketed by length so that few shapes compile.
 
-    Batch `step` depends on (seed, step) alone: a resumed run sees what an uninterrupted one would have seen. Every pair
-    that is not left out comes once in `per_epoch` batches.
+    Batch `step` depends on (seed, step) only, so a resumed run sees what an uninterrupted one would
+    have seen. Within the `per_epoch` batches of an epoch every pair that is not left out comes
+    once.
     """
 
     def __init__(
@@ -38,16 +44,17 @@ class BucketedBatches:
         seed: int = 0,
         target_buckets: Sequence[int] = (),
     ):
-        """Puts every pair into the shortest bucket that holds both sides, or each side into the shortest of its own.
+        """Puts every pair into the shortest bucket that holds both sides; with `target_buckets`,
+        each side into its own shortest one.
 
         Args:
           pairs: (input ids, target ids), both with EOS.
           buckets: ascending lengths; longer pairs are left out (`dropped` counts them).
-          batch_tokens: padded pieces of the longer side of a batch.
-          seed: of the order of the pairs and of the batches, anew in every epoch.
-          target_buckets: ascending lengths for the targets, where those are much shorter or longer
-            than the inputs (each with each of `buckets` is a shape that compiles); none: both sides
-            are padded alike.
+          batch_tokens: number of padded pieces on the longer side of a batch.
+          seed: decides the order of pairs and batches, which is new in every epoch.
+          target_buckets: ascending lengths for the targets, if those are much shorter or longer
+            than the inputs. Each with each of `buckets` is a shape that compiles. None given: both
+            sides are padded alike.
         """
         self._pairs, self._seed = pairs, seed
         check_buckets(buckets, batch_tokens, target_buckets)
@@ -72,6 +79,7 @@ class BucketedBatches:
         self._plan: list[tuple[int, np.ndarray]] = []
 
     def _plan_epoch(self, epoch: int):
+        """Decides the batches of an epoch: shape and pairs of each."""
         rng = np.random.default_rng((self._seed, epoch))
         order = rng.permutation(len(self._pairs))
         plan = []

@@ -12,44 +12,45 @@ from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """A training run.
+    """Settings of a training run.
 
     Attributes:
-      model: shape of the network; `matmul_dtype` and `dropout_rate` count in training only, `dtype` is set below.
-      train_files, validation_files: TSV files (source, tab, target; or, with a tab and the target's
-        ids after that, as `specdec distill` writes them) or, for a decoder-only model, UTF-8 text,
-        a document a line; gzip or not; any number of each.
-      output_dir: checkpoints, the log and the final model go here; an existing run in it is resumed.
-      data_dir: folder to which the names of those files are relative.
-      initialise_from: path of a model of the same shape and vocabulary, or a bundled name, whose
-        parameters a new run starts from; None: random ones. The optimiser's state is new either
-        way. Layers that the model has fewer of than `model` are made up by copies of its own that
-        add little at first (`deepening.py`).
-      vocabulary: path of a SentencePiece model; where absent it is written: the teacher's, that of
-        `initialise_from`, or one trained on the train files. "": `vocabulary.model` in
-        `output_dir`.
-      vocabulary_size: ids of the vocabulary: its pieces and, with a model that has them, that model's sentinels.
+      model: shape of the network. `matmul_dtype` and `dropout_rate` count in training only; `dtype` is set below.
+      train_files, validation_files: one or more files, gzip or not. TSV (source, tab, target; and after
+        another tab perhaps the target's ids, as `specdec distill` writes them) or, for a
+        decoder-only model, UTF-8 text with one document a line.
+      output_dir: folder for checkpoints, the log and the final model; an existing run in it is resumed.
+      data_dir: folder to which the names of the files are relative.
+      initialise_from: path or bundled name of a model with the same shape and vocabulary, with whose
+        parameters a new run begins; None: random ones. The optimiser's state is new in both cases. If
+        that model has fewer layers, copies of its own that add little at first make up for the rest
+        (`deepening.py`).
+      vocabulary: path of a SentencePiece model; "": `vocabulary.model` in `output_dir`. If there is no
+        such file it is written: the vocabulary of the teacher, else of `initialise_from`, else one
+        trained on the train files.
+      vocabulary_size: number of ids: the vocabulary's pieces, and the sentinels of the model it comes from.
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
-      batch_tokens: padded pieces of the longer side of a batch.
-      sequence_length: of a decoder-only model, and of no other: pieces of the blocks into which its
-        text is cut, at most the model's positions; the settings of the next two do not count then.
+      batch_tokens: number of padded pieces on the longer side of a batch.
+      sequence_length: for a decoder-only model, and only there: number of pieces in the blocks into
+        which its text is cut, at most the model's positions. It replaces `buckets` and `target_buckets`.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
-      target_buckets: padded lengths of the targets, where those are not as long as the inputs;
-        none: `buckets` for both.
-      label_smoothing: mass spread over the vocabulary.
+      target_buckets: padded lengths of the targets, if those are not as long as the inputs; none:
+        `buckets` for both.
+      label_smoothing: probability mass that is spread over the vocabulary.
       teacher: path of a model of the same kind to distil from, or None.
-      distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece; above 0 iff there is a
-        teacher.
+      distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece. 0 without
+        a teacher; with one above 0, unless the model needs its teacher for the encoder output alone.
       divergence: D: "forward_kl", "reverse_kl", "jensen_shannon" or "total_variation", which is 1 − α (`losses.py`).
-      distill_temperature: of the teacher's law in D; below 1 its argmax counts more.
-      select: what the best parameters have: the lowest validation "loss", or on the validation
-        files the highest "acceptance" (mean of Σ_v min(p, q), α at temperature 1) or "agreement"
-        (of the argmax, α at temperature 0) with the teacher.
-      seed: of the initial parameters, the order of the batches and dropout.
+      distill_temperature: temperature of the teacher's law in D; below 1 its argmax counts more.
+      select: how the best parameters are chosen: by the lowest validation "loss", or by the highest
+        "acceptance" (mean of Σ_v min(p, q), α at temperature 1) or "agreement" (of the argmax, α at
+        temperature 0) with the teacher on the validation files.
+      seed: decides the initial parameters, the order of the batches and dropout.
       log_every, save_every, evaluate_every: steps between records, checkpoints and validation losses.
-      dtype: of the computation; None: float32 on a CPU, bfloat16 on an accelerator. Parameters stay float32.
+      dtype: dtype of the computation; None: float32 on a CPU, bfloat16 on an accelerator. Parameters
+        stay float32.
     """
 
     model: ModelConfig
@@ -91,7 +92,7 @@ class TrainConfig:
             isinstance(self.model, ModelConfig),
             "model",
             self.model,
-            "a T5Config, a GPTConfig or that of another family",
+            "a T5Config, a GPTConfig or another family's configuration",
         )
         expect(self.model.dtype == "float32", "model.dtype", self.model.dtype, "float32: TrainConfig.dtype sets it")
         for name in ("steps", "log_every", "save_every", "evaluate_every", "vocabulary_size"):
@@ -104,7 +105,7 @@ class TrainConfig:
         expect(0 < self.learning_rate < np.inf, "learning_rate", self.learning_rate, "a positive number")
         expect(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "a number in [0, 1)")
         shares = self.model.encoder_dim is not None
-        expect(bool(self.teacher) or not shares, "teacher", None, "the model whose encoder model.encoder_dim is of")
+        expect(bool(self.teacher) or not shares, "teacher", None, "the model whose encoder output is read")
         weights = "a number in [0, 1]" if shares else "a number in (0, 1] with a teacher, 0 without"
         fits = 0 < self.distill_weight <= 1 or self.distill_weight == 0 and (shares or not self.teacher)
         fits = fits and (bool(self.teacher) or self.distill_weight == 0)
@@ -133,21 +134,22 @@ class TrainConfig:
         expect(fits, "sequence_length", self.sequence_length, f"a number from 1 to the smaller of {limits}")
         for name in ("buckets", "target_buckets"):
             default = self.__dataclass_fields__[name].default
-            expect(getattr(self, name) == default, name, getattr(self, name), "none: sequence_length says it here")
+            expect(getattr(self, name) == default, name, getattr(self, name), "none beside sequence_length")
 
     @property
     def corpus(self) -> corpus.Corpus:
-        """What the model is trained on."""
+        """How batches are made of the files: pairs, or plain text."""
         if self.model.decoder_only:
             assert self.sequence_length is not None
             return corpus.Text(self.sequence_length)
         return corpus.Pairs(self.buckets, self.target_buckets)
 
     def paths(self, name: str) -> list[pathlib.Path]:
-        """`train_files` or `validation_files` with their folder."""
+        """Returns the paths of `train_files` or `validation_files`, within `data_dir`."""
         return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
 
 
 def expect(condition: bool, name: str, got, expected: str) -> None:
+    """Raises ValueError with what was got and expected, unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}: got {got!r}, expected {expected}")

@@ -1,6 +1,8 @@
-"""What models of each kind are trained on: pairs of texts where there is an encoder, plain text where there is none.
+"""Makes batches of what models are trained on: pairs of texts with an encoder, plain text without
+one.
 
-A corpus makes batches (inputs, targets) out of files; `losses.py` says what a network makes of the two.
+A corpus makes batches (inputs, targets) of files; `losses.py` says what a network does with the
+two.
 """
 
 import dataclasses
@@ -16,38 +18,40 @@ from specdec_jax.models import vocabularies
 from specdec_jax.training import text_files
 from specdec_jax.training.batches import BucketedBatches
 
-# SentencePiece passes over a line of more than 4,192 bytes: longer ones are cut, where it can be between words.
+# SentencePiece skips lines of more than 4,192 bytes: longer ones are cut, between words if possible.
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
 
 
 class Corpus(Protocol):
-    """What training does in its own way for a kind of model.
+    """What training does differently for each kind of model.
 
     Attributes:
-      files: what the files are, for messages.
+      files: what the files are called in messages.
     """
 
     files: str
 
     def texts(self, paths: Sequence) -> Iterator[str]:
-        """What a vocabulary is trained on."""
+        """Yields the texts on which a vocabulary is trained."""
 
     def batches(self, vocabulary, paths: Sequence, ids: int, batch_tokens: int, seed: int) -> BucketedBatches:
-        """Batches of the files' texts.
+        """Returns batches of the files' texts.
 
         Args:
-          ids: the model's; what a file gives must lie below.
+          vocabulary: encodes the texts.
+          paths: the files.
+          ids: number of ids that the model has; ids in a file must lie below it.
           batch_tokens, seed: as for `BucketedBatches`.
 
         Raises:
-          ValueError: a file that cannot be read, has nothing in it, or an id that would count as padding.
+          ValueError: a file cannot be read, has nothing in it, or has an id that would count as padding.
         """
 
     def start_token(self, vocabulary) -> int:
-        """The id that a sequence begins with."""
+        """Returns the id that a sequence begins with."""
 
     def summary(self, batches: BucketedBatches) -> str:
-        """What `batches` are made of, in a few words."""
+        """Returns a few words on what `batches` are made of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Pairs:
             for source, target, given in text_files.read_examples(paths)
         ]
         name, largest = ", ".join(map(str, paths)), max((max(side) for pair in pairs for side in pair), default=0)
-        if largest >= ids:  # only ids that a file gives can be so
+        if largest >= ids:  # only ids from a file can be too large
             raise ValueError(f"{name}: got the id {largest}, expected at most {ids - 1}")
         _check_padding(name, any(0 in side for pair in pairs for side in pair), vocabulary)
         try:
@@ -85,13 +89,13 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Documents, one a line, for decoder-only models: one stream of ids, each document followed by
-    EOS, cut into blocks.
+    """Documents, one a line, for decoder-only models: one stream of ids with EOS after each
+    document, cut into blocks.
 
     Attributes:
-      sequence_length: pieces that a block predicts. What stands before a block's first is fed too;
-        before the first of all that is EOS, which therefore is the start token: it says that a
-        document begins.
+      sequence_length: number of pieces that a block predicts. The piece before its first one is fed
+        too; before the very first that is EOS. So EOS is the start token: it says that a document
+        begins.
     """
 
     sequence_length: int
@@ -117,12 +121,13 @@ class Text:
 
 
 def _check_padding(name: str, found: bool, vocabulary) -> None:
-    if found:  # ids that a file gives, or other special ids than T5's
+    if found:  # ids from a file, or a vocabulary with other special ids than T5's
         raise ValueError(f"{name}: got the piece {vocabulary.piece(0)!r} with id 0, expected none: 0 is padding")
 
 
 def check_special(name: str, vocabulary, start_token: int, corpus: Corpus) -> None:
-    """Refuses a model whose vocabulary or start token training does not know."""
+    """Raises ValueError for a model with another kind of vocabulary or start token than training
+    uses."""
     given = type(vocabulary).__name__
     if not isinstance(vocabulary, vocabularies.SentencePieceVocabulary):
         raise ValueError(f"{name}: got {given!r}, expected a SentencePiece vocabulary")
@@ -132,10 +137,10 @@ def check_special(name: str, vocabulary, start_token: int, corpus: Corpus) -> No
 
 
 def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
-    """A SentencePiece model of `size` pieces, trained on the files of a corpus.
+    """Returns a SentencePiece model of `size` pieces, trained on the files of a corpus.
 
     Raises:
-      ValueError: as for reading the files, or another number of pieces than the texts allow.
+      ValueError: a file cannot be read, or the texts do not allow this number of pieces.
     """
     texts = corpus.texts(paths)
     try:
@@ -148,14 +153,17 @@ def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
 def vocabulary_at(
     path: pathlib.Path, size: int, given: Mapping[str, vocabularies.SentencePieceVocabulary], make: Callable[[], bytes]
 ) -> vocabularies.SentencePieceVocabulary:
-    """The vocabulary of a run, of `size` ids, which is written to `path` where that is absent.
+    """Returns the vocabulary of a run, of `size` ids; writes it to `path` if nothing is there.
 
     Args:
-      given: those of the models that a run begins with, by what they are called: the same pieces all.
-      make: makes one where none is given.
+      path: path of the SentencePiece model.
+      size: number of ids, sentinels included.
+      given: vocabularies of the models that a run begins with, which must have the same pieces, by
+        the models' names in messages.
+      make: makes a vocabulary if none is given.
 
     Raises:
-      ValueError: the pieces at `path` are others, or not as many.
+      ValueError: there are other pieces at `path`, or another number of them.
     """
     owner = next(iter(given), None)
     if not path.exists():
@@ -173,7 +181,8 @@ def vocabulary_at(
 
 
 def recorded_vocabulary(path: pathlib.Path, size: int) -> vocabularies.SentencePieceVocabulary:
-    """The vocabulary of a run that began: what `size` counts beside the file's pieces are sentinels."""
+    """Returns the vocabulary of a run that has begun; ids beyond the file's pieces, up to `size`,
+    are sentinels."""
     pieces = vocabularies.SentencePieceVocabulary.load(path)
     sentinels = size - pieces.size
     if sentinels < 0:

@@ -1,5 +1,5 @@
-"""Deeper networks out of trained ones, to go on training from: copies of layers that begin by
-adding next to nothing."""
+"""Makes deeper networks of trained ones, to train further, with copies of layers that at first add
+next to nothing."""
 
 from typing import Any
 
@@ -8,18 +8,19 @@ import jax.numpy as jnp
 
 # The nodes whose product a layer adds to its input.
 _OUTPUTS = ("out", "wo")
-_SHARE = 0.1
+_SHARE = 0.1  # part of a layer's output that its copies add
 
 
 def deepen(params: dict, stack: str, layers: int) -> dict:
-    """Nested `params` with `layers` layers in "encoder" or "decoder" where it has fewer, e.g. 5 as 0 0' 0'' 1 1'.
+    """Returns nested `params` with `layers` layers in the stack "encoder" or "decoder", e.g. 2
+    layers as 5: 0 0' 0'' 1 1'.
 
     Every layer is followed by copies of itself that add a tenth of what it adds, so that the
     network begins close to what it was. (Copies that add nothing, as in Wu et al. 2024, "LLaMA
     Pro", arXiv 2401.02415, would hardly be moved by steps relative to an array's size.)
 
     Raises:
-      ValueError: it has more layers, or none.
+      ValueError: the stack has more layers, or none.
     """
     found = {name: node for name, node in params[stack].items() if name.startswith("layers_")}
     if not 0 < len(found) <= layers:
@@ -34,5 +35,5 @@ def deepen(params: dict, stack: str, layers: int) -> dict:
 
 
 def _quiet(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-    """A parameter of a copy; another array in any case, since training writes over its arrays."""
+    """Returns a parameter of a copy; always a new array, since training writes over its arrays."""
     return leaf * _SHARE if any(key.key in _OUTPUTS for key in path) else jnp.copy(leaf)

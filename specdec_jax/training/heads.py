@@ -1,7 +1,7 @@
-"""Training of heads on a target's last state: the target frozen, or trained beside them.
+"""Trains heads on a target's last state, with the target frozen or trained beside them.
 
-On the target's own outputs (TSV files that `specdec generate` makes), on other text, or with the
-target's own laws as soft targets.
+They learn from the target's own outputs (TSV files that `specdec generate` makes), from other text,
+or with the target's own laws as soft targets.
 """
 
 import dataclasses
@@ -33,20 +33,21 @@ from specdec_jax.training.run_folder import Checkpoints, changed_settings, recor
 
 @dataclasses.dataclass(frozen=True)
 class HeadsTrainConfig:
-    """A run that trains heads; what is not listed is as in `TrainConfig`.
+    """Settings of a run that trains heads; what is not listed is as in `TrainConfig`.
 
     Attributes:
-      target: path of the model on whose states the heads are put, or a bundled name.
+      target: path or bundled name of the model on whose states the heads are put.
       num_heads, num_blocks, share_head: as in `HeadsConfig`.
-      output_dir: the heads are written to `heads` in it, the target, where it is trained too, to `target`.
-      label_smoothing: mass spread over the vocabulary.
-      soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head), where the target's law is
-        its own after the pieces in between, which a head does not see.
-      learning_rate: of Adam, for the heads.
-      backbone_learning_rate: 0 leaves the target as it is; above 0 it is trained too, as
-        `TrainConfig.learning_rate` says.
-      backbone_weight: weight of the target's own cross-entropy beside the heads' loss; above 0 iff
-        the target is trained.
+      output_dir: the heads are written to `heads` in it; the target, if it is trained too, to
+        `target`.
+      label_smoothing: probability mass that is spread over the vocabulary.
+      soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head). The target's law is the one
+        after the pieces in between, which a head does not see.
+      learning_rate: learning rate of Adam, for the heads.
+      backbone_learning_rate: learning rate of the target, in the sense of `TrainConfig`; 0 leaves
+        the target as it is.
+      backbone_weight: weight of the target's own cross-entropy beside the heads' loss; above 0 if
+        and only if the target is trained.
       matmul_dtype: as in `T5Config`.
     """
 
@@ -91,17 +92,19 @@ class HeadsTrainConfig:
 
     @property
     def trains_backbone(self) -> bool:
+        """Whether the target is trained too."""
         return self.backbone_learning_rate > 0
 
     def run(self, shape: T5Config, **settings) -> TrainConfig:
-        """The settings that a run on a target of this shape shares with the training of a model."""
+        """Returns the settings that a run on a target of this shape shares with the training of a
+        model."""
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
         model = dataclasses.replace(shape, dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0)
         return TrainConfig(model=model, vocabulary_size=1, **{**shared, **settings})
 
     def heads(self, shape: ModelConfig) -> HeadsConfig:
-        """The heads on a target of this shape."""
+        """Returns the configuration of the heads on a target of this shape."""
         return HeadsConfig(
             self.num_heads, shape.emb_dim, shape.vocab_size, self.num_blocks, self.share_head,
             shape.dtype, shape.matmul_dtype,
@@ -114,16 +117,16 @@ def _fixed(settings: dict) -> dict:
     return {name: settings[name] for name in names} | trained
 
 
-# What is minimised.
+# The loss.
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadsObjective:
-    """What is minimised; hashable, so static under jit.
+    """What is minimised; hashable, so that it is static under jit.
 
     Attributes:
       model, heads: the networks.
-      start_token: the target's.
+      start_token: the target's start token.
       label_smoothing, soft_weight, backbone_weight: as in `HeadsTrainConfig`.
     """
 
@@ -136,15 +139,17 @@ class HeadsObjective:
 
 
 def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dropout_key=None):
-    """Mean loss of a piece that a head says, plus what the target's own pieces weigh, and the sums
-    over the heads' pieces.
+    """Returns the mean loss, and sums over the pieces that heads predict.
 
-    The state at decoder position t gives piece t + 1; head i says piece t + 1 + i.
+    The loss is the mean over these pieces, plus `backbone_weight` times the mean over the pieces
+    that the target itself predicts. The target's state at decoder position t predicts piece t + 1;
+    head i predicts piece t + 1 + i.
 
     Args:
       params: {"heads": …}, and {"target": …} if the target is trained.
       batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding.
-      target_params: of a target that is not trained.
+      objective: what is minimised.
+      target_params: parameters of a target that is not trained.
       dropout_key: not used; nothing is dropped.
     """
     inputs, targets = batch
@@ -157,8 +162,8 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
 
     total = Metrics(*[jnp.zeros((), jnp.float32)] * 3)
     for head in range(1, objective.heads.config.num_heads + 1):
-        known = max(targets.shape[1] - head, 0)  # positions from which a piece so far ahead is inside the batch
-        soft = own[:, head:] if objective.soft_weight else None
+        known = max(targets.shape[1] - head, 0)  # positions from which the predicted piece lies inside the batch
+        soft = own[:, head:] if own is not None and objective.soft_weight else None
         sums = _sums(logits[:, :known, head - 1], targets[:, head:], objective, soft)
         total = jax.tree.map(jnp.add, total, sums)
     loss = total.loss / jnp.maximum(total.pieces, 1)
@@ -169,8 +174,10 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
 
 
 def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
-    """Sums over the pieces of `targets [B, T]` with `logits [B, T, V]`; `soft`: the target's
-    logits at the same pieces."""
+    """Returns sums over the pieces of `targets [B, T]` for `logits [B, T, V]`.
+
+    `soft` are the target's logits at the same pieces.
+    """
     log_q, weights = jax.nn.log_softmax(logits), (targets > 0).astype(jnp.float32)
     nll = -jnp.take_along_axis(log_q, targets[..., None], axis=-1)[..., 0]
     loss = (1 - objective.label_smoothing) * nll - objective.label_smoothing * jnp.mean(log_q, axis=-1)
@@ -182,7 +189,7 @@ def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
 
 
 def assess_heads(params, batch, objective: HeadsObjective, target_params=None) -> tuple[Metrics, None]:
-    """As `losses.assess`, which knows no heads."""
+    """Returns the metrics of heads on a batch; takes the place of `losses.assess`."""
     return heads_loss(params, batch, objective, target_params)[1], None
 
 
@@ -190,13 +197,16 @@ def assess_heads(params, batch, objective: HeadsObjective, target_params=None) -
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Adam, as Medusa's heads were trained with: steps relative to an array's size would never leave kernels of 0."""
+    """Returns Adam, with which Medusa's heads were trained.
+
+    Steps relative to an array's size would never move kernels that begin at 0.
+    """
     rate = functools.partial(learning_rate, config)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
 
 
 class HeadsRun(train.Run):
-    """What a run needs beside its state; the target is part of the state only where it is trained."""
+    """What a run needs besides its state; the target is part of the state only if it is trained."""
 
     loss = staticmethod(heads_loss)
     assess = staticmethod(assess_heads)
@@ -233,7 +243,8 @@ class HeadsRun(train.Run):
         return self.saved.restore(train.abstract_state(self.init))
 
     def export(self) -> list[pathlib.Path]:
-        """Writes the heads, and the target where it was trained, with the lowest validation loss; the folders."""
+        """Writes the heads, and the target if it was trained, that had the lowest validation loss;
+        returns the folders."""
         output, target = pathlib.Path(self.config.output_dir).absolute(), self.target
         abstract = train.abstract_state(self.init)
         step = self.saved.best.best_step()
@@ -258,11 +269,13 @@ def _owners(params: dict) -> dict:
 
 
 def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
-    """Trains heads, or goes on where an earlier run into `output_dir` stopped, and writes them; see `train.fit`.
+    """Trains heads and writes them; resumes an earlier run in `output_dir`. See `train.fit`.
 
-    Returns: the parameters of the last step.
+    Returns:
+      The parameters of the last step.
+
     Raises:
-      ValueError: bad settings, target or files, before anything compiles; a loss that is no longer finite.
+      ValueError: bad settings, target or files, before anything compiles; or a loss that is no longer finite.
       KeyboardInterrupt: after a signal, when the run is saved.
     """
     train.check_files(settings.run(T5Config(1, 1, 1, 1, 1, 1, 1)))

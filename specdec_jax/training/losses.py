@@ -1,5 +1,5 @@
-"""What training minimises (cross-entropy with label smoothing, divergence from a teacher's
-laws), and one step of it."""
+"""Defines the losses of training (cross-entropy with label smoothing, divergences from a teacher's
+laws) and one step."""
 
 import dataclasses
 import functools
@@ -16,31 +16,32 @@ from specdec_jax.models.family import FamilyModule
 from specdec_jax.speculative import laws
 from specdec_jax.training.batches import BucketedBatches
 
-# Divergences `[...]` of the student's law q from the teacher's p, out of their logarithms
-# `[..., V]`, in nats where they are logarithms. The first makes q cover p, the second keeps it
-# where p is large.
+# Divergences `[...]` between the teacher's law p and the student's law q, given log p and log q `[..., V]`; all but
+# the total variation are in nats. The forward divergence makes q cover p, the reverse one keeps q where p is large.
 
 
 def forward_kl(log_p, log_q) -> jax.Array:
-    """KL(p ‖ q) = Σ_v p(v) log(p(v) / q(v))."""
+    """Returns KL(p ‖ q) = Σ_v p(v) log(p(v) / q(v))."""
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 def reverse_kl(log_p, log_q) -> jax.Array:
-    """KL(q ‖ p)."""
+    """Returns KL(q ‖ p)."""
     return forward_kl(log_q, log_p)
 
 
 def jensen_shannon(log_p, log_q) -> jax.Array:
-    """(KL(p ‖ m) + KL(q ‖ m)) / 2 with m = (p + q) / 2."""
+    """Returns (KL(p ‖ m) + KL(q ‖ m)) / 2 with m = (p + q) / 2."""
     log_m = jnp.logaddexp(log_p, log_q) - math.log(2)
     return (forward_kl(log_p, log_m) + forward_kl(log_q, log_m)) / 2
 
 
 def total_variation(log_p, log_q) -> jax.Array:
-    """1 − Σ_v min(p(v), q(v)): one minus the probability that the draft of such a q is accepted,
-    the paper's D_LK (lemma 3.3, theorem 3.5). Its mean over the target's own text is 1 − α
-    (corollary 3.6): this maximises α itself."""
+    """Returns 1 − Σ_v min(p(v), q(v)), the paper's D_LK (lemma 3.3).
+
+    It is the probability that a token drafted from q is rejected (theorem 3.5). Its mean over the
+    target's own text is 1 − α (corollary 3.6), so to minimise it is to maximise α itself.
+    """
     return 1 - jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
 
 
@@ -54,16 +55,16 @@ DIVERGENCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What is minimised; hashable, so static under jit.
+    """What is minimised; hashable, so that it is static under jit.
 
     Attributes:
       model: the network that is trained.
       label_smoothing: mass of the uniform law in the cross-entropy's target.
       teacher: the network that is distilled, of the same kind, or None.
-      distill_weight: w, share of the divergence from the teacher.
-      divergence: which, a name in `DIVERGENCES`.
-      distill_temperature: of the teacher's law in it; the student's stays at 1. Below 1 what counts
-        is more and more the teacher's argmax.
+      distill_weight: w, the share of the divergence from the teacher.
+      divergence: name of the divergence in `DIVERGENCES`.
+      distill_temperature: temperature of the teacher's law in the divergence; the student's stays
+        at 1. Below 1 the teacher's argmax counts more.
     """
 
     model: FamilyModule
@@ -78,7 +79,7 @@ class Metrics(NamedTuple):
     """Sums over the target pieces of a batch, each `[]` float32, in nats.
 
     Attributes:
-      loss: of what is minimised.
+      loss: what is minimised.
       nll: negative log-likelihood of the reference.
       pieces: number of target pieces, EOS included.
     """
@@ -92,8 +93,8 @@ class TeacherAgreement(NamedTuple):
     """How well the student would draft for its teacher: sums over the target pieces, each `[]` float32.
 
     Attributes:
-      acceptance: of Σ_v min(p(v), q(v)) at temperature 1; its mean is α there (corollary 3.6).
-      agreement: of whether the argmax is the same; its mean is α at temperature 0.
+      acceptance: sum of Σ_v min(p(v), q(v)) at temperature 1; its mean is α there (corollary 3.6).
+      agreement: number of pieces with the same argmax; its mean is α at temperature 0.
     """
 
     acceptance: jax.Array
@@ -101,7 +102,8 @@ class TeacherAgreement(NamedTuple):
 
 
 def _logits(params, batch, objective: Objective, teacher_params, dropout_key=None):
-    """Logits `[B, T, V]` of the student, and of the teacher or None, on the prefixes of the targets."""
+    """Returns the student's logits `[B, T, V]`, and the teacher's or None, after the prefixes of
+    the targets."""
     inputs, targets = batch
     teacher, variables = objective.teacher, {"params": teacher_params}
     arguments: tuple = (inputs,)
@@ -141,16 +143,18 @@ def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
 
 
 def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_key=None) -> tuple[jax.Array, Metrics]:
-    """Mean loss of a target piece, and the sums.
+    """Returns the mean loss of a target piece, and the sums over the pieces.
 
-    Per piece: (1 − w) · cross-entropy with label smoothing + w · D(p, q), with p the law of the teacher at
-    `distill_temperature`, q that of the student on the same prefix of the reference, and D the
-    divergence (token level).
+    Per piece the loss is (1 − w) · cross-entropy with label smoothing + w · D(p, q). Here p is the
+    teacher's law at `distill_temperature`, q the student's law after the same prefix of the
+    reference, and D the divergence (token level).
 
     Args:
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding; of a decoder-only model L =
+      params: the student's parameters.
+      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding. For a decoder-only model L =
         T, and the inputs are the pieces that stand before the targets.
-      teacher_params: of `objective.teacher`; no gradient flows to them.
+      objective: what is minimised.
+      teacher_params: parameters of `objective.teacher`; no gradient flows to them.
       dropout_key: None switches dropout off.
     """
     logits, teacher_logits = _logits(params, batch, objective, teacher_params, dropout_key)
@@ -160,7 +164,13 @@ def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_ke
 
 @flax.struct.dataclass
 class TrainState:
-    """Parameters, optimiser state and step count `[]`."""
+    """State of training.
+
+    Attributes:
+      params: parameters.
+      opt_state: the optimiser's state.
+      step: `[]`, number of steps done.
+    """
 
     params: dict
     opt_state: optax.OptState
@@ -169,21 +179,23 @@ class TrainState:
 
 @functools.partial(jax.jit, static_argnames=("objective", "optimizer", "loss"), donate_argnums=0)
 def train_step(state: TrainState, batch, teacher_params, seed, *, objective, optimizer, loss=loss_fn):
-    """One optimiser step; returns the new state and `Metrics`. `teacher_params` is None without a teacher.
+    """Takes one optimiser step; returns the new state and `Metrics`.
 
-    `loss` says what is minimised, given `objective`, which for `loss_fn` is an `Objective`.
+    `teacher_params` is None without a teacher. `loss` computes what is minimised from `objective`,
+    which for `loss_fn` is an `Objective`.
     """
     key = None
     if objective.model.config.dropout_rate > 0:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
     gradient = jax.value_and_grad(loss, has_aux=True)
     (_, metrics), grads = gradient(state.params, batch, objective, teacher_params, key)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the number of a step, an integer
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
 
 def assess(params, batch, objective: Objective, teacher_params=None) -> tuple[Metrics, TeacherAgreement | None]:
-    """What `evaluate` sums up; `TeacherAgreement` where there is a teacher."""
+    """Returns what `evaluate` sums up: metrics, and the agreement with the teacher if there is one."""
     logits, teacher_logits = _logits(params, batch, objective, teacher_params)
     likeness = None if teacher_logits is None else _likeness(logits, teacher_logits, batch[1])
     return _metrics(logits, teacher_logits, batch[1], objective), likeness
@@ -195,7 +207,8 @@ def _evaluate(params, batch, teacher_params, *, objective, assess):
 
 
 def evaluate(params, batches: BucketedBatches, objective, teacher_params=None, assess=assess):
-    """Sums of what `assess` gives over one epoch of `batches`, without dropout and label smoothing."""
+    """Returns the sums of what `assess` returns over one epoch of `batches`, without dropout and
+    label smoothing."""
     objective = dataclasses.replace(objective, label_smoothing=0.0)
     epoch = (batches[step] for step in range(batches.per_epoch))
     sums = [_evaluate(params, (b.inputs, b.targets), teacher_params, objective=objective, assess=assess) for b in epoch]

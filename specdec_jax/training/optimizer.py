@@ -8,7 +8,8 @@ import optax
 
 
 def learning_rate(config, step):
-    """Learning rate of the update after `step` updates: linear warm-up, constant, linear decay.
+    """Returns the learning rate of the update after `step` updates: linear warm-up, constant,
+    linear decay.
 
     `config` has `learning_rate`, `steps`, `warmup_steps` and `decay_steps`, as in `TrainConfig`.
     """
@@ -18,11 +19,12 @@ def learning_rate(config, step):
 
 
 def make_optimizer(config) -> optax.GradientTransformation:
-    """Muon on the matrices inside the layers, Adam on embeddings, head, norms and position biases, both times the
-    root mean square of the array they change.
+    """Returns Muon for the matrices inside the layers, and Adam for embeddings, head, norms and
+    position biases.
 
-    The scaling by the array, as in Adafactor, is what makes this work for T5: its queries start 1/√K smaller than the
-    other kernels, and steps of one size would soon saturate the attention, whose scores T5 does not scale down.
+    In both, the step is multiplied by the root mean square of the array that it changes, as in
+    Adafactor. T5 needs this: its queries start 1/√K smaller than the other kernels, and steps of
+    one size would soon saturate the attention, whose scores T5 does not scale down.
     """
     matrices = lambda params: jax.tree_util.tree_map_with_path(
         lambda path, leaf: optax.contrib.MuonDimensionNumbers() if _is_matrix(path) else None, params

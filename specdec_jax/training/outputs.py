@@ -1,4 +1,5 @@
-"""Writes what a target answers to many sources, in files that survive a kill: what a drafter learns from."""
+"""Writes a target's outputs for many sources, from which a drafter learns, to files that survive a
+kill."""
 
 import pathlib
 from collections.abc import Iterator
@@ -15,28 +16,37 @@ from specdec_jax.training.run_folder import deferred_signals
 
 
 class OutputSettings(Protocol):
-    """What decides the outputs: `DistillConfig`, which says what each field is."""
+    """What decides the outputs: `DistillConfig`, which says what each field is and is frozen, hence the properties."""
 
-    output_dir: str | None
-    greedy: bool
-    samples: int
-    temperature: float
-    buckets: tuple[int, ...]
-    max_new_tokens: int
-    batch_size: int
-    shard_size: int
-    seed: int
+    @property
+    def output_dir(self) -> str | None: ...
+    @property
+    def greedy(self) -> bool: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def buckets(self) -> tuple[int, ...]: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def shard_size(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
 
 class Job(NamedTuple):
-    """A file of outputs: one kind for the sources of one part.
+    """One file of outputs: one kind of output for the sources of one part.
 
     Attributes:
-      path: where they go; each line has source, output and the output's ids.
-      sources: ids of each, EOS included.
-      texts: the same as text.
+      path: the file; each line has source, output and the output's ids.
+      sources: ids of each source, EOS included.
+      texts: the sources as text.
       first: number of the first source among all, for its key.
-      samples: outputs of each source; 0: its argmax output.
+      samples: number of outputs of each source; 0: its argmax output.
     """
 
     path: pathlib.Path
@@ -47,19 +57,24 @@ class Job(NamedTuple):
 
     @property
     def per_source(self) -> int:
+        """Number of outputs of each source."""
         return self.samples or 1
 
     def shard(self, start: int) -> pathlib.Path:
-        """The file of the outputs for the sources from `start` on, until all are there."""
+        """Returns the path of the file with the outputs for the sources from `start` on, which is
+        kept until all are there."""
         return self.path.with_suffix(f".{start:09}.tsv")
 
 
 def plan_jobs(config: OutputSettings, vocabulary, parts: dict[str, list[str]]) -> list[Job]:
-    """Lists the files of outputs: a kind for the sources of a part, without those that are too long or read as padding.
+    """Returns the files of outputs to write, one for each part and kind of output.
+
+    Sources that are too long, or have an id that would read as padding, are left out.
 
     Raises:
-      ValueError: a part of which no source is left.
+      ValueError: no source of a part is left.
     """
+    assert config.output_dir
     output, end, first, jobs = pathlib.Path(config.output_dir), list(vocabulary.eos_ids[:1]), 0, []
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
@@ -108,7 +123,8 @@ def _stop_if_asked(signals: list[int], progress: Progress) -> None:
 
 
 def _lines(config: OutputSettings, target: LanguageModel, job: Job, start: int) -> Iterator[str]:
-    """A line for each output of one shard; "" for one with the id of padding, which would count as such."""
+    """Yields a line for each output of one shard; "" for an output with the id of padding, which
+    training could not read."""
     chosen = slice(start, start + config.shard_size)
     outputs = decode_all(
         target, job.sources[chosen], batch_size=config.batch_size, seed=config.seed, first=job.first + start,
@@ -117,5 +133,6 @@ def _lines(config: OutputSettings, target: LanguageModel, job: Job, start: int) 
     )  # fmt: skip
     texts = (text for text in job.texts[chosen] for _ in range(job.per_source))
     for text, output in zip(texts, outputs, strict=True):
+        assert output.text is not None, "the sources were text"
         columns = (text, " ".join(output.text.split()), " ".join(map(str, output.tokens)))
         yield "" if 0 in output.tokens else "\t".join(columns) + "\n"

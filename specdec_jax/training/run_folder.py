@@ -1,5 +1,5 @@
-"""What a training run keeps and shows: settings, checkpoints, a log, a bar or lines; and signals
-that wait for a good moment."""
+"""What a training run keeps and shows: settings, checkpoints, log, progress, and signals that wait
+for the end of a step."""
 
 import contextlib
 import dataclasses
@@ -26,23 +26,29 @@ from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.training.losses import TrainState
 
-# Bytes of a checkpoint beside its arrays, at most.
+# The most bytes that a checkpoint has beside its arrays.
 _OVERHEAD = 2**20
 
 
 class Checkpoints:
     """The two newest states, and the parameters that did best on the validation files.
 
-    Saving is synchronous: the next step donates the buffers that would still be written.
+    Saving is synchronous, because the next step donates the buffers that would still be written.
     """
 
     def __init__(self, output: pathlib.Path, resume: bool = False, select: str = "loss"):
-        """Args: output: the run's folder. resume: also remove what a kill left half written. select: what the best is
-        judged by: the lowest "loss", the highest "acceptance" or "agreement"."""
+        """Opens the checkpoints of a run.
+
+        Args:
+          output: the run's folder.
+          resume: whether to remove what a killed process left half written.
+          select: what the best is judged by: the lowest "loss", or the highest "acceptance" or
+            "agreement".
+        """
         options = functools.partial(
             ocp.CheckpointManagerOptions, enable_async_checkpointing=False, cleanup_tmp_directories=resume
         )
-        # Lower is better. What was kept before it was judged by the same is worse than anything.
+        # Lower is better. Parameters that were kept when another figure was the judge are worse than any others.
         name, sign = ("validation_loss", 1) if select == "loss" else (select, -1)
         self._score = lambda metrics: sign * metrics[name] if name in metrics else math.inf
         for folder in ("checkpoints", "best"):
@@ -52,12 +58,12 @@ class Checkpoints:
             output / "best", options=options(max_to_keep=1, best_fn=self._score, best_mode="min")
         )
         if resume and self.newest.latest_step() is None:
-            # Of a run that was killed before it saved a state: perhaps of other files.
+            # They are from a run that was killed before it saved a state, perhaps with other training files.
             for step in self.best.all_steps():
                 self.best.delete(step)
 
     def restore(self, state: TrainState) -> TrainState:
-        """The newest state; `state` gives shapes and dtypes."""
+        """Returns the newest saved state; `state` gives shapes and dtypes."""
         step = self.newest.latest_step()
         try:
             return self.newest.restore(step, args=ocp.args.StandardRestore(state))
@@ -68,8 +74,11 @@ class Checkpoints:
             ) from error
 
     def keep_best(self, step: int, params: dict, loss: float, **more: float) -> bool:
-        """Keeps `params` if they are the best, judged by the validation loss or one of the figures in `more`; returns
-        whether they are. Those whose loss is not finite never are."""
+        """Keeps `params` if they are the best so far, by the validation loss or by one of the
+        figures in `more`.
+
+        Parameters whose loss is not finite are never kept. Returns whether these were.
+        """
         if not math.isfinite(loss):
             return False
         best, metrics = self.best.best_step(), {"validation_loss": loss, **more}
@@ -77,7 +86,7 @@ class Checkpoints:
             return False
         if step in self.best.all_steps():  # taken before the run was resumed, under other settings
             self.best.delete(step)
-        # `force`: after a resumption the step may lie before the best of the time before it.
+        # `force`: in a resumed run the step may be smaller than that of the best parameters so far.
         _save(self.best, step, params, metrics=metrics, force=True)
         return True
 
@@ -90,8 +99,8 @@ def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
     """Saves a checkpoint.
 
     Raises:
-      OSError: with the folder's name. A disk without room is found before Orbax begins: in the midst of it, its
-        threads and TensorStore's would each print a traceback.
+      OSError: with the folder's name. A full disk is found before Orbax begins, since later its threads
+        and TensorStore's would each print a traceback.
     """
     folder = pathlib.Path(manager.directory)
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + _OVERHEAD
@@ -104,15 +113,18 @@ def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
 
 
 def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
-    """Returns what differs from the run that is resumed at `step`. Raises ValueError if it cannot be.
+    """Returns a line for each setting that differs from the run that is resumed at `step`.
 
-    `fixed` picks what must not differ out of the settings.
+    `fixed` picks from all settings those that must not differ.
+
+    Raises:
+      ValueError: one of those differs, or `steps` is below `step`.
     """
     if step is not None and step > config.steps:
-        raise ValueError(f"steps: got {config.steps}, expected at least the {step} steps that are saved in it")
+        raise ValueError(f"steps: got {config.steps}, expected at least the {step} steps that the run has saved")
     path, settings = output / "config.json", _settings(config)
     if step is not None and path.exists():
-        # What a setting did before it was one, its default says.
+        # The default of a setting is what runs did before there was the setting.
         before: dict = {field.name: field.default for field in dataclasses.fields(config)} | reading.read_json(path)
         if "model" in settings:  # likewise
             before["model"] = _plain(describe(build_config(before["model"])))
@@ -126,12 +138,12 @@ def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Call
 
 
 def record_settings(config, output: pathlib.Path) -> None:
-    """Writes `config.json`, from which a run is resumed and exported."""
+    """Writes `config.json`, with which a run is resumed and exported."""
     write_file(output / "config.json", json.dumps(_settings(config), indent=1))
 
 
 def _settings(config) -> dict:
-    """Returns the settings of a run as its config.json has them."""
+    """Returns the settings of a run as its config.json holds them."""
     settings = dataclasses.asdict(config)
     return _plain(settings | {"model": describe(config.model)} if "model" in settings else settings)
 
@@ -143,13 +155,17 @@ def _plain(settings: dict) -> dict:
 def record_contents(
     output: pathlib.Path, step: int | None, vocabulary: str, files: Mapping[str, pathlib.Path]
 ) -> list[str]:
-    """Writes `contents.json`, digests of what a run reads; returns which files were others for the steps up to `step`.
+    """Writes `contents.json`, hashes of what a run reads; returns a line for each file that was
+    another before `step`.
 
     Args:
-      vocabulary: its digest. files: by their names in the settings.
+      output: the run's folder.
+      step: the step at which the run is resumed, or None.
+      vocabulary: hash of the vocabulary.
+      files: paths of the files by their names in the settings.
 
     Raises:
-      ValueError: the run began with a vocabulary that makes other ids of the same text.
+      ValueError: the run began with a vocabulary that gives other ids for the same text.
     """
     path, digests = output / "contents.json", {}
     for name, file in files.items():
@@ -157,7 +173,7 @@ def record_contents(
             digests[name] = hashlib.file_digest(opened, "sha256").hexdigest()
     before = reading.read_json(path) if step is not None and path.exists() else {}
     if before.get("vocabulary", vocabulary) != vocabulary:
-        raise ValueError(f"vocabulary: got another, expected the one with which the run in {output} began")
+        raise ValueError(f"vocabulary: got another one, expected the vocabulary with which the run in {output} began")
     known = before.get("files", {})
     if not isinstance(known, dict):
         raise ValueError(f"{path}: files: got {reading.shown(known)}, expected digests by name")
@@ -167,17 +183,20 @@ def record_contents(
 
 
 def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: int | None) -> None:
-    """Writes the fingerprint of the model that a run, which is at `step`, depends on; refuses another than before."""
+    """Writes the fingerprint of a model that a run depends on; raises ValueError if the run, now at
+    `step`, began with another."""
     if step is not None and path.is_file() and not target.has(path.read_text()):
-        raise ValueError(f"{name}: got {target.name}, expected the one on which the run in {path.parent} began")
+        raise ValueError(f"{name}: got {target.name}, expected the model with which the run in {path.parent} began")
     write_file(path, target.fingerprint)
 
 
 class Reporter:
-    """Context manager around a loop of steps: progress on `console`, records appended to a log of JSON lines."""
+    """Context manager around a loop of steps: shows progress on `console` and appends records to a
+    log of JSON lines."""
 
     def __init__(self, console: rich.console.Console, log: pathlib.Path, start: int, steps: int):
-        """Args: log: its records of steps after `start`, left by a run that was killed, are removed."""
+        """Prepares console and log; records in the log of steps after `start`, left by a killed
+        run, are removed."""
         self._console, self._start, self._steps = console, start, steps
         trim_log(log, start)
         self._log = open(log, "a", encoding="utf-8")
@@ -202,11 +221,11 @@ class Reporter:
             self._log.close()
 
     def advance(self, step: int) -> None:
-        """`step` steps are done."""
+        """Shows that `step` steps are done."""
         self._bar.update(self._task, completed=step)
 
     def training(self, step: int, loss: float, pieces_per_second: float, **more: float) -> None:
-        """Mean loss and speed since the last call; `more` goes to the log only."""
+        """Reports the mean loss and the speed since the last call; `more` goes to the log only."""
         self._write(step, loss=loss, pieces_per_second=pieces_per_second, **more)
         text = f"loss {loss:.3f}, {pieces_per_second:,.0f} pieces/s"
         self._bar.update(self._task, text=text)
@@ -218,7 +237,11 @@ class Reporter:
     def validation(
         self, step: int, loss: float, by_file: dict[str, float], best: bool, **more: tuple[float, dict[str, float]]
     ) -> None:
-        """Validation loss over all files and of each, and `more` figures likewise; `best`: the best so far."""
+        """Reports the validation loss over all files and by file, and other figures (`more`) in the
+        same way.
+
+        `best` says that the loss is the best so far.
+        """
         totals = {name: total for name, (total, _) in more.items()}
         by_files = {f"{name}_by_file": values for name, (_, values) in more.items()}
         self._write(step, validation_loss=loss, validation_losses=by_file, **totals, **by_files)
@@ -229,7 +252,7 @@ class Reporter:
         self.message(f"step {step}/{self._steps}: {', '.join(parts)}{' (best)' * best}")
 
     def message(self, text: str) -> None:
-        """One line, above the bar."""
+        """Prints one line above the bar."""
         self._console.print(text, markup=False, highlight=False)
 
     def _write(self, step: int, **values) -> None:
@@ -239,12 +262,13 @@ class Reporter:
 
 
 def trim_log(path: pathlib.Path, last: int) -> None:
-    """Keeps the records of steps up to `last` of a log of JSON lines; a line that a kill cut short goes too."""
+    """Removes the records of steps after `last` from a log of JSON lines, and a line that a kill
+    cut short."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        # A line that a kill cut short, or that is none of ours, is none to keep.
+        # A line that a kill cut short, or that this package did not write, is not kept.
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             if json.loads(line)["step"] <= last:
                 kept.append(line + "\n")

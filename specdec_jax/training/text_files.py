@@ -8,15 +8,16 @@ from typing import BinaryIO
 
 from specdec_jax.models.vocabularies import LONGEST_TEXT
 
-_LONGEST_LINE = 4 * LONGEST_TEXT  # bytes: of a longer one the text cannot be encoded
-_COUNTED = 1 << 25  # bytes of a longer line that are read for the message
+_LONGEST_LINE = 4 * LONGEST_TEXT  # bytes; a longer line is too long a text to be encoded
+_COUNTED = 1 << 25  # how many bytes of a longer line are read, for the message
 
 
 def read_lines(path) -> Iterator[str]:
-    """Lines of a UTF-8 text file, gzip or not, without their ends.
+    """Yields the lines of a UTF-8 text file, gzip or not, without their ends.
 
     Raises:
-      ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged gzip file.
+      ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged
+        gzip file.
     """
     path = pathlib.Path(path)
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
@@ -24,7 +25,7 @@ def read_lines(path) -> Iterator[str]:
 
 
 def lines_of(file: BinaryIO, name) -> Iterator[str]:
-    """As `read_lines`, of an open file that messages call `name`."""
+    """Yields lines as `read_lines` does, from an open file that messages call `name`."""
     number = 0
     try:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
@@ -32,7 +33,7 @@ def lines_of(file: BinaryIO, name) -> Iterator[str]:
                 line += file.readline(_COUNTED)
                 more = "more than " if len(line) >= _COUNTED else ""
                 got = f"got {more}{len(line):,} bytes, expected fewer than {_LONGEST_LINE:,}"
-                raise ValueError(f"{name}, line {number}: {got}: one text a line")
+                raise ValueError(f"{name}, line {number}: {got} (one text a line)")
             yield line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
@@ -42,7 +43,7 @@ def lines_of(file: BinaryIO, name) -> Iterator[str]:
 
 
 def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
-    """(source, target) pairs of TSV files with two columns.
+    """Returns the (source, target) pairs of TSV files with two columns.
 
     Raises:
       ValueError: a line has another number of columns, or a file cannot be read.
@@ -58,13 +59,15 @@ def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
 
 
 def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
-    """(source, target, ids) of TSV files with two columns, where the ids are None, or three.
+    """Returns (source, target, ids) of TSV files with two or three columns; with two, the ids are
+    None.
 
-    A third column has the ids of the target, with spaces between them: what a model wrote need not
-    be what its vocabulary makes of the text, and need not have come to an end.
+    A third column has the target's ids, separated by spaces: what a model wrote need not be what
+    its vocabulary makes of the text, and need not end with EOS.
 
     Raises:
-      ValueError: a line has another number of columns or no ids in the third, or a file cannot be read.
+      ValueError: a line has another number of columns or no ids in the third, or a file cannot be
+        read.
     """
     examples: list[tuple[str, str, list[int] | None]] = []
     for path in paths:
@@ -81,7 +84,8 @@ def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
 
 
 def read_documents(paths: Sequence) -> list[str]:
-    """Documents of text files, one a line, without the spaces around them; empty lines are left out.
+    """Returns the documents of text files, one a line, without the spaces around them; empty lines
+    are left out.
 
     Raises:
       ValueError: a file has no text, or cannot be read.

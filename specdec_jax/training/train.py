@@ -38,7 +38,7 @@ from specdec_jax.training.run_folder import (
     record_target,
 )
 
-# Files in the folder of a run: of the model whose encoder output is read, or of another teacher.
+# Files in a run's folder with the fingerprint of the teacher: if its encoder output is read, or if it is not.
 _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
 
 
@@ -46,18 +46,22 @@ _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
 
 
 def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
-    """Trains, or goes on where an earlier run into `output_dir` stopped, and writes the model `output_dir/model`.
+    """Trains a model and writes it to `output_dir/model`; resumes an earlier run in `output_dir`.
 
-    `output_dir` holds the two newest checkpoints (`checkpoints`), the parameters that did best on
-    the validation files (`best`, judged by `select`), which become the model, and `log.jsonl`.
+    `output_dir` also holds the two newest checkpoints (`checkpoints`), the parameters that did best
+    on the validation files (`best`, judged by `select`), which become the model, and `log.jsonl`.
     SIGINT and SIGTERM end the step in progress and save it.
 
     Args:
-      begun: called once nothing is left that could refuse the run, before its first step.
+      config: the settings.
+      begun: called before the first step, when nothing can refuse the run any more.
 
-    Returns: the parameters of the last step.
+    Returns:
+      The parameters of the last step.
+
     Raises:
-      ValueError: bad settings or files, before anything compiles; a loss that is no longer finite.
+      ValueError: bad settings or files, before anything compiles; or a loss that is no longer
+        finite.
       KeyboardInterrupt: after a signal, when the run is saved.
     """
     check_files(config)
@@ -75,9 +79,11 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
 
 
 def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[], object]) -> TrainState:
-    """Records `settings`, now that nothing can refuse the run, calls `begun`, and takes the steps that are left.
+    """Records `settings`, now that nothing can refuse the run, calls `begun`, and takes the
+    remaining steps.
 
-    Returns: the state of the last step.
+    Returns:
+      The state of the last step.
     """
     config, state = run.config, run.initial_state()
     changed = run.record()
@@ -102,15 +108,16 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     """Writes the model of the run in `output_dir` to the folder `path`, replacing a model there.
 
     Args:
-      output_dir: also of a run that was moved or copied: what the run recorded as its own folder does not count.
-      which: "best" takes the parameters that did best on the validation files (the newest where none were taken),
+      output_dir: folder of the run; it may have been moved or copied.
+      path: folder of the model.
+      which: "best" takes the parameters that did best on the validation files (the newest if there are none),
         "newest" those of the newest checkpoint.
-      dtype: in which the parameters are stored; None keeps float32.
+      dtype: dtype in which the parameters are stored; None keeps float32.
     """
     expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
     output, path = pathlib.Path(output_dir).absolute(), pathlib.Path(path)
     if not (output / "config.json").is_file():
-        raise ValueError(f"{output_dir}: got a folder without config.json, expected one of a training run")
+        raise ValueError(f"{output_dir}: got a folder without config.json, expected the folder of a training run")
     stored = reading.read_json(output / "config.json")
     config = TrainConfig(**{**stored, "model": _recorded_shape(stored), "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
@@ -133,12 +140,17 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
 
 
 def parameter_count(params) -> int:
+    """Returns the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 class Run:
-    """What a run needs beside its state: networks, vocabulary, batches; `loss` is what it
-    minimises, `assess` what it reports."""
+    """What a run needs besides its state: networks, vocabulary, batches.
+
+    Attributes:
+      loss: computes what is minimised.
+      assess: computes what is reported on validation files.
+    """
 
     loss: Any = staticmethod(loss_fn)
     assess: Any = staticmethod(losses.assess)
@@ -164,19 +176,22 @@ class Run:
         self.read(vocabulary)
 
     def read(self, vocabulary) -> None:
+        """Reads the training and validation files."""
         config, batches = self.config, lambda path: _batches(self.config, vocabulary, [path])
         self.batches = _batches(config, vocabulary, config.paths("train_files"))
         self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
         self.vocabulary = vocabulary
 
     def record(self) -> list[str]:
-        """Records what the run reads; returns what of it was another for the steps before, in lines for the user."""
+        """Records what the run reads; returns lines for the user about what was different for the
+        steps before."""
         config, names = self.config, ("train_files", "validation_files")
         files = {file: path for name in names for file, path in zip(getattr(config, name), config.paths(name))}
         output, step = pathlib.Path(config.output_dir), self.saved.newest.latest_step()
         return record_contents(output, step, digest([own.vocabulary_contents(self.vocabulary)]), files)
 
     def initial_state(self) -> TrainState:
+        """Returns the state to begin with: the saved one, else given or random parameters."""
         if self._initial is not None:
             params, self._initial = self._initial, None
             return _state_of(self.config, params)
@@ -185,6 +200,7 @@ class Run:
         return self.saved.restore(_abstract_state(self.config))
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
+        """Takes the step with number `step`."""
         batch = self.batches[step]
         return train_step(
             state, (batch.inputs, batch.targets), self.teacher_params, self.config.seed,
@@ -192,7 +208,8 @@ class Run:
         )  # fmt: skip
 
     def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
-        """Reports means over the pieces, by file and over all, and keeps the parameters if they are the best."""
+        """Reports means over the pieces, by file and in total, and keeps the parameters if they are
+        the best."""
         sums = {
             name: evaluate(state.params, batches, self.objective, self.teacher_params, self.assess)
             for name, batches in self.validation.items()
@@ -212,6 +229,7 @@ class Run:
         reporter.validation(step, loss, by_file, best, **more)
 
     def save(self, state: TrainState, step: int) -> None:
+        """Saves the state; raises ValueError if parameters are not finite."""
         if not _finite(state.params):
             raise ValueError(
                 f"step {step}: got parameters that are not finite, expected finite ones: lower learning_rate"
@@ -228,7 +246,7 @@ def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     config, window = run.config, []
     with deferred_signals() as signals:
         if config.initialise_from is not None and run.saved.best.latest_step() is None:
-            run.validate(state, 0, reporter)  # the best is then no worse than where the run began
+            run.validate(state, 0, reporter)  # the best is then no worse than the beginning
         clock = time.perf_counter()
         for done in range(int(state.step) + 1, config.steps + 1):
             state, metrics = run.step(state, done - 1)
@@ -254,7 +272,7 @@ def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
 
 
 def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) -> None:
-    """Reports the mean of `window`, which began at `clock`."""
+    """Reports the mean metrics of the steps in `window`, the first of which began at `clock`."""
     sums = Metrics(*np.sum(jax.device_get(window), axis=0))
     if not np.isfinite(sums.loss):
         raise ValueError(f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate")
@@ -267,7 +285,7 @@ def _init(config: TrainConfig, key) -> TrainState:
 
 
 def _state_of(config: TrainConfig, params: dict) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
     return TrainState(params, make_optimizer(config).init(params), jnp.zeros((), jnp.int32))
 
 
@@ -276,14 +294,16 @@ def _abstract_state(config: TrainConfig) -> TrainState:
 
 
 def abstract_state(init) -> TrainState:
-    """Shapes and dtypes of the state that `init` makes of a key, placed on the first device."""
+    """Returns shapes and dtypes of the state that `init` makes from a key, placed on the first
+    device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
 
 
 def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
-    """`shape` with the dtype of the computation; rounding operands to that same dtype would be no rounding."""
+    """Returns `shape` with the dtype of the computation, and without a `matmul_dtype` that is the
+    same, which would round nothing."""
     dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rounded = None if shape.matmul_dtype == dtype else shape.matmul_dtype
     return shape.replace(dtype=dtype, matmul_dtype=rounded)
@@ -293,6 +313,8 @@ def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
 
 
 def check_files(config: TrainConfig) -> None:
+    """Raises ValueError for missing training or validation files, and for an `output_dir` that is
+    no folder."""
     for name in ("train_files", "validation_files"):
         for path in config.paths(name):
             expect(path.is_file(), name, str(path), config.corpus.files)
@@ -305,12 +327,13 @@ def _fixed(settings: dict) -> dict:
 
 
 def _recorded_shape(settings: dict) -> ModelConfig:
-    """The network of a run, out of its `config.json`."""
+    """Returns the network's configuration in a run's `config.json`."""
     return build_config(settings["model"])
 
 
 def _shape(model: ModelConfig) -> ModelConfig:
-    """What decides a network's parameters and what it computes with them."""
+    """Returns the part of a configuration that decides the parameters and what is computed with
+    them."""
     return model.replace(dropout_rate=0.0, dtype="float32", matmul_dtype=None)
 
 

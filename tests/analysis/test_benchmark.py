@@ -296,7 +296,7 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     Whole numbers may be: the random generator's counters are the same in every step, here and in the engine's loop.
     """
     network = LanguageModel.random(dataclasses.replace(CONFIG, vocab_size=97)).network
-    text = timing.verified_steps.lower(network, verified_state(network, verifier), steps=3).compile().as_text()
+    text = timing.verified_steps.lower(network, verified_state(network, verifier), steps=3).compile(optimised).as_text()
     wide = re.compile(r"^ +%\S+ = f32\[[\d,]*\b97\].*/while/body", re.MULTILINE)
     inside, outside = text.split("\nENTRY")
     assert wide.search(inside) and not wide.search(outside)

@@ -84,9 +84,7 @@ def test_rows_of_every_kind_of_record():
         )
     ]
     assert rows.rows(MEASURE) == [
-        rows.Row(
-            "big", "small", "7 of built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None
-        )
+        rows.Row("big", "small", "7 built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None)
     ]
     assert rows.rows(COMPARED) == [
         rows.Row("big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0)
@@ -186,7 +184,7 @@ def test_the_page_says_what_the_records_say(page):
     # Table 3: the paper's, and ours at the temperature that was measured.
     assert ["T5-XXL (EnDe)", "bigram", "paper", "0.20", "0.19"] in cells
     assert ["big", "small", "7 of ende/test.tsv.gz", "0.812", "-"] in cells
-    assert ["big", "small", "7 of built-in sentences", "-", "0.625"] in cells
+    assert ["big", "small", "7 built-in sentences", "-", "0.625"] in cells
     assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
     # Figures 1 and 5.
     assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
@@ -213,7 +211,7 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
     record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
     record["speculative"][0]["forced_alpha"] = 0.8
     (row,) = rows.rows(record)
-    assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 of random ids")
+    assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 rows of random ids")
     text = report_page.report([(pathlib.Path("forced.json"), record)])
     assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
     assert ">big</td><td class=" not in text
@@ -263,7 +261,7 @@ def test_half_a_record_is_none(tmp_path, capsys, missing):
     path.write_text(json.dumps({name: value for name, value in BENCHMARK.items() if name != missing}))
     assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
-    assert str(path) in error and ": got nothing, expected it" in error
+    assert str(path) in error and ": got nothing, expected a value" in error
     assert not (tmp_path / "report.html").exists()
 
 
@@ -272,7 +270,10 @@ def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
     (tmp_path / "half.json").write_text(text, encoding="utf-8")
     assert main.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
-    assert f"{missing}: got nothing, expected it" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    assert (
+        f"{missing}: got nothing, expected a value" in capsys.readouterr().err
+        and not (tmp_path / "report.html").exists()
+    )
 
 
 @pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "arms": [{}, {}]}}])
@@ -281,7 +282,7 @@ def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
     path.write_text(json.dumps(BENCHMARK | change))
     assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
-    assert str(path) in error and "got nothing, expected it" in error and not (tmp_path / "report.html").exists()
+    assert str(path) in error and "got nothing, expected a value" in error and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])

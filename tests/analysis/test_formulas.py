@@ -36,7 +36,7 @@ def test_operations_by_simulation():
     assert formulas.operations(alpha, gamma, c) == pytest.approx(
         (gamma * c + gamma + 1) / np.mean(stands + 1), rel=5e-3
     )
-    with pytest.raises(ValueError, match="got cost_ratio -1"):
+    with pytest.raises(ValueError, match="cost_ratio: got -1"):
         formulas.operations(0.5, 1, -1)
 
 
@@ -76,7 +76,7 @@ def test_the_oracle_by_its_series():
         assert formulas.oracle_improvement(alpha, c) == pytest.approx(tokens / time)
         assert formulas.oracle_improvement(alpha, c) > max(formulas.improvement(alpha, g, c) for g in range(20))
     assert formulas.oracle_tokens(1.0) == formulas.oracle_improvement(1.0, 0.0) == float("inf")
-    with pytest.raises(ValueError, match="got cost_ratio -1"):
+    with pytest.raises(ValueError, match="cost_ratio: got -1"):
         formulas.oracle_improvement(0.5, -1)
 
 

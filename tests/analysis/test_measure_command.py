@@ -52,7 +52,7 @@ def test_command_compares(specdec, sentences, tmp_path):
     assert record["same_positions"]["positions"] > 0 and line in out and out == summaries.measure_summary(record) + "\n"
     assert f"<p>{line}.</p>" in page.report([(tmp_path / "record.json", record)])
     code, out, err = specdec("measure", *FLAGS, "--drafter=lookup", "--compare_alpha", *files)
-    assert code == 2 and not out and "compare_alpha: got it with drafter='lookup', shortlist=None" in err
+    assert code == 2 and not out and "compare_alpha: got True with drafter='lookup', shortlist=None" in err
 
 
 def test_figure_shows_what_the_record_says(monkeypatch):
@@ -114,7 +114,10 @@ def test_figure_is_a_picture(tmp_path):
         (["--gamma_max=65"], "gamma: got 65, expected"),
         (["--widths=1,2"], "widths: got 1, expected at least 2"),
         (["--limit=-1"], "limit: got -1, expected"),
-        (["--compare_alpha", "--max_new_tokens=1"], "compare_alpha: got it with max_new_tokens=1, expected at least 2"),
+        (
+            ["--compare_alpha", "--max_new_tokens=1"],
+            "compare_alpha: got True with max_new_tokens=1, expected at least 2",
+        ),
         (["--compare_alpha", "--drafter_int8"], "drafter_int8=True, expected a model that draws from its own law"),
         (["--batch_size=0"], "batch_size: got 0, expected"),
         (["--plot=figure.doc"], "plot: got 'figure.doc', expected a file (.png, .pdf, .svg)"),

@@ -55,7 +55,7 @@ BAD = {
                                                                                          "'no/such/file', expected"),
     "output over the input": (["generate", "PAIR", "--input_file=LATIN1", "--output_file=LATIN1"], "which is the "
                                                                                                    "input, expected"),
-    "output file and stream": (["generate", "PAIR", "--output_file=LATIN1", "--stream", "hello"], "stream: got it "
+    "output file and stream": (["generate", "PAIR", "--output_file=LATIN1", "--stream", "hello"], "stream: got True "
                                                                                                   "with output_file="),
     "two sources": (["generate", "PAIR", "--input_file=LATIN1", "hello"], "expected one of the two"),
     "too long": (["generate", "PAIR", "--max_input_length=5", "hello " * 9], "sentence 1: got"),

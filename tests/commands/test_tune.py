@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from specdec_jax.analysis import acceptance, arms, tuning
+from specdec_jax.analysis.beams import Tree
 from specdec_jax.analysis.predictions import Work
-from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.report import beam_summaries, summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.commands import benchmark as benchmark_command
@@ -198,6 +199,47 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
     assert all(bool(output["stats"]["drafted"]) == (chosen != "plain") for output in outputs)
 
 
+def test_command_with_beams(specdec, tmp_path, sentences):
+    """Times every tree and plain beam search, and writes a file with which the search's outputs are the same."""
+    config, search = tmp_path / "tuned.gin", ["--num_beams=2", "--length_penalty=1.5"]
+    files = ["--input_file", sentences, "--config", config, "--output", tmp_path / "record.json"]
+    argv = [*FLAGS, *search, "--drafter=DRAFTER", "--gamma=2,1", "--beam_width=3", "--sweep=1"]
+    code, out, err = specdec("tune", *argv, *files)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert out == beam_summaries.tune_summary(record) + "\n" and out.endswith(f"written to {config}\n")
+    names = ["plain", "gamma 1, width 3", "gamma 2, width 3"]
+    assert [str(tuning.choice_of(item)) for item in record["choices"]] == names == list(record["sweep"]["improvement"])
+    chosen = tuning.choice_of(record["chosen"])
+    best = max(record["choices"], key=lambda item: item["improvement"]["median"])
+    assert tuning.choice_of(best) == chosen and record["length_penalty"] == 1.5
+    found = specdec("generate", f"--gin_file={config}", "--gin_search_paths=/", "--json", "Tom", "We")
+    plain = specdec("generate", *FLAGS[:3], *search, "Tom", "We")[1].splitlines()
+    outputs = [json.loads(line) for line in found[1].splitlines()]
+    assert [output["text"] for output in outputs] == plain and not found[2]
+    assert all(bool(output["stats"]["drafted"]) == bool(chosen.gamma) for output in outputs)
+
+
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_both_commands_take_the_file_of_a_search(specdec, pair, tmp_path, arrived, gamma):
+    search = dict(num_beams=2, beam_style="huggingface", early_stopping="never")
+    write(tmp_path / "tuned.gin", pair, Tree(gamma, 5 if gamma else 0), **search)
+    for command in ("generate", "benchmark"):
+        assert specdec(command, f"--gin_file={tmp_path / 'tuned.gin'}", "--gin_search_paths=/") == (0, "", "")
+    generating, timing = arrived
+    assert (generating.gamma, generating.beam_width) == ((2, 5) if gamma else ("auto", None))
+    assert (tuple(timing.gamma), tuple(timing.beam_width)) == (((2,), (5,)) if gamma else ((4,), ()))
+    for found in arrived:
+        assert {name: getattr(found, name) for name in search} == search and bool(found.drafter) == bool(gamma)
+        found.check()
+
+
+def test_choices_that_are_not_given():
+    how = lambda **values: tune.TuneOptions(target="target", drafter="drafter", config="a.gin", **values)
+    assert how().gammas == (1, 2, 3, 4, 5, 6, 7, 8) and how(gamma=(5, 2)).gammas == (5, 2)
+    assert how(num_beams=4).gammas == (1, 2, 3)
+
+
 def test_token_and_block_verification_compete_only_above_temperature_0():
     how = lambda **values: tune.TuneOptions(target="target", drafter="drafter", config="a.gin", **values).verifiers
     assert how() == ("block",) and how(verifier="token") == ("token",)
@@ -223,18 +265,22 @@ def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
     ("flags", "message"),
     [
         (["--drafter="], "drafter: got nothing, expected"),
-        (["--gamma="], "gamma: got"),
         (["--gamma=2,0"], "gamma: got 0, expected at least 1"),
         (["--gamma=65"], "gamma: got 65, expected"),
         (["--config="], "config: got nothing, expected the name of a gin file"),
         (["--config=no/such/folder/tuned.gin"], "config: got 'no/such/folder/tuned.gin', expected a file in a folder"),
         (["--output=no/such/folder/record.json"], "output: got 'no/such/folder/record.json', expected"),
         (["--sweep=-1"], "sweep: got -1, expected at least 0"),
-        (["--sweep=3"], "got --sweep=3, expected it with --input_file"),
+        (["--sweep=3"], "got --sweep=3 alone, expected --input_file"),
         (["--sweep=2", "--input_file=FILE"], "sweep: got 2, expected at most the 1 lines after the first 2"),
-        (["--sweep=1", "--limit=0", "--input_file=FILE"], "got --sweep=1, expected it with"),
+        (["--sweep=1", "--limit=0", "--input_file=FILE"], "got --sweep=1 alone, expected --input_file"),
         (["--limit=1", "--input_file=BLANK"], "input_file: got no sentence with any text"),
         (["--repeats=0"], "repeats: got 0, expected at least 1"),
+        (["--beam_width=4"], "beam_width: got 4 without num_beams"),
+        (["--num_beams=2", "--beam_width=1"], "beam_width: got 1, expected an integer from 2"),
+        (["--num_beams=2", "--temperature=1"], "temperature: got 1.0 with num_beams, expected 0.0"),
+        (["--num_beams=2", "--drafter=random"], "drafter: got RandomDrafter with num_beams, expected"),
+        (["--num_beams=2", "--nochoose_verifier"], "choose_verifier: got False with num_beams"),
     ],
 )
 def test_bad_input(specdec, tmp_path, sentences, flags, message):

@@ -89,7 +89,7 @@ def test_a_job_through_a_pipe_says_that_it_cannot_go_on(specdec, commands, tmp_p
     assert (code, out) == (0, "") and reader.read().decode() == printed
     assert (
         err
-        == f"{tmp_path / 'pipe'}: no regular file: outputs go there in order, and a run that is killed begins anew\n"
+        == f"{tmp_path / 'pipe'}: not a regular file: outputs are written in order, and a run that is killed begins anew\n"
     )
 
 

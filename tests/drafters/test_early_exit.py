@@ -157,7 +157,9 @@ def test_no_copy_of_a_cache_in_the_loop(optimised):
     """The drafter and the target write to one cache in turn, in place."""
     model = tiny_t5(0, 53, decoder_layers=2, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34)
     state, request = prepare(model, INPUTS[:1], drafter=sd.EarlyExitDrafter(model, 1), gamma=3, max_new_tokens=40)
-    bodies = loop_bodies(advance.lower(request.network, request.drafter, state, np.int32(9)).compile().as_text())
+    bodies = loop_bodies(
+        advance.lower(request.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+    )
     arrays = jax.tree.leaves((state.target_cache, model.network.params))
     shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
     assert any(f"[{shape}]" in bodies for shape in shapes)

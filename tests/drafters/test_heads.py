@@ -232,14 +232,14 @@ def test_heads_that_do_not_fit_are_refused(tmp_path):
     sd.save(t5(), model)
     load = functools.partial(sd.HeadsDrafter.load, path)
     with pytest.raises(
-        ValueError, match="heads: heads: got those of a target with other weights, expected heads trained"
+        ValueError, match="heads: heads: got heads of a target with other weights, expected heads trained"
     ):
         load(tiny_t5(2))
     with pytest.raises(ValueError, match="got emb_dim 16, expected the target's 8"):
         load(tiny_t5(1, emb_dim=8))
     with pytest.raises(ValueError, match="got vocab_size 24, expected the target's 32"):
         load(tiny_t5(1, 32))
-    with pytest.raises(ValueError, match="heads: got those of a target with other weights"):
+    with pytest.raises(ValueError, match="heads: got heads of a target with other weights"):
         sd.generate(tiny_t5(2), INPUTS, drafter=drafter(True), gamma=2)
     with pytest.raises(ValueError, match="model: got no heads, expected a folder with heads"):
         sd.HeadsDrafter.load(model, t5())

@@ -128,7 +128,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
     assert jax.tree.all(jax.tree.map(np.array_equal, resumed, params))
     for change, message in (
         (dict(num_heads=3), "num_heads: got 3, expected that of the run in .*: 2"),
-        (dict(target=str(settings.folder / "target1")), "target: got .*target1, expected the one on which the run"),
+        (dict(target=str(settings.folder / "target1")), "target: got .*target1, expected the model with which the run"),
         (
             dict(backbone_learning_rate=0.1, backbone_weight=1.0),
             "backbone_learning_rate: got 0.1, expected that of the run",
@@ -219,7 +219,7 @@ def test_the_command_line(settings, finished, tmp_path, capsys):
     assert records[0]["tokens"] == records[1]["tokens"] and records[1]["stats"]["drafted"] > 0
     other = settings.folder / "target1"
     assert main.main(["generate", f"--target={other}", f"--drafter={drafter}", *options]) == 2
-    assert "heads: heads: got those of a target with other weights" in capsys.readouterr().err
+    assert "heads: heads: got heads of a target with other weights" in capsys.readouterr().err
     (tmp_path / "heads.gin").write_text(
         "from __gin__ import dynamic_registration\nfrom specdec_jax.training import heads\n"
         f"heads.HeadsTrainConfig:\n  target = '{target}'\n  train_files = ['none.tsv']\n"

@@ -130,7 +130,7 @@ def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_pat
     stranger = LanguageModel.random(sd.load(teacher, "float32").config, 5, drafter.model.vocabulary)
     with pytest.raises(ValueError, match="trained on another target's encoder output"):
         sd.generate(stranger, ["bara ceni"], drafter=drafter)
-    with pytest.raises(ValueError, match="teacher: got .*, expected the one on which the run in"):
+    with pytest.raises(ValueError, match="teacher: got .*, expected the model with which the run in"):
         converter.save(stranger, tmp_path / "stranger")
         train.fit(dataclasses.replace(config, teacher=str(tmp_path / "stranger"), steps=13))
 

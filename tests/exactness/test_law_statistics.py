@@ -42,8 +42,6 @@ from specdec_jax.speculative import draws as speculative_draws
 from specdec_jax.speculative import laws, verifiers
 from specdec_jax.speculative.sampling import SamplingConfig
 
-pytestmark = pytest.mark.usefixtures("quick_draws")
-
 
 def draws_needed(cells: int) -> int:
     """Draws with which a G-test over `cells` cells finds `DEVIATION` with probability `POWER`.

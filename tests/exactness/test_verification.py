@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import toy
-from enumerations import DRAFTS, GRID, SIZES, TARGETS, as_law, law_of, laws
+from enumerations import DRAFTS, GRID, SIZES, TARGETS, as_law, float64, law_of, laws
 from toy import Rule
 
 from specdec_jax.speculative import iteration
@@ -139,7 +139,7 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
     # Another uniform at each position where the final token may stand.
     final = GRID[(np.array(final)[:, None] + 5 * np.arange(gamma + 1)) % 13]
     size = len(drafted)
-    with jax.enable_x64(dtype == "float64"):
+    with float64(dtype == "float64"):
         found = verified(
             as_law(np.broadcast_to(p, (size, gamma + 1, 4)), dtype),
             as_law(np.broadcast_to(q, (size, gamma, 4)), dtype),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from enumerations import DELTA, DRAFTS, ENUMERATED, EPSILON, GRID, LENIENCE, TARGETS, as_law, laws
+from enumerations import DELTA, DRAFTS, ENUMERATED, EPSILON, GRID, LENIENCE, TARGETS, as_law, float64, laws
 from toy import Rule
 
 from specdec_jax.speculative.laws import PointMass
@@ -29,7 +29,7 @@ def settings(batch, dtype, lenience=LENIENCE):
 
 def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=None):
     """`VERIFIERS[name]` as `[B, 2]` (τ, next id); `draft` is `[B, G, V]` probabilities, or None for a point mass."""
-    with jax.enable_x64(dtype == "float64"):
+    with float64(dtype == "float64"):
         drafted = jnp.asarray(drafted, jnp.int32)
         draft = PointMass(drafted, p.shape[-1]) if draft is None else as_law(draft, dtype)
         accept, noise = (None if x is None else jnp.asarray(x, dtype) for x in (accept, noise))
@@ -146,7 +146,7 @@ def test_jax_judges_argmax_leniently(lenience, dtype):
     p, _, drafted, wanted, *_ = grid("lenient", False)
     p = np.concatenate([p, np.broadcast_to(np.array([6, 6, 1, 3]) / 16, p.shape)])
     drafted, wanted = np.tile(drafted, (2, 1)), np.tile(wanted, 2)
-    with jax.enable_x64(dtype == "float64"), np.errstate(divide="ignore"):
+    with float64(dtype == "float64"), np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(p), dtype)
         verify = jax.jit(verify_greedy_leniently)
         found = verify(logits, jnp.asarray(drafted), jnp.asarray(wanted), jnp.full(len(p), lenience, dtype))
@@ -160,7 +160,7 @@ def test_jax_judges_argmax_leniently(lenience, dtype):
 @jax.jit
 def everything(target, draft, drafted, wanted, draws):
     """All verifiers, with the draft as drawn and as a point mass."""
-    asked = settings(len(wanted), np.float32)
+    asked = jax.tree.map(jnp.asarray, settings(len(wanted), np.float32))
     return [
         [verifier.judge(target, law, drafted, wanted, draws, asked) for verifier in VERIFIERS.values()]
         for law in (draft, PointMass(drafted, target.logits.shape[-1]))

@@ -21,9 +21,9 @@ from law_samples import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREAD, V, g_
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms
+from specdec_jax.analysis import arms, beams
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.report import beam_summaries, summaries
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.leaves import Leaf
 from specdec_jax.commands import benchmark as benchmark_command
@@ -41,6 +41,13 @@ with warnings.catch_warnings():
     from specdec_jax.interop import t5x as interop
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """T5X brings numbers of several dtypes together as JAX does unless it is told otherwise."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +311,26 @@ def test_benchmark_against_t5x(golden):
         record
     )
     json.dumps(record)
+
+
+def test_benchmark_of_beams_against_t5x(golden):
+    """T5X's own beam search of the same model: the same tokens and scores, and fillers that count for nothing."""
+    _, io, target = golden
+    rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
+    options = benchmark_command.BenchmarkOptions(
+        target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x",
+        num_beams=3, length_penalty=1.5,
+    )  # fmt: skip
+    options.check()
+    batches = arms.cut(rows, rows, options.batch_size, options.seed)
+    others = benchmark_command.others_of(options, target)
+    record, problems = beams.benchmark_beams(target, sd.ModelDrafter(target), batches, options, others)
+    against = record["against"]
+    assert (against["name"], against["differences"], problems) == ("t5x", [], [])
+    assert against["tokens"] == record["plain"]["tokens"] == record["searches"][0]["tokens"]
+    ours = sd.generate(target, batches[0].inputs, num_beams=3, length_penalty=1.5, max_new_tokens=STEPS)
+    np.testing.assert_allclose(others["t5x"].results[0].scores, ours.scores, rtol=1e-5)
+    assert "\nt5x " in beam_summaries.benchmark_summary(record)
 
 
 def test_t5x_cannot_decode_every_model(golden):

@@ -25,6 +25,13 @@ with warnings.catch_warnings():
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """T5X brings numbers of several dtypes together as JAX does unless it is told otherwise."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
     """What T5X computed, its model, and another that drafts."""
@@ -151,7 +158,10 @@ MODELS = {
     "scores": (dict(rescale_log_probs=False), "rescale_log_probs: got False with decode_fn, expected True"),
     "policy": (dict(gamma=sd.Heuristic(3)), "gamma: got Heuristic.*, expected 'auto' or one integer"),
     "gamma": (dict(gamma=-1), "gamma: got -1, expected an integer from 0"),
-    "drafter": (dict(drafter=sd.PromptLookupDrafter()), "drafter: got PromptLookupDrafter .*, expected a ModelDrafter"),
+    "drafter": (
+        dict(drafter=sd.RandomDrafter(128)),
+        "drafter: got RandomDrafter .*, expected one that drafts for beams",
+    ),
 }
 
 

@@ -75,7 +75,8 @@ def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
             sys.executable, "-m", "t5x.infer", f"--gin_search_paths={folder},{ROOT / 'configs'}",
             "--gin_file=settings.gin", *argv, f"--gin.INFER_OUTPUT_DIR='{output}'",
         ],
-        env=os.environ | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths},
+        env=os.environ
+        | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths, "JAX_NUMPY_DTYPE_PROMOTION": "standard"},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

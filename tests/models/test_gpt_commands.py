@@ -55,7 +55,7 @@ def test_other_kinds_of_model():
     refused(lambda: decode(gpt, [[3]], sd.ModelDrafter(t5)), expected)
     expected = "drafter: got a decoder-only model, expected a model with an encoder, like the target"
     refused(lambda: decode(t5, [[3]], sd.ModelDrafter(gpt)), expected)
-    refused(lambda: decode(gpt, [[3]], decoder_prefix=[[4]]), "decoder_prefix: got one", sd.UnsupportedCombination)
+    refused(lambda: decode(gpt, [[3]], decoder_prefix=[[4]]), "decoder_prefix: got a prefix", sd.UnsupportedCombination)
     refused(lambda: t5.logits(None, np.zeros((1, 2), int)), "inputs: got None for a model with an encoder")
     refused(lambda: gpt.logits(np.array([[24]]), np.array([[3]])), "inputs: got id 24, expected 0 to 23")
 

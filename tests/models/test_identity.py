@@ -88,7 +88,7 @@ def test_the_bundled_pair_and_folders_that_say_the_older_fingerprint(tmp_path):
     path = tmp_path / "heads/config.json"
     path.write_text(path.read_text().replace(model.fingerprint, model._fingerprint_of_corners))
     assert sd.HeadsDrafter.load(tmp_path / "heads", model).fingerprint == model.fingerprint
-    with pytest.raises(ValueError, match="heads: got those of a target with other weights"):
+    with pytest.raises(ValueError, match="heads: got heads of a target with other weights"):
         sd.HeadsDrafter.load(tmp_path / "heads", tiny_t5(2))
 
 
@@ -101,7 +101,7 @@ def test_heads_of_a_target_with_another_encoder_are_refused():
     model = tiny_t5(1)
     heads = sd.HeadsDrafter.of(model, sd.HeadsConfig(1, 16, 24), {"head_0": head()})
     other = changed(model, "encoder/layers_0/attention/key/kernel")
-    with pytest.raises(ValueError, match="heads: got those of a target with other weights"):
+    with pytest.raises(ValueError, match="heads: got heads of a target with other weights"):
         sd.generate(other, [[3, 1]], drafter=heads, gamma=1)
 
 

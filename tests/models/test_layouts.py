@@ -1,6 +1,7 @@
 """The loop's tree of weights: the same numbers, whether the CPU's own kernels are there or not."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_models import noisy_copy, tiny_t5
@@ -48,14 +49,14 @@ def test_products_are_those_of_the_kernel(outputs):
     assert isinstance(stored, Panels) and layouts.shape_of(stored) == kernel.shape
     np.testing.assert_array_equal(layouts.unpack(packed)["decoder"]["out"]["kernel"], kernel)
     for shape in ((1, 64), (5, 64), (2, 3, 64)):
-        x = RNG.normal(size=shape).astype("f")
+        x = jnp.asarray(RNG.normal(size=shape), "f")
         np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel, atol=1e-4)
 
 
 def test_kernels_in_8_bits_are_stored_as_they_are():
     kernel = Int8Kernel.of(RNG.normal(size=(64, 65)).astype("f"))
     packed = layouts.pack({"decoder": {"out": {"kernel": kernel}}}, panels=True)
-    stored, x = packed["decoder"]["out"]["kernel"], RNG.normal(size=(3, 64)).astype("f")
+    stored, x = packed["decoder"]["out"]["kernel"], jnp.asarray(RNG.normal(size=(3, 64)), "f")
     assert stored.values.dtype == np.int8
     np.testing.assert_array_equal(stored.matrix(), kernel.matrix())
     # Inputs are rounded to 16 bits.

@@ -195,7 +195,7 @@ def test_a_mesh_of_jax_and_one_with_other_axes():
     assert ShardingRules(jax.make_mesh((1, 1), AXES)).parts == 1
     with pytest.raises(ValueError, match=r"mesh: got the axes \('x', 'model'\), expected"):
         ShardingRules(Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("x", "model")))
-    with pytest.raises(ValueError, match="replicate: got it without a mesh"):
+    with pytest.raises(ValueError, match="replicate: got True without a mesh"):
         sd.load("ende/target", replicate=True)
 
 
@@ -226,7 +226,7 @@ def test_memory_is_asked_for_by_device(monkeypatch):
         (["--mesh=4"], "mesh: got '4', expected DATAxMODEL, two numbers of devices, such as 1x4"),
         (["--mesh=0x2"], "mesh: got '0x2', expected DATAxMODEL"),
         (["--mesh=1x64"], "mesh: got 1x64 devices, expected 1 to"),
-        (["--shard_drafter"], "shard_drafter: got it without a mesh, expected --mesh=DATAxMODEL too"),
+        (["--shard_drafter"], "shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "benchmark"])
@@ -239,4 +239,4 @@ def test_the_command_line_refuses(command, flags, message, capsys):
 @pytest.mark.parametrize("command", ["measure", "tune"])
 def test_what_measures_one_device_takes_no_mesh(command, capsys):
     assert main.main([command, "--target=ende/target", "--drafter=ende/drafter", "--mesh=1x1"]) == 2
-    assert "mesh: got '1x1', expected none: what is measured here is one device" in capsys.readouterr().err
+    assert "mesh: got '1x1', expected none (one device is measured)" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from kernel_inputs import UNIT, normal, same
 
 from specdec_jax.models import native, panels
+from specdec_jax.models.nodes import Nodes
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -188,3 +189,74 @@ def test_no_rows():
     assert out.shape == (0, 2, 16) and keys.shape == (0, 2, 6, 8)
     assert panels.attend_to_encoded(jnp.zeros((0, 2, 16)), *[jnp.zeros((0, 2, 6, 8))] * 2, none).shape == (0, 2, 16)
     assert panels.attend_to_inputs(jnp.zeros((0, 6, 48)), jnp.zeros((6, 2, 6)), none).shape == (0, 6, 16)
+
+
+# Nodes of trees.
+
+
+class Tree:
+    """Inputs of attention over nodes: T nodes of B rows, scattered paths of up to P positions over S slots."""
+
+    def __init__(self, B, T, H, S, P, K, biased=True):
+        rng = np.random.default_rng([B, T, S, P])
+        self.qkv, self.H, self.K = normal(B, T, 3, H, K), H, K
+        self.keys, self.values = normal(B, H, S, K, seed=4), normal(B, H, S, K, seed=5)
+        self.bias = normal(H, P, seed=6) if biased else None
+        self.starts = rng.integers(P, S - T + 1, B).astype(np.int32)
+        self.positions = rng.integers(0, P, (B, T)).astype(np.int32)
+        self.paths = np.stack([[rng.permutation(P) for _ in range(T)] for _ in range(B)]).astype(np.int32)
+        own = self.starts[:, None] + np.arange(T)
+        np.put_along_axis(self.paths, self.positions[..., None], own[..., None].astype(np.int32), axis=2)
+        self.divisor = np.float32(np.sqrt(K))
+
+    def run(self, queries=slice(None), live=None, keys=None):
+        qkv = self.qkv[:, queries].reshape(len(self.qkv), -1, 3 * self.H * self.K)
+        nodes = Nodes(*(jnp.asarray(x) for x in (self.starts, self.positions[:, queries], self.paths[:, queries])))
+        bias = None if self.bias is None else jnp.asarray(self.bias)
+        arrays = (jnp.array(x) for x in (qkv, self.keys if keys is None else keys, self.values))
+        return tuple(map(np.asarray, panels.attend_to_nodes(*arrays, bias, nodes, self.divisor, live)))
+
+    def expected(self):
+        B, T, _, H, K = self.qkv.shape
+        keys, values, out = self.keys.copy(), self.values.copy(), np.zeros((B, T, H, K))
+        for b, h, t in np.ndindex(B, H, T):
+            keys[b, h, self.starts[b] + t], values[b, h, self.starts[b] + t] = self.qkv[b, t, 1:, h]
+        for b, h, t in np.ndindex(B, H, T):
+            last = self.positions[b, t]
+            seen = self.paths[b, t, : last + 1]
+            bias = 0 if self.bias is None else self.bias[h, self.paths.shape[2] - 1 - last :]
+            query = self.qkv[b, t, 0, h].astype(np.float64) / self.divisor
+            out[b, t, h] = attended(query, keys[b, h, seen], values[b, h, seen], bias)
+        return out.reshape(B, T, H * K), keys, values
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("K", [3, 20, 64])
+def test_attention_of_nodes(K, biased):
+    case = Tree(3, 5, 2, 37, 11, K, biased)
+    (out, *caches), (expected, *written) = case.run(), case.expected()
+    close(out, expected)
+    for got, wanted in zip(caches, written):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_node_sees_nothing_but_its_path():
+    """Its bits are those of a call without the others, whatever lies in slots that are not on its path."""
+    case = Tree(2, 4, 2, 40, 9, 16)
+    whole, _, _ = case.run()
+    first, _, _ = case.run(slice(0, 1))
+    same(first[:, 0], whole[:, 0])
+    elsewhere = case.keys.copy()
+    for b in range(2):
+        unseen = np.setdiff1d(np.arange(40), case.paths[b, 0, : case.positions[b, 0] + 1])
+        elsewhere[b, :, unseen] = np.nan
+    same(case.run(slice(0, 1), keys=elsewhere)[0][:, 0], first[:, 0])
+
+
+def test_nodes_that_are_not_live_write_nothing():
+    case = Tree(2, 3, 2, 30, 7, 16)
+    live = np.array([[True, True, False], [False, False, False]])
+    out, keys, _ = case.run(live=jnp.asarray(live))
+    same(out[~live], np.zeros_like(out[~live]))
+    same(keys[1], case.keys[1])
+    same(keys[0, :, case.starts[0] + 2], case.keys[0, :, case.starts[0] + 2])

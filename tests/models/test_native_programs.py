@@ -89,10 +89,9 @@ def loop_arguments():
     return normal(2, 1, 32), normal(2, 2, 40, 16), normal(2, 2, 40, 16), bias, weights, (normal(2, 2, 9, 16),) * 2
 
 
-@pytest.mark.usefixtures("optimised")
-def test_a_loop_copies_neither_weights_nor_caches():
+def test_a_loop_copies_neither_weights_nor_caches(optimised):
     arguments = loop_arguments()
-    text = jax.jit(loop).lower(30, *arguments).compile().as_text()
+    text = jax.jit(loop).lower(30, *arguments).compile(optimised).as_text()
     (attention,) = re.findall(r".*custom_call_target=\"specdec_self_attention\".*", text)
     assert "output_to_operand_aliasing={{1}: (1, {}), {2}: (2, {})}" in attention
     sizes = {x.size for x in jax.tree.leaves(arguments) if x.size > 500}

@@ -100,11 +100,12 @@ def test_every_product_asks_for_the_precision_of_its_dtype(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_for_a_tpu(dtype, optimised):
+def test_compiled_for_a_tpu(dtype, optimised, monkeypatch):
     """The compiler's own text, ahead of time: so does every product that is left to the matrix unit."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: the extra tpu-aot")
     from jax.experimental import topologies
 
+    monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     function, arguments = loop("model", dtype)

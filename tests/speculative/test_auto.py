@@ -250,5 +250,5 @@ def test_a_row_that_begins_to_pay_is_found():
     for iteration in range(400):
         drafted = wanted(policy, state)
         lengths.append(int(drafted[0]))
-        state = update(policy, state, Outcome(drafted, drafted * (iteration >= 100), None))
+        state = update(policy, state, Outcome(drafted, drafted if iteration >= 100 else 0 * drafted, None))
     assert 0 in lengths[50:100] and max(lengths[50:100]) <= PROBE and set(lengths[-50:]) == {MAXIMUM}

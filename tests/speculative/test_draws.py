@@ -132,9 +132,10 @@ def test_words_are_apart():
 
 
 def test_uniforms_reach_both_ends(monkeypatch):
+    keys, offsets = draws.seeded(0)[None], jnp.zeros((1, 1), jnp.int32)
     for word, expected in ((0, 0.0), (2**32 - 1, 1 - 2**-24)):
         monkeypatch.setattr(draws, "words", lambda *args, word=word: jnp.full((1, 1, 2), word, jnp.uint32))
-        assert float(draws.uniforms(None, None, None, 0)[0, 0]) == expected
+        assert float(draws.uniforms(keys, offsets[0], offsets, 0)[0, 0]) == expected
 
 
 # --- Keys ---

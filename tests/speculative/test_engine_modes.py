@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 from engine_inputs import loop_bodies
+from enumerations import float64
 from toy_models import HashModel, Words, compilations, tiny_t5
 
 from specdec_jax.decoding.generate import generate, warm_up
@@ -63,7 +64,7 @@ def test_full_product_of_modes(vocab, gamma):
     wanted = np.array([n for _, n in cases], np.int32)
     drafted_at, accept = rng.random((2, size, gamma))
     final = rng.random((size, gamma + 1))
-    with jax.enable_x64():
+    with float64():
         rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
         at = toy.words(drafted_at), wanted, accept, toy.words(final)
         found = one_iteration(p_logits, q_logits, rows, *at, mode=config.mode)
@@ -248,7 +249,9 @@ def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimise
     state, request = prepare(
         target, INPUTS[:batch], drafter=ModelDrafter(draft), gamma=3, sampling=config, max_new_tokens=40
     )
-    bodies = loop_bodies(advance.lower(target.network, request.drafter, state, np.int32(9)).compile().as_text())
+    bodies = loop_bodies(
+        advance.lower(target.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+    )
     arrays = jax.tree.leaves((state.target_cache, state.draft_state.cache, target.network.params))
     shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
     assert any(f"[{shape}]" in bodies for shape in shapes)
@@ -297,7 +300,7 @@ ERRORS = [
     (dict(inputs=[[3, -1]]), "inputs: got ids outside the vocabulary"),
     (dict(inputs=np.zeros(3, np.int32)), r"inputs: got an array of shape \(3,\) and type int32"),
     (dict(inputs=np.zeros((2, 3))), "type float64, expected integers"),
-    (dict(input_lengths=[1, 1]), "input_lengths: got them with a list"),
+    (dict(input_lengths=[1, 1]), "input_lengths: got lengths with a list"),
     (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1]), r"input_lengths: got \[1\], expected 2 numbers"),
     (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1, 4]), "expected 2 numbers from 0 to 3"),
     (dict(max_input_length=2), "input 0: got 3 tokens, expected at most max_input_length = 2"),

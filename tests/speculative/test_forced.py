@@ -114,8 +114,11 @@ def test_benchmark_has_an_arm_for_every_alpha(pair):
     [
         (["--forced_alpha=0"], "forced_alpha: got 0.0, expected a number in (0, 1]"),
         (["--forced_alpha=0.5,2", "--drafter=lookup"], "forced_alpha: got 2.0"),
-        (["--forced_alpha=0.5"], "forced_alpha: got it for plain decoding, expected a drafter"),
-        (["--forced_alpha=0.5", "--drafter=lookup", "--verifier=token"], "forced_alpha: got it with verifier='token'"),
+        (["--forced_alpha=0.5"], "forced_alpha: got a value for plain decoding, expected a drafter"),
+        (
+            ["--forced_alpha=0.5", "--drafter=lookup", "--verifier=token"],
+            "forced_alpha: got a value with verifier='token'",
+        ),
         (["--forced_alpha=0.5", "--drafter=random", "--gamma_policy=heuristic"], "gamma_policy='heuristic'"),
         (["--drafter=lookup", "--drafter_preset=t5_1_1/small"], "got --drafter=lookup with --drafter_preset"),
         (["--drafter=lookup"], "drafter: got 'lookup' with --preset and no --forced_alpha, expected both"),

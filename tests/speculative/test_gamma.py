@@ -353,7 +353,9 @@ def test_no_copy_of_a_cache_where_the_width_varies(optimised, native, monkeypatc
         target, [[5, 9, 1]], drafter=sd.ModelDrafter(draft), gamma=sd.Heuristic(2), max_new_tokens=40
     )
     assert state.program.widths == (() if native else (2, 3))
-    bodies = loop_bodies(advance.lower(target.network, request.drafter, state, np.int32(9)).compile().as_text())
+    bodies = loop_bodies(
+        advance.lower(target.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+    )
     arrays = jax.tree.leaves((state.target_cache, state.draft_state.cache, target.network.params))
     shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
     assert any(f"[{shape}]" in bodies for shape in shapes)

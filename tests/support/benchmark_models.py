@@ -1,4 +1,4 @@
-"""What the tests of benchmark and of benchmark_options share."""
+"""Shared by the tests of benchmark and benchmark_options."""
 
 import pytest
 
@@ -32,5 +32,5 @@ def batches(options) -> list[analysis_arms.Batch]:
 
 @pytest.fixture(scope="module")
 def measured(target, options, batches):
-    """Drafter = target: everything is accepted."""
+    """Returns a benchmark whose drafter is the target itself, so that everything is accepted."""
     return analysis_benchmark.benchmark(target, ModelDrafter(target), batches, options)

@@ -1,4 +1,4 @@
-"""What the tests of cascade and of horizontal_cascade share."""
+"""Shared by the tests of cascade and horizontal_cascade."""
 
 import functools
 
@@ -23,7 +23,8 @@ model = sd.ModelDrafter(MODEL)
 
 @functools.cache
 def table(sampled: bool):
-    """Of fewer ids than the models have; without `sampled` a point mass."""
+    """Returns a table drafter with fewer ids than the models have; without `sampled` it drafts
+    point masses."""
     sequences = np.random.default_rng(2).integers(0, 13, (6, 20)).tolist()
     return sd.NGramDrafter.count(sequences, 13, 2, sampled=sampled)
 
@@ -39,7 +40,7 @@ def plain():
 
 
 def teacher_forced(model, row: int, ids) -> np.ndarray:
-    """`[T, V]` logits of the ids that follow a row's prefix, for `T` ids."""
+    """Returns logits `[T, V]` for the T ids that follow a row's prefix."""
     prefix = PREFIXES[row]
     return model.logits([INPUTS[row]], [[0, *prefix, *ids[:-1]]], [len(INPUTS[row])])[0, len(prefix) :]
 

@@ -1,4 +1,4 @@
-"""Runs commands in this process, and what their tests share: tiny models, folders, outputs."""
+"""Runs commands in this process; tiny models, folders and outputs shared by the tests of commands."""
 
 import jax
 import pytest
@@ -20,7 +20,8 @@ MODELS = ("--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", "--max_new_
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Folders of a target, a drafter with its vocabulary, and one with another."""
+    """Makes folders with a target, a drafter with its vocabulary, and a stranger with another
+    vocabulary."""
     folder = tmp_path_factory.mktemp("models")
     vocabulary = SentencePieceVocabulary.train(TEXT, 36)
     other = SentencePieceVocabulary.train(TEXT, 35)
@@ -31,7 +32,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """One compilation cache for all tests here, and JAX as it was afterwards."""
+    """Uses one compilation cache for all tests of a file, and restores JAX's settings afterwards."""
     base = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
     names = [
@@ -47,7 +48,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def compilations():
-    """Seconds of every compilation from here on."""
+    """Returns a list that collects the seconds of every compilation from here on."""
     seconds = []
 
     def listen(event, duration, **_):
@@ -61,8 +62,11 @@ def compilations():
 
 @pytest.fixture
 def specdec(capsys, pair):
-    """Runs a command, with folders for TARGET, DRAFTER and STRANGER; returns (exit code,
-    standard output, standard error)."""
+    """Returns a function that runs a command; it returns (exit code, standard output, standard
+    error).
+
+    TARGET, DRAFTER and STRANGER in the arguments stand for the folders of `pair`.
+    """
 
     def run(*argv):
         argv = [str(argument) for argument in argv]
@@ -75,6 +79,6 @@ def specdec(capsys, pair):
 
 
 def expected(pair, sentences=SENTENCES, **options):
-    """The texts that the library gives, one sentence at a time and without a drafter."""
+    """Returns the texts that the library gives, one sentence at a time and without a drafter."""
     target = sd.load(pair / "target", dtype="float32")
     return [sd.generate(target, [text], max_new_tokens=6, **options).texts[0] for text in sentences]

@@ -1,4 +1,4 @@
-"""What the tests of costs and of costs_command share."""
+"""Shared by the tests of costs and costs_command."""
 
 import jax
 import pytest
@@ -13,7 +13,8 @@ DEAR = Costs(tuple(1 + 0.95 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A cache folder of one's own, and a process that has measured nothing; XLA's programs go elsewhere."""
+    """Gives a test its own cache folder and a process that has measured nothing; XLA's programs go
+    elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(costs, "_known", {})
     monkeypatch.setattr(costs, "_learned", {})
@@ -25,7 +26,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """`measured.gives` is what a measurement finds; `measured.calls` counts them."""
+    """Replaces measuring: `measured.gives` is the result, `measured.calls` counts the calls."""
 
     class Measured:
         gives, calls = CHEAP, 0

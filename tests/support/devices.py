@@ -1,5 +1,8 @@
-"""Files that are not regular, and disks that are full, made in a temporary folder; where that is not
-permitted a test skips. And the command `specdec` as a process of its own."""
+"""Makes files that are not regular and disks that are full, in a temporary folder, and runs
+`specdec` as a process.
+
+A test skips if the system does not permit this.
+"""
 
 import contextlib
 import os
@@ -11,12 +14,12 @@ import threading
 
 import pytest
 
-# As the console script, whatever its place is.
+# What the console script does, wherever it is installed.
 SPECDEC = [sys.executable, "-c", "import sys, specdec_main; sys.exit(specdec_main.main())"]
 
 
 def null_device(path: pathlib.Path) -> pathlib.Path:
-    """A device that takes everything, as /dev/null."""
+    """Makes a device that takes everything, like /dev/null."""
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         path.write_bytes(b"")
@@ -26,7 +29,7 @@ def null_device(path: pathlib.Path) -> pathlib.Path:
 
 
 class Pipe:
-    """A named pipe with a reader, whose `read()` gives all that was written."""
+    """A named pipe with a reader; `read()` returns everything that was written."""
 
     def __init__(self, path: pathlib.Path):
         if not hasattr(os, "mkfifo"):
@@ -61,16 +64,18 @@ def small_disk(folder: pathlib.Path, size: str = "64k"):
 
 @pytest.fixture
 def disk(tmp_path):
+    """Mounts a small disk for a test."""
     with small_disk(tmp_path / "disk") as folder:
         yield folder
 
 
 def names(folder: pathlib.Path) -> list[str]:
+    """Returns the names of a folder's entries, sorted."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def fill(disk: pathlib.Path, leave: int = 0) -> pathlib.Path:
-    """Fills a disk up to some bytes; returns the file that does."""
+    """Fills a disk up to `leave` bytes; returns the file that fills it."""
     filler = disk / "filler"
     space = os.statvfs(disk)
     filler.write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - leave)))

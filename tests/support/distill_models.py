@@ -1,4 +1,4 @@
-"""What the tests of distill and of divergences share."""
+"""Shared by the tests of distill and divergences."""
 
 import functools
 
@@ -21,7 +21,8 @@ SMALL = T5Config(64, 8, 2, 4, 1, 1, 16)
 
 @pytest.fixture(scope="module")
 def models(language, tmp_path_factory):
-    """Folder with a random `target` and smaller `drafter`, and a drafter of a `stranger`'s vocabulary."""
+    """Makes a folder with a random `target`, a smaller `drafter`, and a `stranger` with another
+    vocabulary."""
     folder = tmp_path_factory.mktemp("models")
     texts = (language / "train.tsv").read_text().split("\n")
     vocabulary, other = (vocabularies.SentencePieceVocabulary.train(texts, size) for size in (40, 39))
@@ -34,7 +35,7 @@ def models(language, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def one_optimizer(monkeypatch):
-    """The same object for every run here (their schedules are the same), so that a step compiles once."""
+    """Uses one optimiser object for all runs with the same schedule, so that a step compiles once."""
     monkeypatch.setattr(train, "make_optimizer", _optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Inputs of the engine's tests, and a look into the loops that were compiled."""
+"""Inputs for the engine's tests, and a look into compiled loops."""
 
 import re
 
@@ -18,14 +18,14 @@ INPUTS = [
 
 
 def cut(tokens, eos_ids):
-    """`tokens` up to and with the first EOS of each row, then 0; and the lengths."""
+    """Returns `tokens` up to and including the first EOS of each row, then 0, and the lengths."""
     is_eos = np.isin(tokens, eos_ids)
     lengths = np.where(is_eos.any(axis=1), is_eos.argmax(axis=1) + 1, tokens.shape[1])
     return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0), lengths
 
 
 def loop_bodies(hlo: str) -> str:
-    """The text of all computations that a while body reaches."""
+    """Returns the text of all computations that the body of a while loop reaches."""
     computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S))
     called = lambda text: re.findall(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)", text)
     open_, reached = re.findall(r"body=%?([\w.\-]+)", hlo), set()

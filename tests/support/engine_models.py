@@ -1,4 +1,4 @@
-"""What the tests of engine and of engine_caches share."""
+"""Shared by the tests of engine and engine_caches."""
 
 import functools
 
@@ -28,13 +28,13 @@ def drafter(name: str):
 
 
 def run(inputs=INPUTS, **options):
-    """`generate` with the defaults of this file; no id ends a row unless `eos_ids` says so."""
+    """Runs `generate` with this file's defaults; no id ends a row unless `eos_ids` says so."""
     options = {"max_new_tokens": LIMIT, "eos_ids": (), "gamma": GAMMA, **options}
     return generate(target(), inputs, drafter=drafter(options.pop("drafter", "none")), **options)
 
 
 @functools.cache
 def plain(batch: int = len(INPUTS)):
-    """Greedy plain decoding of every input, in batches of `batch`."""
+    """Returns the greedy plain outputs of every input, decoded in batches of `batch`."""
     results = [run(INPUTS[start : start + batch]) for start in range(0, len(INPUTS), batch)]
     return np.concatenate([r.tokens for r in results]), np.concatenate([r.log_probs for r in results])

@@ -1,5 +1,7 @@
 """Laws, grids and rules over which verifiers are enumerated."""
 
+import contextlib
+
 import jax
 import numpy as np
 import toy
@@ -17,7 +19,15 @@ def laws(vocab, zeros=0.0):
 
 # --- The JAX code on a grid of uniforms ---
 
-# Laws in sixteenths, one after the other by position. Thirteenths as uniforms then lie on no decision boundary but 0.
+
+@contextlib.contextmanager
+def float64(on: bool = True):
+    """Numbers of 64 bits in JAX; there places have 64 and lengths 32, which only standard promotion brings together."""
+    with jax.enable_x64(on), jax.numpy_dtype_promotion("standard" if on else "strict"):
+        yield
+
+
+# Laws in sixteenths, one for each position. Uniforms in thirteenths then lie on no decision boundary but 0.
 TARGETS = np.array([[4, 8, 3, 1], [16, 0, 0, 0], [2, 6, 0, 8], [5, 0, 11, 0]]) / 16
 DRAFTS = {
     "other laws": np.array([[8, 2, 3, 3], [4, 4, 4, 4], [0, 7, 9, 0], [16, 0, 0, 0]]) / 16,
@@ -36,7 +46,7 @@ def as_law(probs, dtype):
 
 
 LENIENCE, EPSILON, DELTA = 0.6, 0.3, 0.4
-# By the names of the package; "gumbel" decides by noise and has its own tests.
+# By the package's names of verifiers; "gumbel" decides by noise and has its own tests.
 ENUMERATED = {
     "token": TOKEN,
     "block": BLOCK,

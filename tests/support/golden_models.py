@@ -1,4 +1,5 @@
-"""The golden models: what T5X and Hugging Face transformers saved, and what they computed from it."""
+"""Reads the golden models: what T5X and Hugging Face transformers saved, and what they computed
+from it."""
 
 import pathlib
 import tarfile
@@ -13,20 +14,23 @@ HF_MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_mt5", "hf_umt5")
 
 
 def golden_hf_models() -> Iterator[tuple[str, pathlib.Path, dict[str, np.ndarray]]]:
-    """(name, model folder, arrays) of each Hugging Face model; scripts/write_golden_hf.py says what the arrays are."""
+    """Yields (name, model folder, arrays) of each Hugging Face model; scripts/write_golden_hf.py
+    describes the arrays."""
     for name in HF_MODELS:
         yield name, GOLDEN / name, dict(np.load(GOLDEN / name / "io.npz"))
 
 
 def unpack_t5x(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
-    """Unpacks T5X's checkpoint (some 300 small files) into `folder`: (directory of `checkpoint_7`, arrays).
+    """Unpacks T5X's checkpoint (some 300 small files) into `folder`; returns (directory of
+    `checkpoint_7`, arrays).
 
-    Arrays: encoder_input_tokens [4, 12], decoder_input_tokens [4, 16], logits [4, 16, 128], and greedy decodes [4, 16]
-    of EOS 1 (`greedy_eos1`), no EOS (`greedy_noeos`), `eos_early_id` (`greedy_eos_early`) and a prompt of 3 tokens
-    that the result repeats (`prompt_decoder_input_tokens`, `greedy_prompt3`).
+    The arrays are encoder_input_tokens [4, 12], decoder_input_tokens [4, 16], logits [4, 16, 128],
+    and greedy decodes [4, 16] with EOS 1 (`greedy_eos1`), without EOS (`greedy_noeos`), with
+    `eos_early_id` as EOS (`greedy_eos_early`), and with a prompt of 3 tokens that the result
+    repeats (`prompt_decoder_input_tokens`, `greedy_prompt3`).
     """
     with tarfile.open(GOLDEN / "t5x_t5_1_1.tar.gz") as archive:
-        # As an attribute: extractall's own argument is there from Python 3.11.4 on only.
+        # Set as an attribute, since extractall has an argument for it only from Python 3.11.4 on.
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(folder)
     root = folder / "t5x_t5_1_1"
@@ -34,7 +38,8 @@ def unpack_t5x(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray
 
 
 def greedy_tokens(model, inputs, input_lengths, steps: int, eos_ids=(), prefix=None) -> np.ndarray:
-    """Greedy decode `[B, steps]` from teacher-forced logits alone, 0 after an EOS; `prefix [B, P]` is forced first."""
+    """Returns a greedy decode `[B, steps]` by teacher-forced logits alone, 0 after an EOS; `prefix
+    [B, P]` is forced first."""
     rows = len(inputs)
     tokens = np.zeros((rows, steps), np.int32)
     forced = 0 if prefix is None else prefix.shape[1]
@@ -52,8 +57,8 @@ DRAFTERS = ("plain", "speculative")
 
 
 def engine_tokens(model, inputs, input_lengths, steps: int, eos_ids=None, prefix=None, drafter="plain") -> np.ndarray:
-    """The same `[B, steps]` by the package's own decode loop; "speculative": the model drafts
-    three tokens for itself."""
+    """Returns the same `[B, steps]` from the package's own decode loop; with "speculative" the
+    model drafts three tokens for itself."""
     forced = 0 if prefix is None else prefix.shape[1]
     options = dict(drafter=sd.ModelDrafter(model), gamma=3) if drafter == "speculative" else {}
     result = sd.generate(

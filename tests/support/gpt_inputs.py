@@ -1,4 +1,4 @@
-"""What the tests of gpt and of gpt_commands share."""
+"""Shared by the tests of gpt and gpt_commands."""
 
 import dataclasses
 import functools
@@ -25,12 +25,12 @@ def tiny(seed=0, **shape):
 
 
 def decode(model, prompts, drafter=None, **options):
-    """Of lists always four rows, so that few shapes compile."""
+    """Decodes prompts; lists are filled up to four rows, so that few shapes compile."""
     if isinstance(prompts, list):
         prompts = prompts + [None] * (4 - len(prompts))
     return sd.generate(model, prompts, drafter=drafter, **{"gamma": 3, "max_new_tokens": 12, "eos_ids": ()} | options)
 
 
 def decode_golden(prompts, drafter=None, **options):
-    """The same with the shapes of the golden batch."""
+    """Decodes prompts with the golden model, in the shapes of the golden batch."""
     return decode(golden(), [*prompts, PROMPTS[0]], drafter, **{"max_new_tokens": 16} | options)

@@ -12,7 +12,7 @@ FOLDER = GOLDEN / "hf_gpt2"
 
 
 def write_hf(folder, tensors=None, **options):
-    """The golden folder with other options, other tensors, or other names of them; without its tokenizer."""
+    """Writes the golden folder without its tokenizer, with other options, tensors or tensor names."""
     folder.mkdir()
     content = json.loads((FOLDER / "config.json").read_text()) | options
     (folder / "config.json").write_text(json.dumps(content))

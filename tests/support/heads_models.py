@@ -1,4 +1,4 @@
-"""What the tests of heads and of heads_training share."""
+"""Shared by the tests of heads and heads_training."""
 
 import functools
 
@@ -17,7 +17,8 @@ def t5():
 
 @functools.cache
 def drafter(share: bool):
-    """Untrained heads that say the target's last token again, or something like it, which is now and then right."""
+    """Returns untrained heads that repeat the target's last token, or something like it, and so are
+    right now and then."""
     if share:
         return random_heads(t5(), 0.1, share_head=True)
     kernel = np.asarray(heads_module.head_kernel(t5().config, t5().params))

@@ -1,6 +1,8 @@
-"""What is tried as a hostile file: a case is a sound folder, what is done to it, and what the message must name.
+"""Lists hostile files: a case is a sound folder, the damage done to it, and what the message must
+name.
 
-Here are whole files that are something else, and settings; `hostile_formats.py` has those of each format.
+The cases here replace whole files by something else or change settings; those of
+`hostile_formats.py` damage each format.
 """
 
 import contextlib
@@ -31,12 +33,13 @@ CASES: dict[str, Case] = {}
 def case(
     name: str, base: str, file: str, damage: Callable[[pathlib.Path], object], read: str = "load", names=None
 ) -> None:
-    """`damage` is given the path of `file`, whose name the message must have unless `names` says another."""
+    """Adds a case; `damage` is given the path of `file`, which the message must name unless `names`
+    gives something else."""
     assert name not in CASES, name
     CASES[name] = Case(base, lambda folder: damage(folder / file), names or pathlib.Path(file).name, read)
 
 
-# What any file can be instead of itself.
+# What can lie in the place of any file.
 
 
 def replaced(make_other) -> Callable[[pathlib.Path], None]:
@@ -49,7 +52,7 @@ def replaced(make_other) -> Callable[[pathlib.Path], None]:
 
 
 def make_socket(path):
-    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as other:  # a longer path is none for a socket
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as other:  # a socket's path must be short
         other.bind(path.name)
 
 
@@ -103,7 +106,7 @@ for kind in ("pipe", "socket", "empty", "half"):
 
 
 def beside_merges(damage):
-    """GPT-2's vocab.json, which is read where there are merges too."""
+    """Returns damage to GPT-2's vocab.json, which is read only with a merges.txt beside it."""
     return lambda path: (
         path.with_name("merges.txt").write_text("#version: 0.2\na b\n"),
         path.write_text("{}"),

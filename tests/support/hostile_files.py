@@ -1,4 +1,5 @@
-"""Reads hostile files one by one, as a program of its own: some could hang, fill the memory or end the process."""
+"""Reads hostile files one by one, in a process of its own, since some could hang, fill the memory
+or end the process."""
 
 import contextlib
 import dataclasses
@@ -21,7 +22,7 @@ TOKENIZER = GOLDEN / "hf_tokenizer"
 
 
 def write_bases(folder: pathlib.Path) -> None:
-    """One small sound folder of each kind."""
+    """Writes one small sound folder of each kind."""
     from specdec_jax.checkpoints import own
     from specdec_jax.drafters.ngram_table import NGramTable
     from specdec_jax.models.heads import HeadsConfig
@@ -50,7 +51,8 @@ def target():
 
 
 def read(how: str, folder: pathlib.Path) -> None:
-    """Reads what lies in the folder; the command line writes its one line to standard error and gives a code."""
+    """Reads what lies in a folder; a command's exit code 2 becomes a ValueError with its line on
+    standard error."""
     import specdec_jax as sd
     from specdec_jax.commands import main as main_command
 
@@ -74,8 +76,8 @@ def read(how: str, folder: pathlib.Path) -> None:
 
 
 def high_water() -> int:
-    """The most memory that the process has had since the last call, in bytes; where Linux does
-    not tell, since its start."""
+    """Returns the greatest memory of the process in bytes since the last call; since its start if
+    Linux does not tell."""
     try:
         status = pathlib.Path("/proc/self/status").read_text()
         most = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
@@ -86,7 +88,8 @@ def high_water() -> int:
 
 
 def attempt(name: str, folder: pathlib.Path) -> dict:
-    """What came of one case: the error's type and text, seconds, bytes, and what a library wrote to standard error."""
+    """Tries one case; returns the error's type and text, seconds, bytes, and what a library wrote
+    to standard error."""
     of, path = CASES[name], folder / "model"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(folder / "bases" / of.base, path)
@@ -109,7 +112,7 @@ def attempt(name: str, folder: pathlib.Path) -> dict:
 
 
 def main(folder: pathlib.Path) -> None:
-    """Reads the cases whose names come on standard input, a line of JSON for each."""
+    """Tries the cases whose names come on standard input; prints a line of JSON for each."""
     names = sys.stdin.read().splitlines()
     if not (folder / "bases").exists():
         write_bases(folder / "bases")

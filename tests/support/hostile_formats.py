@@ -1,4 +1,5 @@
-"""Hostile files of each format: tensors, msgpack, zarr, Orbax, tokenizers, tables, records, gin and text."""
+"""Lists hostile files of each format: tensors, msgpack, zarr, Orbax, tokenizers, tables, records,
+gin and text."""
 
 import base64
 import gzip
@@ -69,7 +70,7 @@ for shown, value in {
         names={"no such": "x", "not in it": SHARD}.get(shown),
     )
 
-# msgpack: Flax's parameters, and T5X's checkpoints with the places of their arrays.
+# msgpack: Flax's parameters, and T5X's checkpoints, which name the places of their arrays.
 
 
 def array(shape, dtype="float32", data=b"", kind=1) -> msgpack.ExtType:
@@ -228,7 +229,7 @@ for name, content in {
 
 
 def table_of_characters(change) -> bytes:
-    """That of a sound tokenizer, its replacements changed."""
+    """Returns the table of characters of a sound tokenizer, with its replacements changed."""
     content = json.loads((GOLDEN / "hf_tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
     table = base64.b64decode(content["normalizer"]["precompiled_charsmap"])
     start = 4 + int.from_bytes(table[:4], "little")
@@ -236,7 +237,8 @@ def table_of_characters(change) -> bytes:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of a protocol buffer; of a message, a later one is merged with an earlier one."""
+    """Returns a field of a protocol buffer; a second one that is a message is merged into the
+    first."""
     length, digits = len(content), []
     while length or not digits:
         digits.append(length & 0x7F | (0x80 if length > 0x7F else 0))
@@ -288,7 +290,7 @@ def npy(text: str, data=b"") -> bytes:
 
 
 def bomb(path):
-    """Ten gigabytes of zeros, as a member whose length the archive's directory does not say."""
+    """Writes ten gigabytes of zeros as a member whose length the archive's directory does not tell."""
     deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = deflate.compress(bytes(10**7)) + deflate.flush(zlib.Z_FULL_FLUSH)
     zipped({"starts.npy": b"0" * 100}, zipfile.ZIP_STORED)(path)

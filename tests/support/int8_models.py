@@ -1,4 +1,4 @@
-"""What the tests of quantize and of quantize_command share."""
+"""Shared by the tests of quantize and quantize_command."""
 
 from toy_models import tiny_t5
 

@@ -1,4 +1,4 @@
-"""Opens a journal, in this process or in another one, which has to import what it runs."""
+"""Opens a journal in this process or in another one, which has to import what it runs."""
 
 from specdec_jax.commands.journal import Journal
 
@@ -10,7 +10,7 @@ def journal(tmp_path, settings=SETTINGS, total=3):
 
 
 def try_to_open(tmp_path, queue):
-    """Puts what came of it into the queue."""
+    """Opens a journal and puts the outcome into the queue."""
     try:
         journal(tmp_path)
         queue.put("opened")

@@ -1,4 +1,4 @@
-"""What the tests of native_kernels and of native_attention share."""
+"""Shared by the tests of native_kernels and native_attention."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def normal(*shape, seed=0):
 
 
 def same(got, expected):
-    """Bit for bit, whatever a NaN's sign and payload are."""
+    """Returns whether arrays are equal bit for bit, whatever the sign and payload of a NaN."""
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     bits = [np.where(np.isnan(y), 0, y).astype(np.float32).view(np.int32) for y in (got, expected)]
     np.testing.assert_array_equal(*bits)

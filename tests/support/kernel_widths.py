@@ -10,16 +10,16 @@ import pytest
 
 from specdec_jax.models import native, probe
 
-# Beside this processor's own vectors those of 4 numbers; more by name, of what this processor can
-# run: "haswell sandybridge".
+# Kernels for this processor's own vectors, and for vectors of 4 numbers. SPECDEC_TEST_MARCH adds others that this
+# processor can run, by name: "haswell sandybridge".
 NARROW = ["x86-64"] if platform.machine() == "x86_64" else []
 WIDTHS = ["native", *NARROW, *os.environ.get("SPECDEC_TEST_MARCH", "").split()]
-_suffixes: dict[str, str] = {}  # of targets by processor: a name can be registered once in a process
+_suffixes: dict[str, str] = {}  # suffix of FFI targets by processor, since a process can register a name only once
 
 
 @contextlib.contextmanager
 def compiled_for(march: str, folder):
-    """Within it every kernel is the one compiled for this processor."""
+    """Within the block, uses kernels that were compiled for this processor."""
     if march == "native":
         yield
         return

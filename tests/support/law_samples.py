@@ -18,7 +18,8 @@ INPUTS = [3, 7, 1]
 
 
 def joint_law(model, config: SamplingConfig) -> np.ndarray:
-    """`[V³]` probabilities of the first three ids (0 after an EOS), teacher-forced over all prefixes, in float64."""
+    """Returns `[V³]` float64, the probabilities of the first three ids (0 after an EOS),
+    teacher-forced over all prefixes."""
     pairs = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, 2)
     inputs, first = (INPUTS[:-1], INPUTS[-1]) if decoder_only(model) else (INPUTS, model.start_token)
     decoder = np.concatenate([np.full((len(pairs), 1), first), pairs], axis=1)
@@ -35,7 +36,8 @@ def joint_law(model, config: SamplingConfig) -> np.ndarray:
 
 
 def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
-    """p-value of `counts` under `probs`; cells that expect fewer than 20 are taken together; Williams's correction."""
+    """Returns the p-value of `counts` under `probs`, with Williams's correction; cells that expect
+    fewer than 20 are merged."""
     assert counts[probs == 0].sum() == 0, "drawn although its probability is 0"
     draws = counts.sum()
     small = probs * draws < 20
@@ -51,8 +53,11 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def sample(target, drafter, config, draws: int, run=advance, impl="threefry2x32", empty=0, **options):
-    """Joint counts `[V³]` over `draws` rows, each with a key of its own, in batches, without the first
-    `empty` rows of each, which have no input and are done from the beginning."""
+    """Returns joint counts `[V³]` over `draws` rows in batches, and statistics.
+
+    Each row has its own key. The first `empty` rows of each batch have no input, are done from the
+    beginning, and do not count.
+    """
     counts, stats, options = np.zeros(V**POSITIONS), [], {"verifier": "token", "gamma": GAMMA} | options
     for start in range(0, draws, ROWS):
         key = jax.random.fold_in(jax.random.key(0, impl=impl), start)
@@ -75,7 +80,7 @@ def hash_pair():
 
 
 def traced_anew():
-    """`advance`, compiled with what stands in the modules now."""
+    """Returns `advance`, to be compiled with the functions that the modules hold now."""
     return jax.jit(lambda *args: advance.__wrapped__(*args))
 
 

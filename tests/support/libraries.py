@@ -1,4 +1,4 @@
-"""What the tests of native and of native_cache share."""
+"""Shared by the tests of native and native_cache."""
 
 import functools
 import shutil
@@ -13,8 +13,10 @@ REAL = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if pa
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    """A cache of its own, no settings, and a process that has settled on nothing. Nothing is loaded: a name can be
-    registered once."""
+    """Gives a test its own cache, no settings, and a process that has not chosen a kernel.
+
+    Nothing is loaded, since a name can be registered only once.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native.SETTING, raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -26,7 +28,8 @@ def settings(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Folder with what compilers can make of the source: "works.so", "crashes.so" and "wrong.so"."""
+    """Makes a folder with what compilers can make of the source: "works.so", "crashes.so" and
+    "wrong.so"."""
     folder = tmp_path_factory.mktemp("libraries")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -36,7 +39,7 @@ def libraries(tmp_path_factory):
     compile_ = [REAL, "-shared", "-fPIC", "-w", "-x", "c++", "-", "-o"]
     crash = b"#include <cstdlib>\n__attribute__((constructor)) static void die() { abort(); }\n"
     subprocess.run([*compile_, folder / "crashes.so"], input=crash, check=True)
-    # A product that writes nothing: its output is what was in memory.
+    # A product that writes nothing, so that its output is whatever was in memory.
     handlers = "".join(f'extern "C" void* {symbol}(void*) {{ return 0; }}\n' for symbol in native.TARGETS.values())
     subprocess.run([*compile_, folder / "wrong.so"], input=handlers.encode(), check=True)
     return folder
@@ -44,8 +47,8 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch, libraries):
-    """Makes CXX a compiler that does `what` in place of compiling, and notes each time that it
-    does in the file "calls"."""
+    """Returns a function that makes CXX a compiler that runs `what` instead of compiling, and notes
+    each call in "calls"."""
 
     def make(what: str, version: str = "fake 1.2.3 (x 4.5)"):
         script = tmp_path / "fake"
@@ -75,6 +78,6 @@ def calls(tmp_path) -> int:
 
 
 def again() -> str:
-    """What a new process would settle on."""
+    """Returns the state that a new process would choose."""
     native._settle.cache_clear()
     return native.state()

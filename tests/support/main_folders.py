@@ -1,4 +1,4 @@
-"""What the tests of main and of bad_input share."""
+"""Shared by the tests of main and bad_input."""
 
 import pytest
 from command_line import MODELS
@@ -6,5 +6,6 @@ from command_line import MODELS
 
 @pytest.fixture
 def generate(specdec):
-    """Runs `specdec generate` with the tiny pair, short outputs and two rows a batch."""
+    """Returns a function that runs `specdec generate` with the tiny pair, short outputs and two
+    rows a batch."""
     return lambda *argv: specdec("generate", *MODELS, "--batch_size=2", *argv)

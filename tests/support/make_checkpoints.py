@@ -34,13 +34,13 @@ def random_params(config: T5Config, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def to_tensors(params: dict[str, np.ndarray], dtype=np.float32) -> dict[str, np.ndarray]:
-    """Tensors under Hugging Face's names, `[out, in]`."""
+    """Returns tensors under Hugging Face's names, `[out, in]`."""
     turned = lambda name, x: x.T if name.endswith(("/kernel", "/rel_embedding")) else x
     return {tensor_name(name): np.ascontiguousarray(turned(name, x)).astype(dtype) for name, x in params.items()}
 
 
 def write_hf(folder: pathlib.Path, tensors: dict, shards: int = 1, **config) -> pathlib.Path:
-    """A Hugging Face folder of one or several safetensors files."""
+    """Writes a Hugging Face folder with one or several safetensors files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG | config))
     if shards == 1:
@@ -57,7 +57,7 @@ def write_hf(folder: pathlib.Path, tensors: dict, shards: int = 1, **config) -> 
 
 
 def write_hf_flax(folder: pathlib.Path, params: dict, **config) -> pathlib.Path:
-    """A Hugging Face folder with flax_model.msgpack only."""
+    """Writes a Hugging Face folder with flax_model.msgpack only."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG | config))
     tree = {}
@@ -73,7 +73,7 @@ def write_hf_flax(folder: pathlib.Path, params: dict, **config) -> pathlib.Path:
 def write_t5x_legacy(
     folder: pathlib.Path, params: dict, driver="file", top_level_path=False, inline=(), optimizer=True
 ):
-    """`checkpoint` in msgpack with zarr arrays beside it, as T5X wrote them before Orbax."""
+    """Writes `checkpoint` in msgpack with zarr arrays beside it, as T5X did before Orbax."""
     folder.mkdir(parents=True)
 
     def stored(name, x):
@@ -98,7 +98,8 @@ def write_t5x_legacy(
 
 
 def write_t5x_orbax(folder: pathlib.Path, params: dict, optimizer: bool = True) -> pathlib.Path:
-    """`checkpoint_<step>/state/` as T5X's Orbax manager writes it: an OCDBT database of `target.…` and `state.…`."""
+    """Writes `checkpoint_<step>/state/` as T5X's Orbax manager does: an OCDBT database of
+    `target.…` and `state.…`."""
     tree = {"target": unflatten(params)}
     if optimizer:
         tree["state"] = {"step": np.asarray(7), "param_states": {"v": unflatten(params)}}
@@ -108,9 +109,10 @@ def write_t5x_orbax(folder: pathlib.Path, params: dict, optimizer: bool = True) 
 
 
 def stack_layers(params: dict, heads: int | None = None, tables: str = "equal") -> dict[str, np.ndarray]:
-    """`scalable_t5`'s form: layers stacked on axis 1 under `decoder/decoder`; with `heads`, kernels `[D, H, K]`.
+    """Returns parameters in `scalable_t5`'s form: layers stacked on axis 1 under `decoder/decoder`.
 
-    tables: "equal": every layer holds the same position table; "different"; "one": beside the stacks, not in them.
+    With `heads`, kernels are `[D, H, K]`. `tables` says whether all layers hold an "equal" position
+    table, "different" ones, or whether there is "one" beside the stacks.
     """
     stacked, groups = {}, {}
     layers = {
@@ -132,8 +134,10 @@ def stack_layers(params: dict, heads: int | None = None, tables: str = "equal") 
 
 
 def sentencepiece_model(texts, size: int, **options) -> bytes:
-    """A SentencePiece model; `options` of its trainer (`eos_id=…`), else the defaults, whose ids are
-    not T5's: unknown 0, beginning 1, EOS 2, no padding."""
+    """Returns a SentencePiece model; `options` are its trainer's (`eos_id=…`).
+
+    By default its special ids are not T5's: unknown 0, beginning 1, EOS 2, no padding.
+    """
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=out, vocab_size=size, minloglevel=2, **options

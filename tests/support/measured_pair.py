@@ -1,4 +1,4 @@
-"""What the tests of measure and of measure_command share."""
+"""Shared by the tests of measure and measure_command."""
 
 from specdec_jax.analysis import acceptance
 

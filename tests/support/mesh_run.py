@@ -36,13 +36,14 @@ MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)
 
 
 def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
-    """Target and drafter; the latter whole on every device, unless it is to be divided."""
+    """Loads target and drafter; the drafter is whole on every device, unless it is to be divided."""
     drafter = sd.load(folder / "drafter", "float32", mesh=mesh, replicate=mesh is not None and not shard_drafter)
     return sd.load(folder / "target", "float32", mesh=mesh), sd.ModelDrafter(drafter)
 
 
 def options(rows, temperatures=MIXED) -> dict:
-    """Half of the rows argmax, half drawn; each has a limit and a key of its own."""
+    """Returns options with argmax for half of the rows and draws for the others, and with a limit
+    and a key for each."""
     return dict(
         sampling=sd.SamplingConfig(temperature=[temperatures[row] for row in rows]), eos_ids=(), gamma=2,
         max_new_tokens=[LIMITS[row] for row in rows], key=jax.vmap(jax.random.key)(np.array(rows)),
@@ -55,7 +56,7 @@ def decode(target, drafter, temperatures=MIXED) -> dict:
 
 
 def refilled(target, drafter) -> list:
-    """Six inputs through four rows that are refilled."""
+    """Returns the tokens of six inputs that go through four rows, which are refilled."""
     rows = [0, 1, 2, 3, 1, 2]
     outputs = sd.decode_stream(target, [INPUTS[row] for row in rows], batch_size=4, drafter=drafter, **options(rows))
     found = dict(outputs)
@@ -63,6 +64,7 @@ def refilled(target, drafter) -> list:
 
 
 def refused(call) -> str:
+    """Returns the message with which a call is refused, or "nothing"."""
     try:
         call()
     except ValueError as error:
@@ -71,7 +73,8 @@ def refused(call) -> str:
 
 
 def described(target, drafter, stored: dict) -> dict:
-    """What a device has of the parameters of both, and whether they are those stored."""
+    """Returns what a device holds of the parameters of both models, and whether they are the stored
+    ones."""
     restored = flatten(target.params)
     part = lambda params: {name: array.addressable_shards[0].data.shape for name, array in params.items()}
     return {
@@ -81,7 +84,7 @@ def described(target, drafter, stored: dict) -> dict:
 
 
 def printed(command: str, *arguments: str) -> str:
-    """What the command line prints with the bundled pair."""
+    """Returns what a command prints with the bundled pair."""
     out, flags = (
         io.StringIO(),
         ["--target=ende/target", "--drafter=ende/drafter", "--dtype=float32", "--max_new_tokens=16"],
@@ -96,7 +99,8 @@ def identity(model: sd.LanguageModel) -> list[str]:
 
 
 def tables() -> dict:
-    """A position table for every layer: tokens on one device and on two times two, and what a device has of a table."""
+    """Decodes with a position table for every layer, on one device and on two times two; returns
+    tokens, and a device's part of a table."""
     config = sd.T5Config(64, 16, 4, 4, 1, 2, 24, relative_bias_per_layer=True)
     models = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]
     tokens = [
@@ -107,7 +111,7 @@ def tables() -> dict:
 
 
 def meshes(folder: pathlib.Path) -> dict:
-    """Tokens on several meshes, and where what lies on one of two times two."""
+    """Returns tokens on several meshes, and where arrays lie on one of two times two."""
     alone, first, four = load(folder, None), load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
     target, drafter = load(folder, sd.make_mesh(2, 2))
     found: dict = {"none": decode(*alone), "2x2": decode(target, drafter), "1x4, argmax": decode(*four, ARGMAX)}
@@ -141,7 +145,7 @@ def meshes(folder: pathlib.Path) -> dict:
 
 
 def more(folder: pathlib.Path) -> dict:
-    """The rest of the table, refilled rows, and a decoder-only model."""
+    """Returns results of the remaining meshes, of refilled rows, and of a decoder-only model."""
     alone = load(folder, None)
     found = {"none": decode(*alone), "none, plain": decode(alone[0], None)}
     for shape in ((1, 1), (2, 2), (1, 4)):

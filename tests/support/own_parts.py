@@ -1,4 +1,4 @@
-"""A drafter and a verifier from outside the package, through the doors that everybody has."""
+"""A drafter and a verifier from outside the package, made with public names only."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class RepeatDrafter(sd.Drafter):
 
 
 def judge_mirrored(target, draft, draft_tokens, num_drafted, randomness, settings):
-    """Algorithm 1 with 1 − u in the place of u: as exact, other tokens from the same key."""
+    """Judges by Algorithm 1 with 1 − u in place of u: as exact, with other tokens for the same key."""
     accepted = (1 - randomness.accept) * draft.prob(draft_tokens) <= leading_law(target).prob(draft_tokens)
     num_accepted = count_leading(accepted, num_drafted)
     return correct(target, draft, num_accepted, num_drafted, randomness.final)

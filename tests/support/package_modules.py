@@ -10,11 +10,11 @@ import specdec_jax
 PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 
 
-ENTRY = "commands.entry"  # what the command begins with: installed outside the package, imports it when it has to
+ENTRY = "commands.entry"  # the beginning of the command: installed outside the package, imports it when needed
 
 
 def modules() -> dict[str, ast.Module]:
-    """Name below the package -> syntax tree."""
+    """Returns syntax trees by module name below the package."""
     names = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts

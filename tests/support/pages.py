@@ -13,7 +13,7 @@ README = ROOT / "README.md"
 
 
 def require_checkout() -> None:
-    """Skips the test or the test file that calls it where the tests lie beside no checkout."""
+    """Skips the test, or the test file, that calls it if the tests are not in a checkout."""
     if not README.is_file() or not PACKAGE.is_dir():
         pytest.skip("no checkout here: an installed package has no pages and no configs", allow_module_level=True)
 
@@ -66,7 +66,7 @@ def written_by_shell(text: str) -> set[str]:
 
 
 def links(text: str) -> list[str]:
-    """Returns where links, pictures and HTML's `href` and `src` lead, outside code."""
+    """Returns the targets of links, pictures and HTML's `href` and `src`, outside code."""
     plain = re.sub(r"`[^`\n]*`", "", prose(text))
     patterns = (r"\]\(\s*<?([^\s)>]+)", r"^\[[^\]]+\]:\s*(\S+)", r"""(?:href|src|srcset)=["']([^"']+)["']""")
     return [target for pattern in patterns for target in re.findall(pattern, plain, re.MULTILINE)]

@@ -10,7 +10,7 @@ from toy_models import HashModel
 import specdec_jax as sd
 
 G, B, LIMIT, EOS = 4, 12, 14, 1
-# A drafter whose laws are now sure, now not: it says the most probable token with q from 0.4 to 0.9.
+# A drafter whose confidence varies: the q of its most probable token is from 0.4 to 0.9.
 TARGET, DRAFT = HashModel(V, 0), HashModel(V, 1, likeness=0.5, spread=16)
 RNG = np.random.default_rng(0)
 INPUTS = [[*RNG.integers(2, V, n), EOS] for n in RNG.integers(1, 7, B)]
@@ -23,8 +23,11 @@ OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
 
 
 def enumerated(target, draft, limit: int, verifier, start, gamma_of, update, last=lambda q, x: False):
-    """Law of `limit` ids after three iterations of a policy: γ from its state and the draft's
-    first law, then a new state."""
+    """Returns the law of `limit` ids after three iterations of a policy.
+
+    γ follows from the policy's state and the draft's first law; each iteration then updates the
+    state.
+    """
     rule, states = toy.Rule(verifier=verifier, last=last), {((), start): 1.0}
     for _ in range(3):
         following: dict = {}

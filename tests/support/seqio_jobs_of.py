@@ -1,4 +1,4 @@
-"""What the tests of seqio and of tasks share."""
+"""Shared by the tests of seqio and tasks."""
 
 import importlib.util
 import json
@@ -64,8 +64,8 @@ def certainty(targets, predictions, aux_values):
 
 @pytest.fixture(scope="module")
 def toys(pair, tmp_path_factory):
-    """Registers `toy_text`, `toy_more` with its own postprocessor, and both as `toy_both`; ids
-    are the tiny target's."""
+    """Registers the tasks `toy_text`, `toy_more` with its own postprocessor, and both as
+    `toy_both`, with the tiny target's ids."""
     folder = tmp_path_factory.mktemp("tsv")
     files = {"test": write(folder / "test.tsv"), "validation": write(folder / "validation.tsv", PAIRS[3:5])}
     functions = [words, likelihood, certainty]
@@ -84,7 +84,7 @@ def toys(pair, tmp_path_factory):
 
 @pytest.fixture
 def generate(specdec):
-    """Runs `specdec generate` with the tiny pair on a task."""
+    """Returns a function that runs `specdec generate` with the tiny pair on a task."""
     return lambda *argv: specdec(
         "generate", *command_line.MODELS, "--batch_size=3", f"--max_input_length={LENGTH}", *argv
     )

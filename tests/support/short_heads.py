@@ -1,4 +1,4 @@
-"""What the tests of shortlist and of shortlist_command share."""
+"""Shared by the tests of shortlist and shortlist_command."""
 
 import functools
 

@@ -1,5 +1,7 @@
-"""A seqio task of ids for tests inside T5X: the file that `T5X_TASK_FILE` names has a line for
-each example, source, tab, target."""
+"""Registers a seqio task of ids for tests inside T5X.
+
+The file named by `T5X_TASK_FILE` has one line for each example: source, tab, target.
+"""
 
 import os
 
@@ -8,7 +10,7 @@ import tensorflow as tf
 
 
 def vocabulary() -> seqio.Vocabulary:
-    """The golden T5X model's: ids stand for themselves, 1 ends."""
+    """Returns the golden T5X model's vocabulary: ids stand for themselves, and 1 is EOS."""
     return seqio.PassThroughVocabulary(128, eos_id=1)
 
 

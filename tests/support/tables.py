@@ -1,4 +1,4 @@
-"""What the tests of lookup and of prompt_lookup share."""
+"""Shared by the tests of lookup and prompt_lookup."""
 
 import functools
 
@@ -18,5 +18,5 @@ OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
 
 @functools.cache
 def plain():
-    """Greedy rows: prefixes of 0 to 4 tokens, one new token or several."""
+    """Returns greedy rows with prefixes of 0 to 4 tokens, and one or more new tokens."""
     return sd.generate(TARGET, INPUTS, **OPTIONS)

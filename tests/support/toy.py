@@ -1,9 +1,10 @@
-"""Laws that are known exactly, and speculative decoding enumerated over them; numpy in float64, nothing of the package.
+"""Enumerates speculative decoding over laws that are known exactly, in float64 with numpy and
+nothing of the package.
 
 A *law* is a function from a prefix (tuple of ids, without the start token) to the probabilities
 `[V]` of the next id. A *kernel* is one iteration as a distribution over what it commits: every
-draft, every acceptance outcome and every final token is visited with its probability, nothing is
-sampled. `Verifier` says what stands, `Rule` holds what the known mistakes get wrong.
+draft, every acceptance outcome and every final token is visited with its probability; nothing is
+sampled. `Verifier` decides what stands; `Rule` holds what the known mistakes get wrong.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ LawOf = Callable[[Prefix], np.ndarray]
 
 
 def adjusted_probs(logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """Probabilities `[..., V]` by sorting: temperature, then top-k, then top-p; ties with the last one kept stay."""
+    """Returns probabilities `[..., V]` by sorting: temperature, then top-k, then top-p; ties with
+    the last id kept stay."""
     logits = np.asarray(logits, np.float64)
     if temperature == 0:
         return np.eye(logits.shape[-1])[np.argmax(logits, axis=-1)]
@@ -35,7 +37,8 @@ def adjusted_probs(logits, temperature: float = 1.0, top_k: int = 0, top_p: floa
 
 
 def table_law(vocab: int, seed: int, zeros: float = 0.0) -> LawOf:
-    """A law that depends on the whole prefix; about a share `zeros` of the ids has probability 0 after each."""
+    """Returns a law that depends on the whole prefix; after each prefix about a share `zeros` of
+    the ids has probability 0."""
     table: dict[Prefix, np.ndarray] = {}
 
     def law(prefix: Prefix) -> np.ndarray:
@@ -50,35 +53,38 @@ def table_law(vocab: int, seed: int, zeros: float = 0.0) -> LawOf:
 
 
 def processed(law: LawOf, **adjustments) -> LawOf:
-    """`law` after temperature, top-k or top-p."""
+    """Returns `law` after temperature, top-k or top-p."""
     with np.errstate(divide="ignore"):
         return lambda prefix: adjusted_probs(np.log(law(prefix)), **adjustments)
 
 
 def one_hot(law: LawOf) -> LawOf:
-    """All mass on the most probable id."""
+    """Returns a law with all mass on the most probable id."""
     return lambda prefix: np.eye(len(law(prefix)))[np.argmax(law(prefix))]
 
 
 def residual(p: np.ndarray, q: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """norm(max(0, scale · p − q)), or p where nothing is left."""
+    """Returns norm(max(0, scale · p − q)), or p if nothing is left."""
     weights = np.maximum(scale * p - q, 0)
     return weights / weights.sum() if weights.sum() > 0 else p
 
 
 def ratio(p: np.ndarray, q: np.ndarray, x: int) -> float:
-    """min(1, p(x)/q(x)): the probability that a uniform in [0, 1) lies below p(x)/q(x)."""
+    """Returns min(1, p(x)/q(x)), the probability that a uniform in [0, 1) lies below p(x)/q(x)."""
     return min(1.0, p[x] / q[x]) if q[x] > 0 else float(p[x] > 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """What stands and what follows; p has n + 1 laws, q n laws, x n drafted ids.
+    """Decides how many drafted ids stand and what follows, given n + 1 laws p, n laws q and n
+    drafted ids x.
 
     Attributes:
-      stand: n numbers h of (p, q, x): the i-th position stands iff its uniform is below h_i.
-      following: law of the next token of (p, q, x, τ), for τ < n; after n accepted ones it is p.
-      largest: τ is the largest position that stands, whatever stands before it; else the number of leading ones.
+      stand: from (p, q, x), n numbers h: position i stands if and only if its uniform is below h_i.
+      following: from (p, q, x, τ), the law of the next token for τ < n; after n accepted ids it is
+        p.
+      largest: whether τ is the largest position that stands, whatever stands before it; else it is
+        the number of leading ones.
     """
 
     stand: Callable
@@ -86,7 +92,7 @@ class Verifier:
     largest: bool = False
 
     def outcomes(self, p, q, x) -> list[tuple[float, np.ndarray]]:
-        """For τ = 0 … n: its probability over the uniforms, and the law of the next token."""
+        """Returns, for τ = 0 … n, its probability over the uniforms and the law of the next token."""
         heights = self.stand(p, q, x)
         falls = [1 - h for h in heights]
         found = []
@@ -99,7 +105,8 @@ class Verifier:
         return found
 
     def decide(self, p, q, x, uniforms, final_uniforms) -> tuple[int, int]:
-        """(τ, next id) with given uniforms; `final_uniforms` holds one number for each place of the next id."""
+        """Returns (τ, next id) for given uniforms; `final_uniforms` has one number for each place
+        of the next id."""
         stands = [u < h for u, h in zip(uniforms, self.stand(p, q, x))]
         if self.largest:
             tau = max((i for i, yes in enumerate(stands, 1) if yes), default=0)
@@ -112,8 +119,11 @@ class Verifier:
 
 
 def invert(weights: np.ndarray, uniform: float) -> int:
-    """The id at `uniform` of the cumulated weights; of more than 128 first the block of 128,
-    then the id inside, at the same."""
+    """Returns the id at `uniform` of the cumulated weights.
+
+    With more than 128 ids the block of 128 is chosen first, and then, with the same uniform, the id
+    inside it.
+    """
     if len(weights) > 128:
         blocks = [weights[start : start + 128] for start in range(0, len(weights), 128)]
         block = invert(np.array([block.sum() for block in blocks]), uniform)
@@ -127,13 +137,14 @@ def invert(weights: np.ndarray, uniform: float) -> int:
 
 
 def words(uniform) -> np.ndarray:
-    """`[..., 2]` uint32: the random words with which `draw` takes the id that `invert` finds at `uniform [...]`."""
+    """Returns `[..., 2]` uint32: random words with which `draw` takes the id that `invert` finds at
+    `uniform [...]`."""
     word = np.floor(np.asarray(uniform, np.float64) * 2**32).astype(np.uint32)
     return np.stack([word, word], axis=-1)
 
 
 def block_weights(p, q, x) -> list[float]:
-    """π_0 … π_n."""
+    """Returns π_0 … π_n of block verification."""
     weights = [1.0]
     for i, token in enumerate(x):
         rate = p[i][token] / q[i][token] if q[i][token] > 0 else float(p[i][token] > 0)
@@ -142,7 +153,7 @@ def block_weights(p, q, x) -> list[float]:
 
 
 def block_stand(p, q, x) -> list[float]:
-    """h_1 … h_n; h_i = S_i / (S_i + 1 − π_i), h_n = π_n."""
+    """Returns h_1 … h_n of block verification: h_i = S_i / (S_i + 1 − π_i), h_n = π_n."""
     weights, heights = block_weights(p, q, x), []
     for i in range(1, len(x)):
         excess = np.maximum(weights[i] * p[i] - q[i], 0).sum()
@@ -152,7 +163,7 @@ def block_stand(p, q, x) -> list[float]:
 
 
 def rejection_stand(p, q, x) -> list[float]:
-    """p(x) / (M q(x)), M = max p/q over the ids with p > 0; 0 where M is infinite."""
+    """Returns p(x) / (M q(x)) with M = max p/q over the ids with p > 0; 0 where M is infinite."""
     heights = []
     for here, there, token in zip(p, q, x):
         inverse = min(there[y] / here[y] for y in np.flatnonzero(here))
@@ -161,7 +172,7 @@ def rejection_stand(p, q, x) -> list[float]:
 
 
 def typical_threshold(p: np.ndarray, epsilon: float, delta: float) -> float:
-    """min(ε, δ · exp(−H(p)))."""
+    """Returns min(ε, δ · exp(−H(p)))."""
     live = p[p > 0]
     return min(epsilon, delta * float(np.exp(np.sum(live * np.log(live)))))
 
@@ -179,18 +190,20 @@ REJECTION = Verifier(stand=rejection_stand, following=lambda p, q, x, tau: p[tau
 
 
 def lenient(lenience: float) -> Verifier:
-    """min(1, p / (l q)), otherwise as `TOKEN`."""
+    """Returns a verifier with min(1, p / (l q)), otherwise like `TOKEN`."""
     return dataclasses.replace(TOKEN, stand=lambda p, q, x: [ratio(a, lenience * b, y) for a, b, y in zip(p, q, x)])
 
 
 def typical(epsilon: float, delta: float) -> Verifier:
-    """Stands iff p(x) > min(ε, δ · exp(−H(p))), whatever the uniforms."""
+    """Returns a verifier under which x stands if and only if p(x) > min(ε, δ · exp(−H(p))),
+    whatever the uniforms."""
     stand = lambda p, q, x: [float(a[y] > typical_threshold(a, epsilon, delta)) for a, y in zip(p, x)]
     return Verifier(stand=stand, following=lambda p, q, x, tau: p[tau])
 
 
 def coupled(p, x, noise) -> tuple[int, int]:
-    """Gumbel coupling with given noise `[n + 1, V]`: (τ, next id); a drafted id stands iff it is argmax(log p + g)."""
+    """Returns (τ, next id) of Gumbel coupling with noise g `[n + 1, V]`: a drafted id stands if it
+    is argmax(log p + g)."""
     with np.errstate(divide="ignore"):
         own = [int(np.argmax(np.log(here) + g)) for here, g in zip(p, noise)]
     tau = next((i for i, token in enumerate(x) if token != own[i]), len(x))
@@ -198,13 +211,15 @@ def coupled(p, x, noise) -> tuple[int, int]:
 
 
 def coupled_share(p: np.ndarray, q: np.ndarray) -> float:
-    """Probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j, q_i/q_j)."""
+    """Returns the probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j,
+    q_i/q_j)."""
     both = np.flatnonzero((p > 0) & (q > 0))
     return float(sum(1 / np.maximum(p / p[j], q / q[j]).sum() for j in both))
 
 
 def lenient_argmax(p, x, lenience: float) -> tuple[int, int]:
-    """T = 0: (τ, next id); a drafted id stands iff p(x) ≥ l · max p, with l = 1 iff it is the first of the maxima."""
+    """Returns (τ, next id) at T = 0: a drafted id stands if p(x) ≥ l · max p; for l = 1 if it is
+    the first of the maxima."""
     best = [int(np.argmax(here)) for here in p]
     near = lambda i: lenience < 1 and p[i][x[i]] >= lenience * p[i].max()
     tau = next((i for i, token in enumerate(x) if token != best[i] and not near(i)), len(x))
@@ -213,20 +228,22 @@ def lenient_argmax(p, x, lenience: float) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Token verification (Leviathan et al. 2023, algorithm 1) by default; each field is a place to be wrong.
+    """Rules of one iteration, by default token verification (Leviathan et al. 2023, Algorithm 1).
+
+    Each field is a place where implementations have been wrong.
 
     Attributes:
-      verifier: another verifier; `accept`, `residual` and what comes after `last` then do not count.
-      drawn: the law that draft tokens are drawn from, given the drafter's law.
-      judged: the law that enters the ratio and the residual, given the drafter's law.
-      accept: probability that a drafted id stands, of (p, q, x).
-      residual: law of the correction, of (p, q).
-      keep: whether a drawn id stays in the draft, of (q, x); the first that does not ends the draft.
-      last: whether the draft ends after a drawn id, of (q, x).
+      verifier: another verifier; `accept`, `residual` and the fields after `last` then do not count.
+      drawn: from the drafter's law, the law that draft tokens are drawn from.
+      judged: from the drafter's law, the law that enters the ratio and the residual.
+      accept: from (p, q, x), the probability that a drafted id stands.
+      residual: from (p, q), the law of the correction.
+      keep: from (q, x), whether a drawn id stays in the draft; the first that does not ends the draft.
+      last: from (q, x), whether the draft ends after a drawn id.
       same_uniform: one acceptance uniform for all positions of an iteration.
-      late: how many positions late a rejection takes effect.
+      late: number of positions by which a rejection takes effect too late.
       next_iteration: commit the whole draft, and draw the correction at the start of the next iteration.
-      bonus_shift: how many positions before the right one the bonus token's law is taken.
+      bonus_shift: number of positions by which the bonus token's law is taken too early.
     """
 
     verifier: Verifier | None = None
@@ -243,7 +260,8 @@ class Rule:
 
 
 def drafts(prefix: Prefix, draft: LawOf, gamma: int, eos: set[int], rule: Rule):
-    """All (drafted ids, probability) after `prefix`; a draft ends after γ ids or an EOS, which stays in it."""
+    """Yields (drafted ids, probability) for all drafts after `prefix`; a draft ends after γ ids or
+    an EOS, which stays in it."""
     if gamma == 0:
         yield (), 1.0
         return
@@ -261,7 +279,8 @@ def drafts(prefix: Prefix, draft: LawOf, gamma: int, eos: set[int], rule: Rule):
 
 
 def along(prefix: Prefix, drafted: Prefix, target: LawOf, draft: LawOf, rule: Rule = Rule()) -> tuple[list, list]:
-    """The target's laws at the n + 1 positions after `prefix`, and those of the drafter that a verifier is told."""
+    """Returns the target's laws at the n + 1 positions after `prefix`, and the drafter's laws that
+    a verifier is told."""
     befores = [(*prefix, *drafted[:i]) for i in range(len(drafted) + 1)]
     return [target(before) for before in befores], [rule.judged(draft(before)) for before in befores[:-1]]
 
@@ -269,7 +288,7 @@ def along(prefix: Prefix, drafted: Prefix, target: LawOf, draft: LawOf, rule: Ru
 def expected_accepted(
     target: LawOf, draft: LawOf, gamma: int, verifier: Verifier, eos: set[int] = frozenset()
 ) -> float:
-    """E[τ] of the first iteration."""
+    """Returns E[τ] of the first iteration."""
     total = 0.0
     for drafted, prob in drafts((), draft, gamma, eos, Rule()):
         shares = verifier.outcomes(*along((), drafted, target, draft), drafted)
@@ -278,7 +297,10 @@ def expected_accepted(
 
 
 def kernel(prefix: Prefix, pending, target: LawOf, draft: LawOf, gamma: int, eos: set[int], rule: Rule) -> dict:
-    """One iteration: probability of each (new prefix, pending correction); `pending` is a law as a tuple, or None."""
+    """Returns one iteration: the probability of each (new prefix, pending correction).
+
+    `pending` is a law as a tuple, or None.
+    """
     outcomes: dict = defaultdict(float)
 
     def commit(committed: Prefix, prob: float, pending=None):
@@ -319,7 +341,8 @@ def kernel(prefix: Prefix, pending, target: LawOf, draft: LawOf, gamma: int, eos
 
 
 def complete(start: dict[Prefix, float], target: LawOf, limit: int, eos: set[int]) -> dict[Prefix, float]:
-    """Law of whole sequences (up to an EOS or `limit` ids) when every prefix of `start` is continued by `target`."""
+    """Returns the law of whole sequences (up to an EOS or `limit` ids) if `target` continues every
+    prefix of `start`."""
     finished: dict[Prefix, float] = defaultdict(float)
     open_ = dict(start)
     while open_:
@@ -338,9 +361,11 @@ def complete(start: dict[Prefix, float], target: LawOf, limit: int, eos: set[int
 def speculative_law(
     target: LawOf, draft: LawOf, gamma: int, limit: int, eos: set[int], rule: Rule = Rule(), iterations: int = 2
 ) -> dict[Prefix, float]:
-    """Law of whole sequences after some iterations of speculative decoding, the rest continued by `target`.
+    """Returns the law of whole sequences after some iterations of speculative decoding, the rest
+    continued by `target`.
 
-    Whatever the number of iterations, it is the target's law if and only if each iteration preserves it.
+    For any number of iterations it is the target's law if and only if each iteration preserves that
+    law.
     """
     states: dict = {((), None): 1.0}
     for _ in range(iterations):
@@ -360,12 +385,13 @@ def speculative_law(
 
 
 def total_variation(a: dict, b: dict) -> float:
-    """½ Σ |a − b|."""
+    """Returns ½ Σ |a − b|."""
     return sum(abs(a.get(key, 0) - b.get(key, 0)) for key in {*a, *b}) / 2
 
 
 def conditionals(sequences: dict[Prefix, float]):
-    """(prefix, probabilities of the next id as a dict) for every prefix that a law of whole sequences gives mass."""
+    """Returns (prefix, probabilities of the next id as a dict) for every prefix that a law of whole
+    sequences gives mass."""
     masses: dict[Prefix, float] = defaultdict(float)
     for sequence, prob in sequences.items():
         for length in range(len(sequence) + 1):

@@ -1,5 +1,5 @@
-"""Small models with the interface of `LanguageModel`: tiny T5s, one whose logits are a known
-hash of its tokens, an echo."""
+"""Small models with the interface of `LanguageModel`: tiny T5s, one whose logits are a hash of its
+tokens, an echo."""
 
 import dataclasses
 import types
@@ -15,22 +15,28 @@ from specdec_jax.models.t5 import T5Config
 
 
 def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) -> LanguageModel:
-    """A random T5 1.1 of width 16."""
+    """Returns a random T5 1.1 of width 16."""
     shape = dict(emb_dim=16, num_heads=2, head_dim=8, num_encoder_layers=1, mlp_dim=32)
     return LanguageModel.random(T5Config(vocab, num_decoder_layers=decoder_layers, **{**shape, **overrides}), seed)
 
 
 def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageModel:
-    """`model` with noise of `scale` times each parameter's spread added: a drafter that is right most of the time."""
+    """Returns `model` with noise of `scale` times each parameter's spread added: a drafter that is
+    right most of the time."""
     rng = np.random.default_rng(seed)
-    noisy = lambda x: jnp.asarray(x + scale * np.std(x) * rng.normal(size=x.shape), x.dtype)
-    params = jax.tree.map(noisy, model.params)
+    noisy = lambda x: x + scale * jnp.std(x) * rng.normal(size=x.shape).astype(np.float32)
+    params = jax.tree.map(lambda x: noisy(jnp.asarray(x, jnp.float32)).astype(x.dtype), model.params)
     return LanguageModel(model.config, params, start_token=model.start_token, eos_ids=model.eos_ids)
 
 
 @flax.struct.dataclass
 class HashCache:
-    """tokens `[B, S]` int32: what was fed at each slot; inputs `[B]` uint32: a number made of the row's inputs."""
+    """The cache of a hash model.
+
+    Attributes:
+      tokens: `[B, S]` int32, what was fed at each slot.
+      inputs: `[B]` uint32, a number made from the row's inputs.
+    """
 
     tokens: jax.Array
     inputs: jax.Array
@@ -42,7 +48,7 @@ class HashCache:
 
 
 def _mix(h, value):
-    """One round of murmur3 over uint32."""
+    """Returns one round of murmur3 over uint32."""
     h = (h ^ value) * np.uint32(0xCC9E2D51)
     h = (h << np.uint32(15)) | (h >> np.uint32(17))
     h = h * np.uint32(0x1B873593) + np.uint32(0xE6546B64)
@@ -66,7 +72,7 @@ class Hash:
     likeness: float = 0.0
 
     def logits(self, inputs, previous, current):
-        """`[..., V]` float32 of uint32 arrays of one shape."""
+        """Returns logits `[..., V]` float32 for uint32 arrays of one shape."""
         ids = np.arange(self.vocab_size, dtype=np.uint32)
 
         def one(seed):
@@ -80,7 +86,7 @@ class Hash:
 
 
 class Headless:
-    """A toy `Network`, whose states are its logits."""
+    """A toy `Network` whose states are its logits."""
 
     encoder_dim = None
     rules = None
@@ -101,7 +107,7 @@ class Headless:
 
 @flax.struct.dataclass
 class ShortNetwork:
-    """A toy network whose logits are those of `ids` alone."""
+    """A toy network with logits for `ids` only."""
 
     network: Headless
     ids: jax.Array
@@ -123,7 +129,8 @@ class ShortNetwork:
 
 @flax.struct.dataclass
 class HashNetwork(Headless):
-    """`Network` of a `Hash`; its cache holds the tokens themselves, so a stale or missing slot changes the logits."""
+    """The `Network` of a `Hash`; its cache holds the tokens themselves, so that a stale or missing
+    slot changes the logits."""
 
     law: Hash = flax.struct.field(pytree_node=False)
 
@@ -163,7 +170,7 @@ class HashNetwork(Headless):
 
 
 class HashModel:
-    """`LanguageModel` of a `Hash`: rows with different inputs have different laws."""
+    """The `LanguageModel` of a `Hash`: rows with different inputs have different laws."""
 
     def __init__(self, vocab_size: int, seed: int = 0, *, eos_ids=(1,), start_token=0, vocabulary=None, **law):
         self.law = Hash(vocab_size, seed, **law)
@@ -182,7 +189,7 @@ class HashModel:
         return fingerprint == self.fingerprint
 
     def logits(self, inputs, decoder_tokens, input_lengths=None):
-        """Teacher-forced logits `[B, T, V]` in numpy."""
+        """Returns teacher-forced logits `[B, T, V]` in numpy."""
         inputs, tokens = np.asarray(inputs), np.asarray(decoder_tokens, np.uint32)
         lengths = padded_lengths(inputs) if input_lengths is None else np.asarray(input_lengths)
         number = lengths.astype(np.uint32)
@@ -194,11 +201,11 @@ class HashModel:
 
 @flax.struct.dataclass
 class EchoNetwork(Headless):
-    """`Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B, L]`.
+    """A `Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B, L]`.
 
     Attributes:
       vocab_size: V.
-      wrong: at every `wrong`-th position it says the id after the right one; 0 is never.
+      wrong: at every `wrong`-th position it predicts the id after the right one; 0: never.
     """
 
     vocab_size: int = flax.struct.field(pytree_node=False)
@@ -216,7 +223,7 @@ class EchoNetwork(Headless):
 
 
 class EchoModel:
-    """`LanguageModel` that repeats its input: what text a decode gives can be chosen."""
+    """A `LanguageModel` that repeats its input, so that a test can choose the decoded text."""
 
     def __init__(self, vocabulary, wrong: int = 0):
         self.network, self.config = (
@@ -245,7 +252,7 @@ class Words:
 
 
 def compilations(function):
-    """How many programs XLA compiled during a call."""
+    """Returns how many programs XLA compiled during a call."""
     events, active = [], [True]
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: events.append(event) if active[0] and "backend_compile" in event else None
@@ -256,9 +263,9 @@ def compilations(function):
 
 
 def teacher_forced_greedy(model, row, limit: int, eos_ids=(), prefix=()) -> tuple[list[int], list[float]]:
-    """The slow reference for one row: argmax of the whole teacher-forced sequence, one token at a time.
+    """Returns the new ids of one row and their log-probabilities: the slow reference.
 
-    Returns the new ids and their log-probabilities.
+    It takes the argmax of the whole teacher-forced sequence, one token at a time.
     """
     tokens, log_probs = [model.start_token, *prefix], []
     inputs = np.array([[*row, *[0] * (8 - len(row))]], np.int32)  # one shape for all rows: one compilation

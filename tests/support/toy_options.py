@@ -1,4 +1,5 @@
-"""Two hash models, a case for every processor, and slow decoding in numpy: what the tests of options share."""
+"""Two hash models, a case for every processor, and slow decoding in numpy, shared by the tests of
+options."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +20,15 @@ TARGET, DRAFT = HashModel(V, 0, vocabulary=Words()), HashModel(V, 1, likeness=0.
 
 
 def brackets(prefixes, lengths, logits):
-    """A grammar: 2 opens, 3 closes what is open, and an EOS comes when nothing is open any more."""
+    """Applies a grammar: 2 opens, 3 closes what is open, and an EOS comes only when nothing is
+    open."""
     live = jnp.arange(prefixes.shape[1]) < lengths[:, None]
-    depth = jnp.sum(jnp.where(live, (prefixes == 2) * 1 - (prefixes == 3), 0), axis=1, keepdims=True)
+    depth = jnp.sum(
+        jnp.where(live, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0), axis=1, keepdims=True
+    )
     ids = jnp.arange(logits.shape[1])
     wrong = (ids == 3) & (depth <= 0) | jnp.isin(ids, jnp.array(EOS)) & (depth > 0)
-    return jnp.where(wrong, -jnp.inf, logits + 3.0 * ((ids == 2) | (ids == 3)))
+    return jnp.where(wrong, -jnp.inf, logits + jnp.where((ids == 2) | (ids == 3), 3.0, 0.0))
 
 
 def brackets_in_numpy(prefix, logits):
@@ -37,7 +41,7 @@ def brackets_in_numpy(prefix, logits):
     return found
 
 
-# With it a row goes on long enough to repeat itself.
+# With this bias against EOS a row goes on long enough to repeat itself.
 QUIET = {1: -2.0, 8: -2.0}
 # A tuple with B values holds one for each row.
 PROCESSORS = {
@@ -58,7 +62,7 @@ FILTERS = dict(temperature=1.1, top_k=9, top_p=0.97, min_p=0.01)
 
 
 def of_row(options, row: int):
-    """One row's options for the slow versions."""
+    """Returns one row's options for the slow versions."""
     own = {
         name: value[row] if name in ("repetition_penalty", "min_new_tokens") else value
         for name, value in options.items()
@@ -67,7 +71,7 @@ def of_row(options, row: int):
 
 
 def raw_logits(model, row: int, tokens) -> np.ndarray:
-    """`[T, V]` after each of `tokens` (start token and prefix first)."""
+    """Returns logits `[T, V]` after each of `tokens` (start token and prefix first)."""
     return model.logits([INPUTS[row]], [tokens], [len(INPUTS[row])])[0]
 
 
@@ -89,7 +93,7 @@ def ids_of(result) -> list[list[int]]:
 
 
 def assert_log_probs(result, options, filters=FILTERS):
-    """Both kinds of log-probabilities equal a teacher-forced computation in numpy."""
+    """Asserts that both kinds of log-probabilities equal a teacher-forced computation in numpy."""
     for row, ids in enumerate(ids_of(result)):
         tokens = [0, *PREFIXES[row], *ids]
         for i, token in enumerate(ids):

@@ -1,11 +1,13 @@
-"""What the processors do to the logits after one prefix: slow, one id at a time, in numpy, nothing of the package."""
+"""Applies processors to the logits after one prefix: slowly, one id at a time, in numpy, with
+nothing of the package."""
 
 import numpy as np
 import toy
 
 
 def penalized(logits, prefix, penalty: float) -> np.ndarray:
-    """Hugging Face's repetition penalty: every id of `prefix` (start token included), once, whatever its count."""
+    """Applies Hugging Face's repetition penalty to every id of `prefix` (start token included),
+    once, whatever its count."""
     found = np.array(logits)
     for token in set(prefix):
         found[token] = found[token] / np.float32(penalty) if found[token] > 0 else found[token] * np.float32(penalty)
@@ -13,7 +15,7 @@ def penalized(logits, prefix, penalty: float) -> np.ndarray:
 
 
 def without_repeated_ngrams(logits, prefix, size: int) -> np.ndarray:
-    """Every id that would end an n-gram which `prefix` holds already is forbidden."""
+    """Forbids every id that would end an n-gram which `prefix` holds already."""
     found, prefix = np.array(logits), list(prefix)
     seen = [prefix[i : i + size] for i in range(len(prefix) - size + 1)]
     for token in range(len(found)):
@@ -27,9 +29,10 @@ def processed(
     logit_bias=None,
     forbidden_tokens=(), vocabulary_mask=None, forced_tokens=None, processor=None,
 ) -> np.ndarray:  # fmt: skip
-    """Logits `[V]` float32 after all processors; `prefix` starts with the start token and holds `new` new tokens.
+    """Returns logits `[V]` float32 after all processors.
 
-    `processor` is a function of (prefix as a list, logits) here.
+    `prefix` starts with the start token and holds `new` new tokens. Here `processor` is a function
+    of (prefix as a list, logits).
     """
     original = np.array(logits, np.float32)
     found = original.copy()
@@ -51,7 +54,8 @@ def processed(
 
 
 def law(logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options) -> np.ndarray:
-    """Probabilities `[V]` in float64: the processors, then temperature, top-k, top-p and min-p."""
+    """Returns probabilities `[V]` in float64: the processors, then temperature, top-k, top-p and
+    min-p."""
     probs = toy.adjusted_probs(processed(logits, prefix, new=new, **options), temperature, top_k, top_p)
     probs = np.where(probs >= min_p * probs.max(), probs, 0)
     return probs / probs.sum()

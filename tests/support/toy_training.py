@@ -1,4 +1,4 @@
-"""A tiny language, a tiny text, and settings for tests of training."""
+"""A tiny language, a tiny text, and settings, shared by the tests of training."""
 
 import dataclasses
 import pathlib
@@ -17,7 +17,7 @@ ORDER = "ba ce di fo gu hal jem kin".split()
 
 
 def write_tsv(path, count, seed):
-    """Sentences of one to three of 40 words, and their words in reverse."""
+    """Writes sentences of one to three of 40 words, with their words in reverse order as targets."""
     words = [a + b for a in "ba ce di fo gu hal jem kin".split() for b in "ra te ni so mu".split()]
     rng = np.random.default_rng(seed)
     rows = [[words[i] for i in rng.integers(len(words), size=rng.integers(1, 4))] for _ in range(count)]
@@ -25,7 +25,7 @@ def write_tsv(path, count, seed):
 
 
 def write_language(folder):
-    """Files for training and validation in `folder`, which is returned."""
+    """Writes files for training and validation into `folder`, and returns it."""
     write_tsv(folder / "train.tsv", 400, 0)
     write_tsv(folder / "validation.tsv", 50, 1)
     write_tsv(folder / "more.tsv", 20, 2)
@@ -33,7 +33,8 @@ def write_language(folder):
 
 
 def write_text(folder):
-    """Files of documents that begin with one of eight words and count on to the last of them; `folder` is returned."""
+    """Writes documents that begin with one of eight words and count on to the last of them; returns
+    `folder`."""
     for name, count, seed in (("train.txt", 300, 0), ("validation.txt", 40, 1)):
         starts = np.random.default_rng(seed).integers(len(ORDER) - 1, size=count)
         (folder / name).write_text("".join(f"{' '.join(ORDER[start:])}\n" for start in starts))

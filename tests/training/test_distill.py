@@ -224,7 +224,7 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(samples=1), "samples: got 1, expected 2: the outputs in .* are of that"),
+        (dict(samples=1), "samples: got 1, expected 2, as for the outputs in"),
         (dict(seed=1), "seed: got 1, expected 0"),
         (dict(buckets=(16,)), "longest bucket: got 16, expected 32"),
         (dict(source_files=("validation.tsv",)), "train sources: got 12 lines, .*, expected 12 lines"),
@@ -262,12 +262,12 @@ def test_other_files_under_the_same_paths_are_refused(undisturbed, models, langu
             if gone:
                 path = tmp_path / "run" / gone
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            with pytest.raises(ValueError, match="target's contents: got .*: the outputs in .*run are of that"):
+            with pytest.raises(ValueError, match="target's contents: got .*, as for the outputs in .*run"):
                 distill.run(config)
     path = tmp_path / "run/distill.json"
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({**stored, "vocabulary's contents": "x"}))
-    with pytest.raises(ValueError, match="vocabulary's contents: got .*, expected x: the outputs"):
+    with pytest.raises(ValueError, match="vocabulary's contents: got .*, expected x, as for the outputs"):
         distill.run(config)
     path.write_text(json.dumps({name: value for name, value in stored.items() if "contents" not in name}))
     distill.run(config)

@@ -111,7 +111,9 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, langua
     assert "changed since step 20: contents of train.tsv\n" in capsys.readouterr().err
     assert json.loads((output / "contents.json").read_text()) == digests
     (output / "contents.json").write_text(json.dumps({**digests, "vocabulary": "of others"}))
-    with pytest.raises(ValueError, match="vocabulary: got another, expected the one with which the run in .* began"):
+    with pytest.raises(
+        ValueError, match="vocabulary: got another one, expected the vocabulary with which the run in .* began"
+    ):
         train.fit(config)
     with pytest.raises(ValueError, match="steps: got 12, expected at least the 20 steps"):
         train.fit(dataclasses.replace(config, steps=12))
@@ -207,7 +209,7 @@ def test_a_training_file_may_be_called_vocabulary(tmp_path):
     (tmp_path / "vocabulary").write_text("a\tb\n")
     files = {"vocabulary": tmp_path / "vocabulary"}
     assert run_folder.record_contents(tmp_path, None, "first", files) == []
-    with pytest.raises(ValueError, match="vocabulary: got another, expected the one with which the run in"):
+    with pytest.raises(ValueError, match="vocabulary: got another one, expected the vocabulary with which the run in"):
         run_folder.record_contents(tmp_path, 1, "second", files)
     (tmp_path / "vocabulary").write_text("c\td\n")
     assert run_folder.record_contents(tmp_path, 1, "first", files) == ["changed since step 1: contents of vocabulary"]

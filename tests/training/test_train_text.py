@@ -291,7 +291,7 @@ def test_prompts_that_are_too_long_are_refused_before_anything_compiles(finished
         (dict(sequence_length=41), "sequence_length: got 41, expected .*num_positions = 40 and batch_tokens = 256"),
         (dict(sequence_length=0), "sequence_length: got 0"),
         (dict(batch_tokens=31), "sequence_length: got 32, expected .* batch_tokens = 31"),
-        (dict(buckets=(8, 32)), r"buckets: got \(8, 32\), expected none: sequence_length says it here"),
+        (dict(buckets=(8, 32)), r"buckets: got \(8, 32\), expected none beside sequence_length"),
         (dict(target_buckets=(8,)), "target_buckets: got"),
         (dict(model=TINY), "sequence_length: got 32, expected None: the model is a T5"),
         (dict(vocabulary_size=41), "vocabulary_size: got 41, expected at most model.vocab_size = 40"),

@@ -1,9 +1,9 @@
-"""HTML out of elements: the one place where text becomes HTML."""
+"""Builds HTML of elements: the one place where text becomes HTML."""
 
 import html
 import re
 
-# What HTML has no characters for: controls, halves of surrogate pairs, and two that are no characters.
+# Code points that HTML cannot hold: controls, halves of surrogate pairs, and two noncharacters.
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -21,12 +21,12 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
 
 
 def join(*children: object) -> Markup:
-    """Returns children one after the other, escaped where they are not `Markup`."""
+    """Returns the children one after the other, escaped unless they are `Markup`."""
     return Markup("".join(child if isinstance(child, Markup) else _escaped(child) for child in children))
 
 
 def printable(text: str) -> str:
-    """Returns the text with a replacement character for each one that no page can hold."""
+    """Returns the text with a replacement character for each character that no page can hold."""
     return _NO_TEXT.sub("\ufffd", text)
 
 

@@ -1,4 +1,4 @@
-"""Builds one HTML page of the paper's tables and figures, computed, and of what was measured here."""
+"""Builds one HTML page of the paper's tables and figures, computed, and of measured records."""
 
 import pathlib
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from specdec_jax.analysis import formulas, traces
 from specdec_jax.analysis.report import paper, plots, summaries
 from specdec_jax.analysis.report.markup import Markup, element, join
-from specdec_jax.analysis.report.record_types import Benchmark, Measured, kind_of
+from specdec_jax.analysis.report.record_types import Benchmark, Measured, Searched, kind_of
 from specdec_jax.analysis.report.rows import (
     Row,
     estimated,
@@ -39,7 +39,8 @@ table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
 caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25em 0.6em; text-align: right; font-size: 0.85em }
 th { background: var(--head) } td { font-variant-numeric: tabular-nums }
-td.text, th.text { text-align: left; overflow-wrap: anywhere }
+td.text, th.text { text-align: left }
+@media (max-width: 60em) { table { display: block; overflow-x: auto } }
 svg { max-width: 100%; height: auto; background: #fff } p.note { color: var(--faint) }
 pre { white-space: pre-wrap } .committed { color: var(--faint) } .accepted { color: var(--accepted) }
 .corrected, .bonus { color: var(--own); font-weight: bold } .bonus { text-decoration: underline }
@@ -55,7 +56,7 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
     """Returns the page as text.
 
     Args:
-      read: (file, record) of records that `read_records` has checked.
+      read: (file, record) pairs; `read_records` has checked the records.
     """
     parts = [
         element("h1", _TITLE),
@@ -149,21 +150,25 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
         "outputs that differ",
     )
     parts = [element("h3", path.name), element("p", about), _note(measured_at(record))]
-    parts.append(_table("Improvement over plain decoding", head, lines))
+    searched = kind is Searched  # a call gives steps, of which the output has as many tokens or fewer
+    parts.append(_table(f"Improvement over plain {'beam search' if searched else 'decoding'}", head, lines))
     if kind is Measured:
         parts.append(plots.svg(plots.improvement(record)))
         if record.get("same_positions"):
             parts.append(element("p", f"{summaries.same_positions(record['same_positions'])}."))
-    bars = [(_name(row), row.improvement, row.predicted) for row in found if row.improvement]
+    name = lambda row: f"{_name(row)}, {row.verifier}" if searched else _name(row)
+    bars = [(name(row), row.improvement, row.predicted) for row in found if row.improvement]
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
+    if kind in (Benchmark, Searched):
+        parts += _against(record.get("against"))
     if kind is Benchmark:
-        parts += [*_against(record.get("against")), *_example(record.get("example"))]
+        parts += _example(record.get("example"))
     return parts
 
 
 def _reached(row: Row) -> Spread | None:
-    """The measured improvement over the predicted one."""
+    """Returns the measured improvement divided by the predicted one."""
     if row.improvement is None or not row.predicted:
         return None
     return Spread(*(value / row.predicted for value in row.improvement))
@@ -216,7 +221,7 @@ def _is_forced(row: Row) -> bool:
 
 
 def _rates(found: Sequence[Row]) -> list[Markup]:
-    """Table 3: the paper's α, then those of the records."""
+    """Returns table 3: the paper's α, then the records'."""
     lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
     ours: dict[tuple[str, str, str], dict[bool, float]] = {}
     for row in found:
@@ -234,7 +239,7 @@ def _rates(found: Sequence[Row]) -> list[Markup]:
 
 
 def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
-    """Table 5 of the records whose verifier is lenient: α and improvement by lenience."""
+    """Returns table 5 of the records with a lenient verifier: α and improvement by lenience."""
     by_pair: dict[tuple, dict[float, Row]] = {}
     for record in found:
         options = record["options"] if kind_of(record) in (Benchmark, Measured) else {}
@@ -269,7 +274,7 @@ def _estimate(record: Mapping[str, Any]) -> list[Markup]:
     return parts
 
 
-# What a complete page has, how a record tells that it is there, and the command for it.
+# What a complete page has, how to tell that a record holds it, and the command that measures it.
 _EXPECTED = (
     (
         "T5-XXL with T5-small on an accelerator",
@@ -302,7 +307,7 @@ def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> Markup:
-    """Columns of words stand at the left, columns of numbers at the right."""
+    """Returns a table; columns of words are aligned to the left, columns of numbers to the right."""
     words = [any(_is_text(values[column]) for values in lines) for column in range(len(head))]
     cell = lambda tag, value, text: element(tag, value, class_="text") if text else element(tag, value)
     line = lambda values, tag: element("tr", *(cell(tag, *pair) for pair in zip(values, words, strict=True)))
@@ -310,7 +315,7 @@ def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) ->
 
 
 def _is_text(value: object) -> bool:
-    """Whether a cell begins with a word, and not with a number or a dash for none."""
+    """Returns whether a cell begins with a word, and not with a number or a dash."""
     return bool(re.match(r"\s*[^\W\d]", str(value)))
 
 
@@ -327,7 +332,7 @@ def _shown(value: float | None, digits: int) -> str:
 
 
 def _with_bare(value: float | None, bare: float | None, digits: int) -> str:
-    """A cost and, in parentheses, that of its bare matrix products."""
+    """Returns a cost as text, with the cost of its bare matrix products in parentheses."""
     return _shown(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
 
 

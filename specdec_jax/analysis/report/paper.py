@@ -1,4 +1,5 @@
-"""What Leviathan, Kalman and Matias (2023) printed, to be laid beside what this package computes and measures."""
+"""Holds what Leviathan, Kalman and Matias (2023) printed, to compare with what this package
+computes and measures."""
 
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ TABLE_1 = (
 
 
 class Speed(NamedTuple):
-    """A row of tables 2 and 4, T5-XXL on one TPU v4 at batch 1: `expected` by theorem 3.8 and
-    `measured` improvement."""
+    """A row of tables 2 and 4, T5-XXL on one TPU v4 at batch 1: the improvement expected by theorem
+    3.8, and the measured one."""
 
     task: str
     drafter: str

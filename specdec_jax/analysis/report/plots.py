@@ -1,4 +1,4 @@
-"""Figures of theory and of records; matplotlib is imported where it draws."""
+"""Draws figures of theory and of records; matplotlib is imported only where something is drawn."""
 
 import io
 import pathlib
@@ -17,11 +17,8 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 def check(path: str) -> None:
-    """Refuses what could not be drawn after everything is measured.
-
-    Raises:
-      ValueError: another format, or no such folder.
-    """
+    """Raises ValueError, before anything is measured, for a file whose format or folder would not
+    do."""
     if not path.endswith(FORMATS):
         raise ValueError(f"plot: got {path!r}, expected a file ({', '.join(FORMATS)})")
     check_output(path, "plot")
@@ -47,7 +44,7 @@ def svg(figure) -> Markup:
 
 
 def _drawn(name: str) -> str:
-    """Returns a name as it fits into a figure, on one line."""
+    """Returns a name on one line, short enough for a figure."""
     text = " ".join(printable(name).split())
     return text if len(text) <= 60 else f"{text[:59]}…"
 
@@ -57,14 +54,14 @@ _GAMMAS, _COSTS = (1, 3, 5, 7, 10), (0.01, 0.02, 0.05, 0.1)
 
 
 def expected_tokens():
-    """Figure 2: tokens per target call over α, equation (1)."""
+    """Draws figure 2: tokens per target call over α, equation (1)."""
     figure, axes = _figure(("α", "expected tokens per target call"))
     _over_alpha(axes[0], lambda alpha, gamma: formulas.expected_tokens(alpha, gamma))
     return figure
 
 
 def optimal_gammas():
-    """Figure 3: the best γ over α for several c, section 3.5."""
+    """Draws figure 3: the best γ over α for several c, section 3.5."""
     figure, (axes,) = _figure(("α", "best γ"))
     alphas = np.linspace(0.0, 0.95, 96)
     for cost in _COSTS:
@@ -74,7 +71,7 @@ def optimal_gammas():
 
 
 def arithmetic_operations():
-    """Figure 4, right: the factor in arithmetic operations over α, ĉ = 0."""
+    """Draws figure 4, right: the factor in arithmetic operations over α, ĉ = 0."""
     figure, axes = _figure(("α", "arithmetic operations"))
     _over_alpha(axes[0], lambda alpha, gamma: formulas.operations(alpha, gamma))
     return figure
@@ -99,10 +96,9 @@ def _over_alpha(axes, value) -> None:
 
 
 def measured(rows: Sequence[tuple[str, Spread, float | None]]):
-    """Bars of measured improvement with their spread, and what was predicted.
+    """Draws bars of measured improvement with their spread, and the predictions.
 
-    Args:
-      rows: (name, improvement, predicted or None).
+    `rows` are (name, improvement, predicted or None).
     """
     figure, (axes,) = _figure(("improvement over plain decoding", ""))
     figure.set_size_inches(9, 1.5 + 0.35 * len(rows))
@@ -127,20 +123,25 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
 
 
 def wall_time(record: Mapping[str, Any]):
-    """Draws what `specdec benchmark` timed: milliseconds for each token, a bar for every way of decoding.
+    """Draws what `specdec benchmark` timed: milliseconds per token, of beam search per input, a bar
+    for every way of decoding.
 
-    Args:
-      record: of the benchmark, with another implementation's arm or without.
+    `record` is one of the benchmark, with or without another implementation's arm.
     """
-    plain, against = record["plain"], record.get("against")
-    milliseconds = lambda arm: 1e3 * np.array([arm["seconds"][name] for name in Spread._fields]) / max(arm["tokens"], 1)
+    plain, against, searches = record["plain"], record.get("against"), record.get("searches")
+    units = lambda arm: arm["tokens"] if searches is None else record["sentences"]
+    milliseconds = lambda arm: 1e3 * np.array([arm["seconds"][name] for name in Spread._fields]) / max(units(arm), 1)
     named = {"t5x": "T5X"}
     bars = [(named.get(against["name"], against["name"]), milliseconds(against), "tab:gray")] if against else []
-    bars.append(("plain", milliseconds(plain), "tab:blue"))
-    for arm in record["speculative"]:
+    bars.append(("plain" if searches is None else "plain beam search", milliseconds(plain), "tab:blue"))
+    if searches is not None:
+        bars.append(("greedy", milliseconds(record["greedy"]), "tab:cyan"))
+        bars += [(f"γ = {arm['gamma']}, u = {arm['width']}", milliseconds(arm), "tab:orange") for arm in searches]
+    for arm in record.get("speculative", ()):
         forced = "" if arm["forced_alpha"] is None else f", α forced to {arm['forced_alpha']:g}"
         bars.append((f"speculative, γ = {arm['gamma']}{forced}", milliseconds(arm), "tab:orange"))
-    figure, (axes,) = _figure(("milliseconds per token, with the spread of the passes", ""))
+    unit = "token" if searches is None else "input"
+    figure, (axes,) = _figure((f"milliseconds per {unit}, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
     axes.grid(False, axis="y")
     slowest = max(most for _, (_, _, most), _ in bars)
@@ -166,10 +167,9 @@ _COLOURS = {
 
 
 def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
-    """Figure 5: the calls of one input after another, a bar for each arm.
+    """Draws figure 5: the calls of one input after another, a bar for each arm.
 
-    Args:
-      arms: (name, (what, seconds) of every call).
+    `arms` are (name, (kind of call, seconds) of every call).
     """
     figure, (axes,) = _figure(("milliseconds", ""))
     figure.set_size_inches(9, 1.2 + 0.5 * len(arms))
@@ -191,7 +191,8 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
 
 
 def improvement(record: Mapping[str, Any]):
-    """What `specdec measure` found: expected improvement by γ, acceptance by position, v by width."""
+    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position, v by
+    number of positions."""
     from matplotlib.figure import Figure
 
     table, accepted = record["table"], record["acceptance"]

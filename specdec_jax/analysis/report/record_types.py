@@ -1,4 +1,5 @@
-"""What tables and figures read of each kind of record, as types, and the check of a record against them."""
+"""Defines, as types, what tables and figures read of each kind of record, and checks records
+against them."""
 
 import functools
 import re
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from specdec_jax.speculative.gamma import MAX_GAMMA
 
-# Bounds are those of what can be drawn: no measurement comes near them.
+# Bounds within which numbers can be drawn; no measurement comes near them.
 Number = Annotated[float, -1e12, 1e12]
 Positive = Annotated[float, 0, 1e12]
 Share = Annotated[float, 0, 1.01]  # a mean of probabilities in float32 may exceed 1 by its rounding
@@ -110,6 +111,35 @@ class Benchmark(TypedDict):
     speculative: list[SpeculativeArm]
     against: NotRequired[Against | None]
     example: NotRequired[Example | None]
+
+
+class SearchOptions(Options):
+    num_beams: Count
+
+
+class SearchStats(TypedDict):
+    steps_per_target_call: Number
+
+
+class SearchArm(TypedDict):
+    gamma: Gamma
+    width: Count
+    stats: SearchStats
+    calls_over_plain: Number
+    differences: list
+    improvement: SpreadRecord
+
+
+class Searched(TypedDict):
+    """A record of `specdec benchmark --num_beams`."""
+
+    machine: Machine
+    options: SearchOptions
+    target: Named
+    drafter: Named | None
+    sentences: Count
+    searches: list[SearchArm]
+    against: NotRequired[Against | None]
 
 
 class Stands(TypedDict):
@@ -216,16 +246,15 @@ class Estimate(TypedDict):
 
 
 def kind_of(record: Mapping[str, Any]) -> type:
-    """Returns the kind of a record, which is told by what it holds."""
-    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark}
+    """Returns the kind of a record, recognised by its keys."""
+    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark, "searches": Searched}
     return next((kind for mark, kind in marks.items() if mark in record), Measured)
 
 
 def check(record: Any) -> None:
-    """Refuses what the tables and figures could not show.
+    """Raises ValueError for a record that the tables and figures could not show.
 
-    Raises:
-      ValueError: which part of the record, what was got, and what was expected.
+    The message says which part of the record is wrong, what was got, and what was expected.
     """
     if not isinstance(record, dict):
         raise ValueError(f"got {_shown(record)}, expected an object")
@@ -235,11 +264,11 @@ def check(record: Any) -> None:
         by_position, table = record["acceptance"]["by_position"], record["table"]
         for name, values in by_position.items():
             if len(values) != len(table) or any(name not in row["by_position"] for row in table):
-                raise ValueError(f"acceptance.by_position: got {_shown(name)}, expected it for every row of the table")
+                raise ValueError(f"acceptance.by_position: got {_shown(name)}, expected it in every row of the table")
 
 
 def _check(value: Any, kind: Any, name: str) -> None:
-    """Refuses a value that is not of a kind; `name` is where in the record it is."""
+    """Raises ValueError for a value that is not of a kind; `name` is its path in the record."""
     least, most = 0, MOST_ITEMS
     if typing.get_origin(kind) is Annotated:
         kind, least, most = typing.get_args(kind)
@@ -255,7 +284,7 @@ def _check(value: Any, kind: Any, name: str) -> None:
         for key, part in hints.items():
             part = typing.get_args(part)[0] if typing.get_origin(part) is NotRequired else part
             if key in kind.__required_keys__ and key not in value:
-                raise ValueError(f"{name}{key}: got nothing, expected it")
+                raise ValueError(f"{name}{key}: got nothing, expected a value")
             if key in value:
                 _check(value[key], part, f"{name}{key}.")
         if kind is SpreadRecord:
@@ -296,7 +325,7 @@ def _expect(name: str, value: Any, fits: bool, what: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as a message names it."""
+    """Returns a value as a message quotes it."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     text = ascii(value)

@@ -1,4 +1,5 @@
-"""Records of every kind, read and laid out in rows: one for each way of decoding that was timed."""
+"""Reads records of every kind and lays them out in rows: one for each way of decoding that was
+timed."""
 
 import pathlib
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ _MOST_BYTES = 1 << 24
 
 
 class Row(NamedTuple):
-    """One way of decoding in one record; None is what it does not say."""
+    """One way of decoding in one record; None stands for what the record does not say."""
 
     target: str
     drafter: str
@@ -34,10 +35,11 @@ class Row(NamedTuple):
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
-    """The record of a file, or those of a suite, one a line; its kind is told by what it holds.
+    """Returns the record in a file, or all records of a suite's file, one a line; their kind is
+    recognised by their keys.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the file holds no records.
     """
     text = reading.read_text(path, _MOST_BYTES)
     # A suite's file begins with a whole record, the others are written over many lines.
@@ -53,7 +55,7 @@ def read_records(path: str) -> list[dict[str, Any]]:
 
 
 def rows(record: Mapping[str, Any]) -> list[Row]:
-    """What a record says about each way of decoding; an estimate says nothing."""
+    """Returns a row for each way of decoding in a record; none for an estimate."""
     kind = record_types.kind_of(record)
     if kind is record_types.Estimate:
         return []
@@ -61,7 +63,8 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         return [_compared(record, arm) for arm in record["arms"]]
     options = record["options"]
     preset = options.get("preset")
-    files = f"{record['sentences']} of " + ("random ids" if preset else _short(options["input_file"]))
+    count = record["sentences"]
+    files = f"{count} " + (f"row{'s' * (count != 1)} of random ids" if preset else _short(options["input_file"]))
     named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
     if kind is record_types.Benchmark:
         bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
@@ -76,6 +79,15 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
             )
             for arm in record["speculative"]
         ]  # fmt: skip
+    if kind is record_types.Searched:
+        return [
+            Row(
+                *named, options["temperature"], f"{options['num_beams']} beams, u = {arm['width']}", arm["gamma"], None,
+                None, None, arm["stats"]["steps_per_target_call"], None, spread_of(arm["improvement"]),
+                len(arm["differences"]),
+            )
+            for arm in record["searches"]
+        ]  # fmt: skip
     accepted, table = record["acceptance"], record["table"]
     return [
         Row(
@@ -87,7 +99,7 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
 
 
 def spread_of(found: Mapping[str, float]) -> Spread:
-    """Returns what a record has written of a `Spread`."""
+    """Returns the `Spread` that a record has written as an object."""
     return Spread(found["median"], found["least"], found["most"])
 
 
@@ -101,7 +113,7 @@ def _named(options: Mapping[str, Any]) -> str:
 
 
 def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
-    files = f"{record['sentences']} of {_short(record['input_file'])}"
+    files = f"{record['sentences']} {_short(record['input_file'])}"
     return Row(
         record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
         arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]),
@@ -110,23 +122,24 @@ def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
 
 
 def _short(path: str | None) -> str:
-    """The file and its folder: no more of the machine that measured."""
-    return "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
+    """Returns the file and its folder, and no more of the path on the machine that measured."""
+    return "of " + "/".join(pathlib.Path(path).parts[-2:]) if path else "built-in sentences"
 
 
 def estimated(record: Mapping[str, Any]) -> bool:
-    """Whether it is what a compiler says ahead of time (scripts/tpu_aot.py)."""
+    """Returns whether a record is a compiler's estimate (scripts/tpu_aot.py)."""
     return record_types.kind_of(record) is record_types.Estimate
 
 
 def measured_at(record: Mapping[str, Any]) -> str:
+    """Returns the machine and the versions of a record."""
     machine = record["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *PACKAGES) if name in machine)
     return f"{hardware(machine)}; {versions}"
 
 
 def memory_estimate(record: Mapping[str, Any]) -> str:
-    """What the compiler says of a pair's memory."""
+    """Returns a sentence with the compiler's estimate of a pair's memory."""
     pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
     return (
         f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
@@ -138,14 +151,16 @@ def memory_estimate(record: Mapping[str, Any]) -> str:
 
 
 def placed(record: Mapping[str, Any]) -> str:
-    """The devices that an estimate is for."""
+    """Returns the devices that an estimate is for."""
     return f"{record['mesh'] or 'one device'} of a TPU {record['topology']}"
 
 
 def time_estimates(record: Mapping[str, Any]) -> list[tuple]:
-    """A line for every row of table 2: the paper's numbers, then c, v and improvement by the
-    compiler's estimates, in both ways that scripts/tpu_aot.py has them; none where it was not asked
-    for times."""
+    """Returns a line for every row of table 2, none if the record has no times.
+
+    A line has the paper's numbers, then c, v and improvement by the compiler's estimates, in both
+    ways of scripts/tpu_aot.py.
+    """
     cells = lambda found: (f"{found['c']:.3f}", f"{found['v']:.2f}", f"{found['improvement']:.2f}")
     return [
         (f"{row['task']}, {row['drafter']}", row["temperature"], row["gamma"], f"{row['alpha_paper']:.2f}",

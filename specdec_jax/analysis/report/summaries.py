@@ -1,4 +1,4 @@
-"""Writes records as text for reading in a terminal."""
+"""Writes records as text for a terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _HOW = {
 
 
 def measure_summary(record: Mapping[str, Any]) -> str:
-    """A record as text for reading."""
+    """Returns a record of `specdec measure` as text."""
     accepted, host, steps = record["acceptance"], record["machine"], record["steps"]
     alone = record["cost_ratio_alone"]
     lines = [
@@ -41,7 +41,7 @@ def measure_summary(record: Mapping[str, Any]) -> str:
 
 
 def same_positions(found: Mapping[str, Any]) -> str:
-    """A `Comparison` in words."""
+    """Returns a `Comparison` in words."""
     difference, error = found["difference"], found["standard_error"]
     spread = f" ± {error:.4f}, {abs(difference) / error:.1f} standard errors" if error else ""
     return (
@@ -51,7 +51,8 @@ def same_positions(found: Mapping[str, Any]) -> str:
 
 
 def table_lines(record: Mapping[str, Any]) -> list[str]:
-    """Expected improvement by γ: from α with v = 1 (the paper's) and with the measured v, and by position."""
+    """Returns lines with the expected improvement by γ: from α with v = 1 (the paper's) and with
+    the measured v, and by position."""
     verifiers = list(record["acceptance"]["by_position"])
     head = [
         "gamma",
@@ -77,7 +78,7 @@ def table_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def with_error(value: float | None, error: float | None) -> str:
-    """`0.780 ± 0.004`, as far as it is known."""
+    """Returns `0.780 ± 0.004`, as far as it is known."""
     if value is None:
         return "unknown, since nothing was drafted,"
     return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
@@ -87,7 +88,7 @@ _PREDICTIONS = {"with_lengths": "encoders and lengths", "with_counts": "calls as
 
 
 def benchmark_summary(record: Mapping[str, Any]) -> str:
-    """A record as text for reading."""
+    """Returns a record of `specdec benchmark` as text."""
     host, plain, steps = record["machine"], record["plain"], record["steps"]
     lines = [
         f"{record['target']['name']} ({record['target']['parameters']:,} parameters, "
@@ -142,7 +143,7 @@ def _against_lines(against: Mapping[str, Any]) -> list[str]:
 
 
 def reductions(steps: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """What a cheaper draft step takes of those that lack the shortlist, the 8 bits, or both."""
+    """Returns lines on how much of a draft step's time is left with a shortlist, 8 bits, or both."""
     return [
         f"  {name.removeprefix('draft step, ')} {_seconds(spread)}, of which it takes "
         f"{steps['draft step']['median'] / spread['median']:.3f}"
@@ -195,7 +196,7 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
 
 
 def _without_alpha(stats: Mapping[str, Any]) -> str:
-    """Says what is known of acceptance where there is no rate."""
+    """Returns what is known of acceptance if there is no rate."""
     if not stats["drafted"]:
         return "nothing was drafted"
     standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
@@ -211,7 +212,7 @@ def _seconds(spread: Mapping[str, float]) -> str:
 
 
 def tune_summary(record: Mapping[str, Any]) -> str:
-    """A record as text for reading."""
+    """Returns a record of `specdec tune` as text."""
     accepted, host, options = record["acceptance"], record["machine"], record["options"]
     head = f"{'':<16}{'expected':>12}{'measured':>12}   (improvement over plain decoding)"
     lines = [

@@ -1,12 +1,14 @@
-"""The command `specdec`: standard streams and signals first, then the package, which takes a second to import.
+"""Runs the command `specdec`: standard streams and signals first, then the package, which takes a
+second to import.
 
-SIGINT and SIGTERM end the process with one line and exit code 130 or 143: at once while the package is imported; as
-soon as Python has a say afterwards, so that what was opened is closed; and after some seconds in any case, also in
-the midst of a compilation, which Python cannot interrupt. A second signal ends it at once. Training ends by itself,
-when its step is saved.
+SIGINT and SIGTERM end the process with one line and exit code 130 or 143. They end it at once while
+the package is imported. Afterwards they do so as soon as Python can handle them, so that open files
+are closed, and after some seconds in any case, even in the midst of a compilation, which Python
+cannot interrupt. A second signal ends the process at once. Training ends by itself, when its step
+is saved.
 
-It is installed as `specdec_main`, outside the package (pyproject.toml says how), since whatever is inside imports
-all of it.
+The module is installed as `specdec_main`, outside the package (see pyproject.toml), since importing
+anything inside the package imports all of it.
 """
 
 import io
@@ -19,13 +21,13 @@ from typing import NoReturn
 
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
-# Commands that see to their signals themselves.
+# Commands that handle signals themselves.
 _TRAINING = ("train", "train_heads", "distill")
 
-# Seconds that the others have, after a signal, to come to an end.
+# Seconds after a signal in which the other commands must end.
 _PATIENCE = 3.0
 
-_returned = threading.Event()  # set when the command line has said what it had to say
+_returned = threading.Event()  # set when the command line has printed its last message
 
 
 def main() -> int:
@@ -39,27 +41,29 @@ def main() -> int:
         _watch()
     try:
         code = main_command.main()
-    except KeyboardInterrupt as error:  # by a signal that came while the command line was about to return
+    except KeyboardInterrupt as error:  # from a signal that came while the command line was about to return
         _exit(error.args[0])
     _returned.set()
     if code > 1:
-        os._exit(code)  # taken down after a call of XLA that was cut short, an interpreter may crash or say more
+        os._exit(code)  # after an interrupted call of XLA, Python's own exit may crash or print more
     _handle(signal.SIG_DFL)
     return code
 
 
 def _open_standard_streams() -> None:
-    """Opens a file for each standard stream that is closed; the next file to be opened would otherwise be taken for it.
+    """Opens a file in place of each standard stream that is closed; otherwise the next opened file
+    would get its number.
 
-    Reading finds no input, writing to standard output fails, as it should, and what goes to standard error is lost.
+    Reading then finds no input; writing to standard output fails, as it should; what goes to
+    standard error is lost.
     """
     for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, flags)  # gets the lowest number that is free, which is this one
+            os.open(os.devnull, flags)  # gets the lowest free number, which is this stream's
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
-    if os.name != "nt":  # whose consoles have streams of their own
+    if os.name != "nt":  # Windows consoles have streams of their own
         bare, unbuffered = (
             _StandardOutput(1, "w", closefd=False),
             getattr(sys.stdout, "write_through", False),
@@ -71,7 +75,7 @@ def _open_standard_streams() -> None:
 
 
 class _StandardOutput(io.FileIO):
-    """Standard output whose errors say so, as those of a file that was opened by its name do."""
+    """Standard output whose errors name it, as errors of a file opened by name do."""
 
     def write(self, data) -> int:
         try:
@@ -82,7 +86,7 @@ class _StandardOutput(io.FileIO):
 
 def _handle(handler) -> None:
     for number in _SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as for a shell's background job
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's background job ignores SIGINT
             signal.signal(number, handler)
 
 
@@ -98,9 +102,9 @@ def _exit(number, frame=None) -> NoReturn:
 
 
 def _watch() -> None:
-    """Starts the thread that ends the process where the main thread does not.
+    """Starts a thread that ends the process if the main thread does not.
 
-    It learns of every signal by a pipe to which the system's own handler writes.
+    It learns of every signal through a pipe to which the system's own handler writes.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
