@@ -19,7 +19,7 @@ from specdec_jax.speculative.beams import STYLES, BeamConfig, BeamState, best_fi
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.prefill import fill_cache
-from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 from specdec_jax.speculative.state import Counts
 
 # T5X's default, and transformers'.
@@ -81,6 +81,23 @@ class BeamOptions:
         """The length penalty that is meant."""
         return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
 
+    def check_ids(self, ends: int, vocab_size: int) -> None:
+        """Refuses more beams than ids, and a vocabulary of `ends` alone."""
+        if self.num_beams > vocab_size or ends >= vocab_size:
+            raise ValueError(
+                f"num_beams: got {self.num_beams} for {vocab_size} ids, of which {ends} end a sequence, expected at most "
+                "as many beams as ids, and an id that ends none"
+            )
+
+    def program(
+        self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None
+    ) -> BeamConfig:
+        """Returns what is compiled; arguments as in `BeamConfig`, and what drafts its `gamma` levels, if there are any."""
+        width = 0
+        if drafter is not None:
+            width = min(drafter.beam_width(self.num_beams, self.beam_width), self.num_beams * (vocab_size - 1))
+        return BeamConfig(self.num_beams, ends, mode, vocab_size, self.beam_style, self.early_stopping, gamma, width)
+
 
 def _expect_integer(name: str, value, least: int, most: int, what: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
@@ -131,31 +148,26 @@ def _plan_search(
         raise UnsupportedCombination(
             f"temperature: got {sampling.temperature} with num_beams, expected 0: beam search draws nothing"
         )
+    check_tree(drafter, gamma)
+    ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
+    beams.check_ids(ends, vocab)
+    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
+    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
+    program = beams.program(ends, sampling.mode, vocab, job.program.gamma, job.drafter)
+    return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
+
+
+def check_tree(drafter, gamma) -> None:
+    """Refuses a drafter that drafts no trees, and a `gamma` that is no number of levels."""
     if isinstance(gamma, Policy) or np.ndim(gamma):
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, the levels of the tree"
         )
-    if drafter is not None and isinstance(drafter, Drafter) and not drafter.drafts_beams:
+    if isinstance(drafter, Drafter) and not drafter.drafts_beams:
         raise UnsupportedCombination(
             f"drafter: got {type(drafter).__name__} with num_beams, expected one that drafts for beams: ModelDrafter, "
             "PromptLookupDrafter, NGramDrafter, or None"
         )
-    ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
-    if beams.num_beams > vocab or ends >= vocab:
-        raise ValueError(
-            f"num_beams: got {beams.num_beams} for {vocab} ids, of which {ends} end a sequence, expected at most as many "
-            "beams as ids, and an id that ends none"
-        )
-    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
-    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    levels = job.program.gamma
-    width = 0
-    if job.drafter is not None:
-        width = min(job.drafter.beam_width(beams.num_beams, beams.beam_width), beams.num_beams * (vocab - 1))
-    program = BeamConfig(
-        beams.num_beams, ends, sampling.mode, vocab, beams.beam_style, beams.early_stopping, levels, width
-    )
-    return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
 
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
@@ -178,20 +190,20 @@ def _arguments(job: Plan, places) -> tuple:
     most = bucket(int(max(job.limits)))
     eos_ids = np.broadcast_to(np.array(job.eos_ids or (-1,), np.int32), (len(lengths), program.ends))
     return (
-        network, drafter, program, most, inputs, lengths, tokens, starts, (ends - starts).astype(np.int32), eos_ids,
-        np.float32(beams.penalty), rows, done,
+        network, drafter, program, most, tokens.shape[1] + most, inputs, lengths, tokens, starts,
+        (ends - starts).astype(np.int32), eos_ids, np.float32(beams.penalty), rows, done,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("program", "returned", "most"))
-def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, *arguments) -> dict:
+@functools.partial(jax.jit, static_argnames=("program", "returned", "most", "longest"))
+def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, longest: int, *arguments) -> dict:
     """Prefill and search in one program; returns what the host reads of it.
 
     Args:
       returned: hypotheses for each input.
       The others are those of `begin`.
     """
-    state = begin(target, drafter, program, most, *arguments)
+    state = begin(target, drafter, program, most, longest, *arguments)
     state = search(target, drafter, state)
     best, there = best_first(state)
     first = lambda x: x[:, :returned]
@@ -201,19 +213,20 @@ def _search(target: Network, drafter, program: BeamConfig, returned: int, most: 
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("program", "most"))
+@functools.partial(jax.jit, static_argnames=("program", "most", "longest"))
 def begin(
-    target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
-    eos_ids, penalty, sampling, done,
+    target: Network, drafter, program: BeamConfig, most: int, longest: int, inputs, input_lengths, tokens,
+    prefix_lengths, limits, eos_ids, penalty, sampling, done,
 ) -> BeamState:  # fmt: skip
     """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
 
     Args:
       most: the most new tokens of a row, or more.
+      longest: the most tokens of a row, its start token and decoder prefix, or prompt, included, or more.
       The others are as for `prefill.prefill`, and in `BeamState`.
     """
     batch, prefix = tokens.shape
-    positions = prefix + most + program.gamma
+    positions = longest + program.gamma
     # K slots that stay empty, where the tokens before the live beams' last ones would be.
     slots = prefix - 1 + program.beams * (1 + most) + program.gamma * max(program.width, program.beams)
     shared = {}

@@ -6,7 +6,7 @@ by their values.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ _KNOWN = (*_PER_CALL, "decode_rng", "eos_id", "max_decode_steps", "max_decode_st
 
 
 class Decoded(NamedTuple):
-    """What `Decoder.decode` returns, as arrays.
+    """What `Decoder.decode` returns, as arrays; of a search tokens are `[B, K, L]` and scores `[B, K]`.
 
     Attributes:
       tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
@@ -112,11 +112,7 @@ class Decoder:
             raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {MAX_GAMMA}, or a policy of it")
         if self.drafter is not None:
             check_policy(self.gamma, self.drafter)
-        for model in self.drafter.models if self.drafter is not None else ():
-            if decoder_only(model) or model.config.encoder_dim not in (None, self.config.emb_dim):
-                got = "a decoder-only model" if decoder_only(model) else f"encoder_dim {model.config.encoder_dim}"
-                expected = f"a T5 with an encoder, or encoder_dim {self.config.emb_dim}"
-                raise ValueError(f"drafter: got {got}, expected {expected}")
+        check_models(self.drafter, self.config)
         self._settings(1)
         self.sampling.rows(1, self.config.vocab_size)
 
@@ -155,14 +151,8 @@ class Decoder:
           ValueError: unknown `decoder_params`, values that make no sense, or parameters of another
             shape.
         """
-        given = dict(decoder_params or {})
-        unknown = sorted(set(given) - set(_KNOWN))
-        if unknown:
-            raise ValueError(f"decoder_params: got {', '.join(unknown)}, expected only {', '.join(_KNOWN)}")
-        if given.get("decode_rng") is not None:
-            if rng is not None:
-                raise ValueError("decoder_params: got decode_rng beside the argument rng, expected one of the two")
-            rng = given["decode_rng"]
+        given = known(decoder_params, _KNOWN, rng)
+        rng = given.get("decode_rng") if rng is None else rng
         batch, length = prompts.shape
         mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
         network = network_of(params, self.config)
@@ -172,11 +162,10 @@ class Decoder:
         program = StaticConfig(self.width, mode, self.config.vocab_size, verifier_of(self.verifier), widths)
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
-        places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
         state = prefill(
             network, self.drafter if self.width else None, program, slots(length + 1, self.width), inputs,
-            jnp.max(jnp.where(inputs != 0, places, 0), axis=1), tokens, starts, _keys(rng, batch), rows,
-            self._settings(batch), 1 + _lengths(given, starts - 1, length), _ends(given.get("eos_id", eos_id), batch),
+            lengths_of(inputs), tokens, starts, _keys(rng, batch), rows, self._settings(batch),
+            1 + _lengths(given, starts - 1, length), ends(given.get("eos_id", eos_id), batch),
             jnp.full(batch, self.width, jnp.int32), jnp.zeros(batch, bool), policy,
         )  # fmt: skip
         state = advance(network, self.drafter if self.width else None, state, np.int32(2**31 - 1))
@@ -192,8 +181,35 @@ class Decoder:
         return Decoded(jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted)
 
 
-def _traced(value) -> bool:
+def check_models(drafter: Drafter | None, config: T5Config) -> None:
+    """Refuses a drafter of whose models one cannot read the inputs of a target of this `config`."""
+    for model in drafter.models if drafter is not None else ():
+        if decoder_only(model) or model.config.encoder_dim not in (None, config.emb_dim):
+            got = "a decoder-only model" if decoder_only(model) else f"encoder_dim {model.config.encoder_dim}"
+            expected = f"a T5 with an encoder, or encoder_dim {config.emb_dim}"
+            raise ValueError(f"drafter: got {got}, expected {expected}")
+
+
+def known(decoder_params: Mapping[str, Any] | None, names: Sequence[str], rng: jax.Array | None) -> dict[str, Any]:
+    """Returns a copy of `decoder_params`; refuses others than `names`, and a key among them beside `rng`."""
+    given = dict(decoder_params or {})
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ValueError(f"decoder_params: got {', '.join(unknown)}, expected only {', '.join(names)}")
+    if rng is not None and given.get("decode_rng") is not None:
+        raise ValueError("decoder_params: got decode_rng beside the argument rng, expected one of the two")
+    return given
+
+
+def traced(value) -> bool:
+    """Returns whether `value` is one that cannot be looked at."""
     return isinstance(value, jax.core.Tracer)
+
+
+def lengths_of(inputs: jax.Array) -> jax.Array:
+    """Returns `[B]`: the tokens of each row of `inputs [B, L']`, at the end of which 0 is padding."""
+    places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
+    return jnp.max(jnp.where(inputs != 0, places, 0), axis=1)
 
 
 def _sampling(
@@ -201,7 +217,7 @@ def _sampling(
 ) -> tuple[SamplingMode, SamplingRows]:
     """Returns the static and the traced part of `config`, with what one call overrides (`given`)."""
     values = {ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None}
-    fixed = {name: np.asarray(value) for name, value in values.items() if not _traced(value)}
+    fixed = {name: np.asarray(value) for name, value in values.items() if not traced(value)}
     if np.any(fixed.get("top_k", 0)) and np.any(fixed.get("top_p", 0)):
         raise ValueError("decoder_params: got topk and topp, expected at most one of the two to be other than 0")
     if "temperature" in fixed:
@@ -225,14 +241,15 @@ def _lengths(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.A
     steps, hard = given.get("max_decode_steps"), given.get("max_decode_steps_hard_limit")
     if steps is None:
         return jnp.full(prompts.shape, length, jnp.int32)
-    if not _traced(steps) and np.any(np.asarray(steps) < 1):
+    if not traced(steps) and np.any(np.asarray(steps) < 1):
         raise ValueError(f"max_decode_steps: got {steps}, expected at least 1")
     if hard:
         steps = jnp.minimum(steps, hard)
     return jnp.minimum(prompts + steps, length).astype(jnp.int32)
 
 
-def _ends(eos_id, batch: int) -> jax.Array:
+def ends(eos_id, batch: int) -> jax.Array:
+    """Returns `[B, E]` int32: the ids that end a row, for all rows the same."""
     return jnp.broadcast_to(jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id)))
 
 

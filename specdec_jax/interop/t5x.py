@@ -5,9 +5,11 @@ Needs the extra `t5x`; `configs/t5x/speculative.gin` shows how.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +18,10 @@ from t5x.examples.t5 import network
 
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.checkpoints import loader, t5x
-from specdec_jax.decoding.beams import BeamOptions
+from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.traced import Decoder
+from specdec_jax.decoding.traced_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.interop.vocabularies import difference
 from specdec_jax.models.family import ModelConfig
@@ -38,19 +41,18 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     The module is T5X's own; T5X restores, partitions and scores with its parameters as usual.
     `predict_batch` and `predict_batch_with_aux` decode with this package's loop. Their results have
     the law, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
-    settings, and with argmax the same tokens. Beams and several decodes are refused. (T5X's default
-    decoder is another function: `beam_search`, which even with one beam may prefer an output that
-    ends earlier.)
+    settings, and with argmax the same tokens. With `decode_fn = decoding.beam_search`, T5X's
+    default, they have the tokens and scores of that. Several samples of one input are refused.
     """
 
     def __init__(
         self, module: Any, input_vocabulary, output_vocabulary, optimizer_def, drafter: Any = None,
-        gamma: int | Policy = 4, verifier: str = "block", sampling: SamplingConfig = SamplingConfig(),
+        gamma: int | Policy | None = None, verifier: str = "block", sampling: SamplingConfig | None = None,
         lenience: float | None = None, typical_epsilon: float | None = None, typical_delta: float | None = None,
         drafter_dtype: str | None = None, drafter_vocabulary: str | None = None, rescale_log_probs: bool = True,
         counts: bool = False, decode_fn: Callable | None = None, feature_converter_cls: Callable | None = None,
         label_smoothing: float = 0.0, z_loss: float = 0.0, loss_normalizing_factor: Any = None,
-        default_decoder_params: models.DecoderParams | None = None,
+        default_decoder_params: models.DecoderParams | None = None, beam_width: int | None = None,
     ):  # fmt: skip
         """Arguments that are not listed here are T5X's.
 
@@ -59,7 +61,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a
             drafter that needs nothing of the target, such as `PromptLookupDrafter()`; None decodes
             plainly.
-          gamma, verifier, sampling, lenience, typical_epsilon, typical_delta: as for `generate`.
+          gamma: as for `generate`; None: 4 tokens, or 3 levels of a beam search's tree.
+          verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for `generate`.
           drafter_dtype: "float32" or "bfloat16"; None: the module's dtype.
           drafter_vocabulary: vocabulary of a drafter whose checkpoint has none, to be compared with
             the target's.
@@ -67,36 +70,38 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             which is T5X's default; else they are under the model's own law.
           counts: whether `predict_batch_with_aux` returns `target_calls`, `drafted` and `accepted`,
             `[B]` each, beside the scores.
-          decode_fn: must be None.
+          decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
+            `functools.partial` bind to it, in place of `sampling` and `rescale_log_probs`; None:
+            as these say.
 
         Raises:
           ValueError: something that cannot be decoded speculatively, a drafter of another
             vocabulary, or as for `load`.
         """
+        self._bound, searches = {}, False
         if decode_fn is not None:
-            raise ValueError(
-                f"decode_fn: got {decode_fn!r}, expected none: sampling is set by `sampling`, and beams cannot be "
-                "drafted for"
-            )
+            function, self._bound = bound(decode_fn)
+            searches = function is decoding.beam_search
+            _expect_unset("decode_fn", sampling=sampling, rescale_log_probs=rescale_log_probs)
+        if searches:
+            others = dict(lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta)
+            _expect_unset("beam search", verifier=verifier, **others)
+        else:
+            _expect_unset("sampling", beam_width=beam_width)
         super().__init__(
             module=module, input_vocabulary=input_vocabulary, output_vocabulary=output_vocabulary,
-            optimizer_def=optimizer_def, decode_fn=decoding.temperature_sample,
+            optimizer_def=optimizer_def, decode_fn=decode_fn or decoding.temperature_sample,
             feature_converter_cls=feature_converter_cls, label_smoothing=label_smoothing, z_loss=z_loss,
             loss_normalizing_factor=loss_normalizing_factor, default_decoder_params=default_decoder_params,
         )  # fmt: skip
         config = config_of(module)
-        if isinstance(drafter, str):
-            model = _load(drafter, drafter_dtype or config.dtype, drafter_vocabulary)
-            _check_model(model, output_vocabulary)
-            drafter = ModelDrafter(model)
-        elif drafter is not None and (not isinstance(drafter, Drafter) or drafter.needs_target_state):
-            # The target's parameters exist only while T5X's program is traced.
-            expected = "a model's folder, or a drafter that needs nothing of the target"
-            raise ValueError(f"drafter: got {type(drafter).__name__}, expected {expected}")
+        drafter = _drafter(drafter, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary)
+        levels: Any = LEVELS if gamma is None else gamma
         self._counts = counts
-        self._decoder = Decoder(
-            config, drafter, gamma, sampling, verifier, lenience, typical_epsilon, typical_delta, rescale_log_probs
-        )
+        self._decoder: Decoder | BeamDecoder = BeamDecoder(config, drafter, levels, beam_width) if searches else Decoder(
+            config, drafter, 4 if gamma is None else gamma, sampling or SamplingConfig(), verifier, lenience,
+            typical_epsilon, typical_delta, rescale_log_probs,
+        )  # fmt: skip
 
     def predict_batch_with_aux(
         self,
@@ -109,33 +114,77 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         prompt_with_targets: bool = False,
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Returns what T5X's method does: tokens `[B, L]` and `{"scores": [B]}`; with
-        `return_all_decodes`, `[B, 1, L]` and `[B, 1]`.
+        `return_all_decodes`, `[B, K, L]` and `[B, K]`.
 
-        L is the length of `decoder_input_tokens`. `decoder_params` are those of
-        `decoding.temperature_sample`, without its callbacks.
+        L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of T5X's function
+        that is meant, without its callbacks and without `min_log_prob`.
 
         Raises:
-          ValueError: more than one decode, or unknown `decoder_params`.
+          ValueError: more than one sample, or unknown `decoder_params`.
         """
         defaults = self._default_decoder_params
         everything = defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
-        decodes = defaults.num_decodes if num_decodes is None else num_decodes
-        if decodes != 1:
+        decodes, options = defaults.num_decodes if num_decodes is None else num_decodes, {}
+        if isinstance(self._decoder, BeamDecoder):
+            options = dict(num_decodes=decodes)
+        elif decodes != 1:
             raise ValueError(
-                f"num_decodes: got {decodes}, expected 1: beams and several decodes are "
+                f"num_decodes: got {decodes}, expected 1, or decode_fn = t5x.decoding.beam_search: several samples are "
                 "t5x.models.EncoderDecoderModel's"
             )
         eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
         prompts = jnp.where(prompts == eos_id, 0, prompts) if prompt_with_targets else jnp.zeros_like(prompts)
+        # A key that is given replaces one that is bound, to T5X's function too.
+        given = self._bound | ({} if rng is None else {"decode_rng": None}) | dict(decoder_params or {})
         decoded = self._decoder.decode(
-            params, batch["encoder_input_tokens"], prompts, eos_id, rng, decoder_params, prompted=prompt_with_targets
+            params, batch["encoder_input_tokens"], prompts, eos_id, rng, given, prompted=prompt_with_targets, **options
         )
-        tokens, aux = decoded.tokens, {"scores": decoded.scores}
-        if everything:
-            tokens, aux = tokens[:, None], {"scores": decoded.scores[:, None]}
+        tokens, scores = decoded.tokens, decoded.scores
+        if not options:
+            tokens, scores = tokens[:, None], scores[:, None]
+        if not everything:
+            tokens, scores = tokens[:, -1], scores[:, -1]
+        aux = {"scores": scores}
         if self._counts:
             aux |= dict(target_calls=decoded.target_calls, drafted=decoded.drafted, accepted=decoded.accepted)
         return tokens, aux
+
+
+# What `EncoderDecoderModel` itself passes to a decode function.
+_PASSED = ("inputs", "cache", "tokens_to_logits", "eos_id", "num_decodes", "cache_offset")
+
+
+def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
+    """Returns which of T5X's two functions `decode_fn` is, and the arguments that it will have.
+
+    Those are what the signature, gin and `functools.partial` say, but for what is None and what T5X's model passes.
+
+    Raises:
+      ValueError: another function, or one in a scope of gin's.
+    """
+    function: Any = decode_fn
+    partly: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        function, partly = function.func, function.keywords | partly
+    plain = inspect.unwrap(function)
+    try:
+        if plain not in (decoding.beam_search, decoding.temperature_sample):
+            raise ValueError("another function")
+        from_gin = {} if plain is function else gin.get_bindings(function)
+    except ValueError as error:
+        raise ValueError(
+            f"decode_fn: got {decode_fn!r}, expected t5x.decoding.beam_search or temperature_sample, outside of scopes"
+        ) from error
+    known = {name: one.default for name, one in inspect.signature(plain).parameters.items()} | from_gin | partly
+    return plain, {name: value for name, value in known.items() if name not in _PASSED and value is not None}
+
+
+def _expect_unset(what: str, **given) -> None:
+    """Refuses arguments of the model that mean nothing with `what`, where they are not left at their defaults."""
+    defaults = inspect.signature(SpeculativeEncoderDecoderModel).parameters
+    for name, value in given.items():
+        if value != (expected := defaults[name].default):
+            raise ValueError(f"{name}: got {value!r} with {what}, expected {expected!r}")
 
 
 def config_of(module: Any) -> T5Config:
@@ -162,6 +211,19 @@ def config_of(module: Any) -> T5Config:
 @functools.lru_cache(maxsize=2)  # gin makes a model for every place that names it
 def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
     return loader.load(path, dtype, vocabulary=vocabulary)
+
+
+def _drafter(given: Any, dtype: str, vocabulary: str | None, output_vocabulary) -> Drafter | None:
+    """The drafter that `given` is, or that is loaded from there."""
+    if isinstance(given, str):
+        model = _load(given, dtype, vocabulary)
+        _check_model(model, output_vocabulary)
+        return ModelDrafter(model)
+    if given is not None and (not isinstance(given, Drafter) or given.needs_target_state):
+        # The target's parameters exist only while T5X's program is traced.
+        expected = "a model's folder, or a drafter that needs nothing of the target"
+        raise ValueError(f"drafter: got {type(given).__name__}, expected {expected}")
+    return given
 
 
 def _check_model(model: LanguageModel, vocabulary) -> None:

@@ -170,7 +170,8 @@ def first_hypotheses(tokens: jax.Array, positions: int, program: BeamConfig) -> 
     batch, far = len(tokens), -_FAR[program.style]
     room = jnp.zeros((batch, program.beams, positions), jnp.int32)
     numbers, lengths = jnp.zeros(room.shape, jnp.float32), jnp.zeros(room.shape[:2], jnp.int32)
-    scores = jnp.where(jnp.arange(program.beams) == 0, 0.0, far)
+    best = program.beams - 1 if program.style == "t5x" else 0
+    scores = jnp.where(jnp.arange(program.beams) == best, 0.0, far)
     adjusted = numbers if program.mode.processes else None
     whole = room.at[:, :, : tokens.shape[1]].set(tokens[:, None])
     live = Hypotheses(whole, numbers, adjusted, lengths, jnp.broadcast_to(scores, lengths.shape))

@@ -1,4 +1,4 @@
-"""Inside T5X: its checkpointers restore what is exported, and it decodes what it would decode, by its own commands too.
+"""Inside T5X: its checkpointers restore what is exported, and it decodes what it would decode.
 
 Needs the extra t5x, with which TensorFlow comes; skipped where T5X is not installed, and fails
 where it is but cannot be imported.
@@ -8,10 +8,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
-import pathlib
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -31,7 +27,6 @@ from specdec_jax.analysis.report import beam_summaries, summaries
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.leaves import Leaf
 from specdec_jax.commands import benchmark as benchmark_command
-from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
 from specdec_jax.models.vocabularies import ByteVocabulary
 
@@ -41,18 +36,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TensorFlow's
     from t5x import decoding, models, partitioning, utils
     from t5x.examples.scalable_t5 import network as scalable_t5
+    from t5x_calls import STEPS, Ids, predict, speculative
 
     from specdec_jax.interop import t5x as interop
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
-ROOT = pathlib.Path(__file__).parents[2]
-STEPS = 16
-
-
-class Ids:
-    """As much of a seqio vocabulary as decoding asks for."""
-
-    eos_id, vocab_size = 1, 128
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,20 +55,6 @@ def golden(tmp_path_factory):
     """Folder of T5X's own checkpoint, what T5X computed from it, and the model."""
     folder, io = unpack_t5x(tmp_path_factory.mktemp("t5x"))
     return folder, io, sd.load(folder, "float32")
-
-
-def speculative(target, **options) -> interop.SpeculativeEncoderDecoderModel:
-    return interop.SpeculativeEncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None, **options)
-
-
-def predict(model, params, inputs, prompts=None, rng=None, **options):
-    """`predict_batch_with_aux` as T5X calls it: traced."""
-    batch = dict(
-        encoder_input_tokens=inputs,
-        decoder_input_tokens=np.zeros((len(inputs), STEPS), np.int32) if prompts is None else prompts,
-    )
-    call = functools.partial(model.predict_batch_with_aux, **options)
-    return jax.tree.map(np.asarray, jax.jit(lambda params, batch, rng: call(params, batch, rng))(params, batch, rng))
 
 
 # Checkpoints.
@@ -200,6 +174,26 @@ def test_options_of_one_call_are_t5xs(case, golden):
     assert given.keys() == {"temperature", *said}  # T5X writes into it; we do not
 
 
+@pytest.mark.slow
+def test_a_decode_function_says_how_to_sample(golden):
+    _, io, target = golden
+    options = dict(temperature=0.7, topk=0, topp=0.9, decode_rng=jax.random.PRNGKey(3))
+    said = speculative(target, decode_fn=functools.partial(decoding.temperature_sample, **options))
+    meant = speculative(target, sampling=sd.SamplingConfig(temperature=0.7, top_p=0.9))
+    for keys in (dict(rng=jax.random.PRNGKey(4)), {}):
+        other = keys or dict(rng=options["decode_rng"])
+        (tokens, aux), (expected, scores) = (
+            predict(model, target.params, io["encoder_input_tokens"], **key)
+            for model, key in ((said, keys), (meant, other))
+        )
+        np.testing.assert_array_equal(tokens, expected)
+        np.testing.assert_allclose(aux["scores"], scores["scores"], rtol=1e-5)
+    tokens, _ = predict(
+        speculative(target, decode_fn=decoding.temperature_sample), target.params, io["encoder_input_tokens"]
+    )
+    np.testing.assert_array_equal(tokens, io["greedy_eos1"])  # T5X's own default is the best token
+
+
 def test_scores_of_given_targets_are_t5xs(golden):
     _, io, target = golden
     batch = {name: io[name] for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")}
@@ -242,7 +236,7 @@ def test_law_with_keys_of_every_kind(impl, drafts):
 
 BAD = {
     "decodes": (dict(num_decodes=4), "num_decodes: got 4, expected 1"),
-    "beams": (dict(decoder_params={"alpha": 0.6}), "decoder_params: got alpha, expected only"),
+    "alpha": (dict(decoder_params={"alpha": 0.6}), "decoder_params: got alpha, expected only"),
     "filters": (dict(decoder_params={"topk": 3, "topp": 0.5}), "got topk and topp, expected at most one"),
     "two keys": (
         dict(decoder_params={"decode_rng": jax.random.PRNGKey(1)}, rng=jax.random.PRNGKey(0)),
@@ -261,10 +255,18 @@ def test_what_is_not_speculative_is_refused(case, golden):
         predict(speculative(target), target.params, io["encoder_input_tokens"], **options)
 
 
+def max_decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
+    """A decode function of one's own."""
+
+
 def test_bad_configurations_are_refused(golden, tmp_path):
     folder, _, target = golden
-    with pytest.raises(ValueError, match="decode_fn: got .*, expected none"):
-        speculative(target, decode_fn=decoding.beam_search)
+    with pytest.raises(ValueError, match="decode_fn: got .*max_decode.*, expected t5x.decoding.beam_search or"):
+        speculative(target, decode_fn=max_decode)
+    with pytest.raises(ValueError, match="sampling: got .* with decode_fn, expected None"):
+        speculative(target, decode_fn=decoding.temperature_sample, sampling=sd.SamplingConfig())
+    with pytest.raises(ValueError, match="beam_width: got 4 with sampling, expected None"):
+        speculative(target, beam_width=4)
     with pytest.raises(
         ValueError, match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs nothing"
     ):
@@ -340,84 +342,3 @@ def test_t5x_cannot_decode_every_model(golden):
     for change in (dict(max_distance=64), dict(scale_decoder_outputs=True)):
         with pytest.raises(ValueError, match="t5x: got"):
             interop.transformer(dataclasses.replace(target.config, **change))
-
-
-# T5X's own program.
-
-SETTINGS = """
-from __gin__ import dynamic_registration
-import __main__ as infer_script
-import t5x_task
-from t5x import decoding
-from t5x import models
-from t5x import utils
-from t5x.examples.t5 import network
-
-include "t5x/examples/t5/t5_1_1/small.gin"
-include "t5x/configs/runs/infer.gin"
-
-MIXTURE_OR_TASK_NAME = "specdec_ids"
-TASK_FEATURE_LENGTHS = {"inputs": 12, "targets": 16}
-DROPOUT_RATE = 0.0
-VOCABULARY = @t5x_task.vocabulary()
-infer_script.infer.mode = "predict_with_aux"
-models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample
-decoding.temperature_sample.temperature = 0.0
-utils.DatasetConfig.batch_size = 3
-utils.RestoreCheckpointConfig.dtype = "float32"
-network.T5Config:
-  vocab_size = 128
-  dtype = "float32"
-  emb_dim = 32
-  num_heads = 2
-  num_encoder_layers = 2
-  num_decoder_layers = 2
-  head_dim = 16
-  mlp_dim = 64
-"""
-
-
-def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
-    """What `python -m t5x.infer` writes, in the order of the inputs."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "t5x.infer", f"--gin_search_paths={folder},{ROOT / 'configs'}",
-            "--gin_file=settings.gin", *argv, f"--gin.INFER_OUTPUT_DIR='{output}'",
-        ],
-        env=os.environ
-        | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths, "JAX_NUMPY_DTYPE_PROMOTION": "standard"},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (path,) = output.glob("*.jsonl-*-of-?????")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_the_infer_command(golden, tmp_path, monkeypatch):
-    """One more gin file and a drafter: the same lines come out."""
-    folder, io, target = golden
-    rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]]
-    lines = [f"{' '.join(map(str, row))}\t5 1\n" for row in rows]
-    (tmp_path / "task.tsv").write_text("".join(lines))
-    (tmp_path / "settings.gin").write_text(SETTINGS)
-    checkpoint = f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'"
-    plain = infer(tmp_path, tmp_path / "plain", checkpoint)
-    sd.save(target, tmp_path / "drafter")
-    ours = infer(
-        tmp_path, tmp_path / "ours", checkpoint, "--gin_file=t5x/speculative.gin",
-        f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
-    )  # fmt: skip
-    assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain
-    monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
-    flags = ["--task=specdec_ids", "--module_import=t5x_task", "--max_input_length=12", "--max_new_tokens=16"]
-    path = tmp_path / "lines"
-    assert main.main(["generate", f"--target={folder}", *flags, "--dtype=float32", f"--output_file={path}"]) == 0
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [{name: line[name] for name in ("inputs", "prediction")} for line in lines] == [
-        {name: line[name] for name in ("inputs", "prediction")} for line in plain
-    ]
-    sd.convert(folder, tmp_path / "exported", "t5x")
-    exported = f"--gin.CHECKPOINT_PATH='{tmp_path / 'exported' / 'checkpoint_7'}'"
-    assert infer(tmp_path, tmp_path / "again", exported) == plain

@@ -13,6 +13,7 @@ LENGTH = 10
 def t5x_beams(model, inputs, beams, penalty, eos_id, prefix=()):
     """T5X's tokens `[B, K, LENGTH]`, best last, and scores `[B, K]`."""
     decoding = pytest.importorskip("t5x.decoding", exc_type=ImportError)
+    import jax
     import jax.numpy as jnp
 
     batch = len(inputs)
@@ -27,9 +28,10 @@ def t5x_beams(model, inputs, beams, penalty, eos_id, prefix=()):
 
     prompts = np.zeros((batch, LENGTH), np.int32)
     prompts[:, 1 : 1 + len(prefix)] = prefix
-    tokens, scores = decoding.beam_search(
-        jnp.asarray(prompts), cache, tokens_to_logits, eos_id, num_decodes=beams, alpha=penalty
-    )
+    with jax.numpy_dtype_promotion("standard"):
+        tokens, scores = decoding.beam_search(
+            jnp.asarray(prompts), cache, tokens_to_logits, eos_id, num_decodes=beams, alpha=penalty
+        )
     return np.asarray(tokens), np.asarray(scores)
 
 

@@ -1,10 +1,10 @@
-"""Beam search of models saved by transformers is that of transformers, to the token and score, drafted for or not."""
+"""Beam search of models saved by transformers, and by T5X, is theirs to the token and score, drafted for or not."""
 
 import json
 
 import numpy as np
 import pytest
-from golden_models import GOLDEN
+from golden_models import GOLDEN, unpack_t5x
 
 import specdec_jax as sd
 
@@ -46,4 +46,38 @@ def test_search_is_that_of_transformers(golden, search, drafting):
     np.testing.assert_array_equal(ours[sound], tokens[sound])
     np.testing.assert_allclose(found.scores.reshape(scores.shape)[sound], scores[sound], rtol=1e-4, atol=1e-4)
     if drafting:
+        assert found.stats.tokens_per_target_call > 1
+
+
+T5X = dict(np.load(GOLDEN / "t5x_beams.npz"))  # scripts/write_golden_t5x_beams.py says what they are
+T5X_SEARCHES = json.loads(str(T5X["searches"]))
+
+
+@pytest.fixture(scope="module")
+def t5x_golden(tmp_path_factory):
+    folder, io = unpack_t5x(tmp_path_factory.mktemp("t5x"))
+    return sd.load(folder, "float32"), io["encoder_input_tokens"]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "speculative"])
+@pytest.mark.parametrize("search", T5X_SEARCHES)
+def test_search_is_that_of_t5x(search, drafts, t5x_golden):
+    model, inputs = t5x_golden
+    given, tokens, scores = T5X_SEARCHES[search], T5X[f"{search}/tokens"], T5X[f"{search}/scores"]
+    _, beams, length = tokens.shape
+    prompts = T5X["prompts"] if given.get("prompted") else np.zeros((len(inputs), length), int)
+    prefixes = [row[row > 0].tolist() for row in prompts]
+    found = sd.generate(
+        model, inputs, input_lengths=(inputs > 0).sum(axis=1), num_beams=beams, num_return_sequences=beams,
+        length_penalty=given["alpha"], eos_ids=() if given["eos_id"] < 0 else (given["eos_id"],),
+        decoder_prefix=prefixes, max_new_tokens=[length - len(prefix) for prefix in prefixes],
+        **dict(drafter=sd.ModelDrafter(model), gamma=2) if drafts else {},
+    )  # fmt: skip
+    ours = np.zeros_like(tokens)
+    for row, (new, many) in enumerate(zip(found.tokens, found.lengths)):
+        whole = [*prefixes[row // beams], *new[:many]] if found.finish_reasons[row] != "none" else []
+        ours[row // beams, beams - 1 - row % beams, : len(whole)] = whole
+    np.testing.assert_array_equal(ours, tokens)
+    np.testing.assert_allclose(found.scores.reshape(scores.shape)[:, ::-1], scores, rtol=1e-5, atol=1e-4)
+    if drafts:
         assert found.stats.tokens_per_target_call > 1

@@ -1,0 +1,30 @@
+"""Calls T5X's models and this package's in the place of them; imports T5X."""
+
+import functools
+
+import jax
+import numpy as np
+
+from specdec_jax.interop import t5x as interop
+
+STEPS = 16
+
+
+class Ids:
+    """As much of a seqio vocabulary as decoding asks for."""
+
+    eos_id, vocab_size = 1, 128
+
+
+def speculative(target, **options) -> interop.SpeculativeEncoderDecoderModel:
+    return interop.SpeculativeEncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None, **options)
+
+
+def predict(model, params, inputs, prompts=None, rng=None, **options):
+    """`predict_batch_with_aux` as T5X calls it: traced."""
+    batch = dict(
+        encoder_input_tokens=inputs,
+        decoder_input_tokens=np.zeros((len(inputs), STEPS), np.int32) if prompts is None else prompts,
+    )
+    call = functools.partial(model.predict_batch_with_aux, **options)
+    return jax.tree.map(np.asarray, jax.jit(lambda params, batch, rng: call(params, batch, rng))(params, batch, rng))
