@@ -89,7 +89,7 @@ class Panels:
       derived: it is a copy of another parameter, and no parameter itself.
     """
 
-    values: Float32[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"]
+    values: Float[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"]
     scales: Float32[Array, " F"] | None
     lines: int = flax.struct.field(pytree_node=False)
     columns: int = flax.struct.field(pytree_node=False)
@@ -159,7 +159,7 @@ def _cut_pairs(kernel: Int8[Array, "D F"]) -> Int8[Array, "panels pairs 16 2"]:
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))
 def _joined(
-    values: Float32[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"], lines: int, columns: int
+    values: Float[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"], lines: int, columns: int
 ) -> Shaped[Array, "{lines} {columns}"]:
     if values.ndim == 4:  # in pairs
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
