@@ -112,8 +112,8 @@ def _names(text: str | None) -> list[str]:
 
 
 def _run(options: BenchmarkOptions) -> None:
-    assert options.output
     made = rows(options)
+    assert options.output, "or it was refused"
     target, contents = _opened(made)
     settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": machine.machine(),
                 "contents": contents}  # fmt: skip

@@ -99,7 +99,8 @@ class FamilyModule(nn.Module):
     ) -> tuple[States, Any]:  # fmt: skip
         """Feeds `tokens` at `positions` onwards, or where `nodes` are; returns states after the last of the first
         `layers` layers and the last norm, and the new cache. `live` as in `Network.decode`."""
-        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live, nodes)
+        more = {} if nodes is None else {"nodes": nodes}  # a family without calls over nodes has no such argument
+        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live, **more)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """As `Network.node_cache`."""

@@ -281,7 +281,7 @@ def test_the_timed_verification_is_the_engines(target, verifier):
     for _ in range(3):
         logits, cache = near_ties._decode(network, tokens, state.lengths - 1, cache)
         before = law and Law(law.logits[:, :-1], law.log_normalizer[:, :-1])
-        draft = Draft(tokens[:, 1:], np.full(2, 2, np.int32), before, None)
+        draft = Draft(tokens[:, 1:], np.full(2, 2, np.int32), before, np.zeros(2, np.int32))
         (accepted, following), law = verify(state.replace(lengths=state.lengths + accepted), draft, logits)
         tokens = np.where(np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens)
     ours = timing.verified_steps(network, state, steps=3)

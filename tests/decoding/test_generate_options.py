@@ -118,7 +118,14 @@ CHANGES = {  # option: (changes to BASE, the option's other value)
 REFUSING = {
     "max_input_length": 2,
     "deadline": -1.0,
-}  # what they do is tested where they are refused or in test_stopping
+    # What is of a beam search means nothing without one.
+    "num_beams": 0,
+    "length_penalty": 1.0,
+    "beam_style": "huggingface",
+    "early_stopping": True,
+    "num_return_sequences": 2,
+    "beam_width": 4,
+}  # what they do is tested where they are refused, in test_stop or in test_beam_requests
 
 
 @functools.cache

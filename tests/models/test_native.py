@@ -88,7 +88,8 @@ def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     again()
     assert analysis_machine.machine()["kernel"] == "none"
     del machine["kernel"]  # an older record
-    assert analysis_machine.hardware(machine).endswith(machine["device"])
+    assert analysis_machine.hardware(machine).endswith(" cores")
+    assert analysis_machine.hardware(machine | {"device": "gpu: A, 2"}).endswith(" cores, gpu: A, 2")
 
 
 def test_the_source_is_installed():

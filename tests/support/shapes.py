@@ -6,7 +6,7 @@ import functools
 import typing
 
 import beartype
-import jax.numpy as jnp
+import jax
 import numpy as np
 from beartype.door import is_bearable
 from jaxtyping import AnnotationError, jaxtyped
@@ -37,7 +37,7 @@ def arrays(function):
 
 def _as_jax(value):
     """NumPy's arrays are as good as JAX's for what JAX computes."""
-    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+    return jax.device_put(value) if isinstance(value, np.ndarray) else value  # unlike jnp.asarray it compiles nothing
 
 
 def _of_arrays(annotations: dict) -> dict:
