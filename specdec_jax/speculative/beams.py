@@ -172,7 +172,7 @@ def first_hypotheses(tokens: jax.Array, positions: int, program: BeamConfig) -> 
     One live beam counts; the scores of all others are lowered so far that they never win.
 
     Args:
-      positions: P, the most tokens of a sequence.
+      positions: P, room for the tokens of a sequence.
     """
     batch, far = len(tokens), -_FAR[program.style]
     room = jnp.zeros((batch, program.beams, positions), jnp.int32)
@@ -292,8 +292,8 @@ def _is_done(state: BeamState) -> jax.Array:
 def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
     """Returns the K hypotheses of a search, the best first, and `[B, K]` bool: False for a place that nothing fills.
 
-    Where nothing has finished, the live beams are the result, as in T5X; in Hugging Face's form all beams have finished
-    when a search ends.
+    Where nothing has finished, the live beams are the result, as in T5X; in Hugging Face's form something has finished
+    whenever a search ends.
     """
     none = ~jnp.any(state.is_finished, axis=1)
     choose = lambda live, finished: jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)
