@@ -26,6 +26,8 @@ Plain = Float[Array, "..."] | Int8Kernel  # a kernel as a checkpoint has it
 def pack(params: dict, panels: bool, fused: bool = True) -> dict:
     """Converts T5X's tree to the loop's, leaf by leaf, so that the two trees never exist side by side.
 
+    What converts a leaf is jitted, so that a kernel is copied only once.
+
     Args:
       params: T5X's tree, whose kernels are arrays `[D, F]` or `Int8Kernel`s. Its nested dicts are emptied on the way.
       panels: whether kernels are stored in panels.
