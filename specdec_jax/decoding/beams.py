@@ -39,12 +39,14 @@ class BeamOptions:
 
     Attributes:
       num_beams: K ≥ 1.
-      length_penalty: exponent of the length penalty, by which sums of log-probabilities are divided; None: 0.6
-        in T5X's form, 1 in Hugging Face's.
+      length_penalty: exponent of the length penalty, by which sums of log-probabilities are
+        divided; None: 0.6 in T5X's form, 1 in Hugging Face's.
       beam_style: "t5x" or "huggingface": the library whose tokens and scores the search gives.
-      early_stopping: False, True or "never", when a search ends; for "huggingface" alone (see `speculative.beams`).
+      early_stopping: False, True or "never", when a search ends; for "huggingface" alone (see
+        `speculative.beams`).
       num_return_sequences: number of hypotheses returned for each input, at most K.
-      beam_width: u, nodes in each level of the drafted tree, at least K; None: the drafter's default, mostly 2·K.
+      beam_width: u, nodes in each level of the drafted tree, at least K; None: the drafter's
+        default, mostly 2·K.
 
     Raises:
       ValueError: a field outside its range.
@@ -113,7 +115,8 @@ class Search(NamedTuple):
 
 
 def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
-    """Checks the arguments of `generate`, those of a beam search included, and returns them as a plan."""
+    """Checks the arguments of `generate`, those of a beam search included, and returns them as a
+    plan."""
     names = [field.name for field in dataclasses.fields(BeamOptions)]
     beams = beam_options(**{name: options.pop(name) for name in names if name in options})
     return plan(target, inputs, **options) if beams is None else _plan_search(target, inputs, beams, **options)
@@ -127,7 +130,8 @@ def _plan_search(
 
     Raises:
       ValueError: more beams than ids, or no id that does not end a sequence; else as `plan`.
-      UnsupportedCombination: an argument that means nothing with a beam search, or a drafter that cannot draft for one.
+      UnsupportedCombination: an argument that means nothing with a beam search, or a drafter that
+      cannot draft for one.
     """
     del first  # nothing is learned from requests
     for name, unset in _OTHERS.items():
@@ -166,14 +170,16 @@ def _plan_search(
 
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
-    """Runs the search of a plan and returns its result, for the inputs at `places`, given as for `Plan.start`."""
+    """Runs the search of a plan and returns its result, for the inputs at `places`, given as for
+    `Plan.start`."""
     network, drafter, program, *others = _arguments(job, places)
     found = _search(network, drafter, program, job.search.options.num_return_sequences, *others)
     return _result(target, job, jax.device_get(found), places)
 
 
 def start(job: Plan, places=None) -> BeamState:
-    """Makes the state that the search of `run_search` begins with, for callers that look at its iterations."""
+    """Makes the state that the search of `run_search` begins with, for callers that look at its
+    iterations."""
     return begin(*_arguments(job, places))
 
 
@@ -195,7 +201,8 @@ def _search(target: Network, drafter, program: BeamConfig, returned: int, most: 
     """Runs prefill and search in one program and returns what the host reads of the last state.
 
     Args:
-      returned: number of hypotheses to return for each input; all other arguments are those of `begin`.
+      returned: number of hypotheses to return for each input; all other arguments are those of
+        `begin`.
     """
     state = begin(target, drafter, program, most, *arguments)
     state = search(target, drafter, state)
@@ -212,17 +219,20 @@ def begin(
     target: Network, drafter, program: BeamConfig, most: int, inputs, input_lengths, tokens, prefix_lengths, limits,
     eos_ids, penalty, sampling, done,
 ) -> BeamState:  # fmt: skip
-    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
+    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts
+    from.
 
     Args:
       most: an upper bound of the new tokens of a row.
       limits, eos_ids, penalty, sampling, done: as in `BeamState`.
-      inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each input.
+      inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each
+        input.
     """
     batch, prefix = tokens.shape
     positions = prefix + most + program.gamma
-    # The first term leaves room for the prefix but for its last token, which the live beams feed. K more slots stay
-    # empty: a drafter feeds the tokens before the live beams' last ones into the K slots before theirs.
+    # The first term leaves room for the prefix but for its last token, which the live beams feed. K
+    # more slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K
+    # slots before theirs.
     slots = prefix - 1 + program.beams * (1 + most) + program.gamma * max(program.width, program.beams)
     shared = {}
     if drafter is not None and drafter.reads_encoder:

@@ -12,10 +12,12 @@ from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 
 class ChainDrafter(Drafter):
-    """A drafter that reads a row's tokens alone; for a beam search it drafts after each beam as after a row.
+    """A drafter that reads a row's tokens alone; for a beam search it drafts after each beam as
+    after a row.
 
-    Every level of the tree then has one node for each beam. Since a draft serves a search only as long as each live
-    beam is a node, this pays where the beams differ in their earlier tokens and then go on as what was copied.
+    Every level of the tree then has one node for each beam. Since a draft serves a search only as
+    long as each live beam is a node, this pays where the beams differ in their earlier tokens and
+    then go on as what was copied.
     """
 
     drafts_beams: ClassVar[bool] = True

@@ -15,10 +15,12 @@ from specdec_jax.speculative.beams import BeamState, pick
 def draft_levels(
     network: Network, widened: Callable[[jax.Array], jax.Array], cache: Any, state: BeamState, tree: BeamTree
 ) -> tuple[Any, BeamTree]:
-    """Adds γ levels of u nodes to the tree: at each level those with the greatest sums of log-probabilities.
+    """Adds γ levels of u nodes to the tree: at each level those with the greatest sums of
+    log-probabilities.
 
-    The sums begin with the target's own sums of the live beams; the drafted tokens add their log-probabilities under
-    `network`. A token that ends a sequence is never a node, since nothing follows it.
+    The sums begin with the target's own sums of the live beams; the drafted tokens add their
+    log-probabilities under `network`. A token that ends a sequence is never a node, since nothing
+    follows it.
 
     Args:
       network: the drafting model's network.
@@ -28,8 +30,8 @@ def draft_levels(
       tree: the live beams' last tokens.
 
     Returns:
-      The cache, which has all nodes but those of the last level, and the tree. If the search takes nodes of the last
-      level, the next call feeds them, before the live beams that follow them.
+      The cache, which has all nodes but those of the last level, and the tree. If the search takes
+      nodes of the last level, the next call feeds them, before the live beams that follow them.
     """
     program, beams = state.program, state.program.beams
     fed = _with_parents(state, tree)
@@ -52,7 +54,8 @@ def draft_levels(
 
 
 def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the `count` greatest of `totals [B, J, V]`, their places on the axis J, and their tokens on the axis V.
+    """Returns the `count` greatest of `totals [B, J, V]`, their places on the axis J, and their
+    tokens on the axis V.
 
     All three are `[B, count]`.
     """
@@ -68,11 +71,13 @@ def _live(state: BeamState, tree: BeamTree) -> jax.Array:
 
 
 def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
-    """Returns the live beams' last tokens and, before these, the K tokens in the slots before theirs.
+    """Returns the live beams' last tokens and, before these, the K tokens in the slots before
+    theirs.
 
-    If all of a draft stood, those K tokens were nodes of its last level, which have never been fed; else they are fed
-    again, which writes the same keys and values. A slot of which no live beam is a continuation is never read again;
-    any token may be written there, and the one before the first beam's last is.
+    If all of a draft stood, those K tokens were nodes of its last level, which have never been fed;
+    else they are fed again, which writes the same keys and values. A slot of which no live beam is
+    a continuation is never read again; any token may be written there, and the one before the first
+    beam's last is.
     """
     beams = state.program.beams
     slots = state.starts[:, None] - beams + jnp.arange(beams, dtype=jnp.int32)

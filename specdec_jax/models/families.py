@@ -1,4 +1,5 @@
-"""The table of model families: maps the name of a family in a checkpoint to the class of its configuration.
+"""The table of model families: maps the name of a family in a checkpoint to the class of its
+configuration.
 
 A new family needs a row here, and a file for each foreign format from which it is read
 (`checkpoints/huggingface_NAME.py`).
@@ -42,7 +43,8 @@ def describe(config: ModelConfig) -> dict:
 
 
 def build_config(record: dict) -> ModelConfig:
-    """Returns the configuration that `describe` recorded; older records, without a name of the family, are read too."""
+    """Returns the configuration that `describe` recorded; older records, without a name of the
+    family, are read too."""
     fields = dict(record)
     before = "gpt" if "num_positions" in fields else "t5"  # T5s have no num_positions
     return family_of(fields.pop("architecture", before))(**fields)

@@ -1,6 +1,8 @@
-"""The base classes of a model family: its configuration, `ModelConfig`, and its linen module, `FamilyModule`.
+"""The base classes of a model family: its configuration, `ModelConfig`, and its linen module,
+`FamilyModule`.
 
-A new family is a file beside this one that subclasses both, and a row in the table of `families.py`.
+A new family is a file beside this one that subclasses both, and a row in the table of
+`families.py`.
 """
 
 import dataclasses
@@ -16,14 +18,16 @@ from specdec_jax.models.nodes import Nodes
 class ModelConfig:
     """The shape of a network: the base class of every family's configuration, a frozen dataclass.
 
-    Every family has the fields or properties `vocab_size`, `emb_dim`, `num_heads`, `head_dim`, `num_decoder_layers`,
-    `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and `matmul_dtype`, as in `T5Config`, beside its own.
+    Every family has the fields or properties `vocab_size`, `emb_dim`, `num_heads`, `head_dim`,
+    `num_decoder_layers`, `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and
+    `matmul_dtype`, as in `T5Config`, beside its own.
 
     Attributes:
       family: the family's name in the table and in stored models.
       decoder_only: whether there is no encoder; inputs are then prompts, which outputs continue.
       encoder_dim: as in `T5Config`; None for every other family.
-      max_positions: the longest sequence of the decoder, prompt and new tokens together; None: no limit.
+      max_positions: the longest sequence of the decoder, prompt and new tokens together; None: no
+        limit.
     """
 
     family: ClassVar[str]
@@ -55,16 +59,18 @@ class ModelConfig:
         raise NotImplementedError
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every parameter by its name; called through `parameters.parameter_shapes`,
-        which caches it."""
+        """Returns the shape of every parameter by its name; called through
+        `parameters.parameter_shapes`, which caches it."""
         raise NotImplementedError
 
     def with_own_head(self) -> Self:
-        """Returns the configuration of the same network with a head that is a kernel of its own, not the embedding."""
+        """Returns the configuration of the same network with a head that is a kernel of its own,
+        not the embedding."""
         raise NotImplementedError
 
     def explicit(self) -> Self:
-        """Returns the same shape with the values that None stands for in its place, so that equal shapes compare equal."""
+        """Returns the same shape with the values that None stands for in its place, so that equal
+        shapes compare equal."""
         return self
 
     @classmethod
@@ -76,9 +82,10 @@ class ModelConfig:
 class FamilyModule(nn.Module):
     """The base class of every family's network, as `Network` runs it.
 
-    A subclass has the fields `config` and `native` (whether kernels are in panels), and its `setup` makes
-    `token_embedder` and `decoder`. A family with an encoder also has `encode` and the teacher-forced `states`, as `T5`
-    has them; in a family without one, `__call__` takes `(tokens, places)`, as in `GPT`.
+    A subclass has the fields `config` and `native` (whether kernels are in panels), and its `setup`
+    makes `token_embedder` and `decoder`. A family with an encoder also has `encode` and the
+    teacher-forced `states`, as `T5` has them; in a family without one, `__call__` takes `(tokens,
+    places)`, as in `GPT`.
     """
 
     def dummy_inputs(self) -> tuple:
@@ -89,7 +96,8 @@ class FamilyModule(nn.Module):
         """Makes the decoder's cache before any of the decoder's tokens is fed.
 
         Args:
-          inputs: ids of the inputs; L = 0 for a decoder-only network, whose prompt is fed to the decoder.
+          inputs: ids of the inputs; L = 0 for a decoder-only network, whose prompt is fed to the
+            decoder.
           mask: True at tokens, False at padding.
           slots: S, slots of the self-attention caches.
           copies: rows of the cache for each input, side by side.
@@ -101,7 +109,8 @@ class FamilyModule(nn.Module):
         self, tokens: Tokens, positions: PerRow | None, cache: Any, layers: int | None = None, live: Live = None,
         nodes: Nodes | None = None,
     ) -> tuple[States, Any]:  # fmt: skip
-        """Feeds `tokens` and returns the decoder's hidden states after the final norm, and the new cache.
+        """Feeds `tokens` and returns the decoder's hidden states after the final norm, and the new
+        cache.
 
         Args:
           positions: the first position of each row; None with `nodes`.

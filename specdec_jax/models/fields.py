@@ -1,4 +1,5 @@
-"""Types and ranges of the fields of configurations, in one table, and the check of a configuration by it."""
+"""Types and ranges of the fields of configurations, in one table, and the check of a configuration
+by it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from specdec_jax.models.layers import ACTIVATIONS
 
 Shape = TypeVar("Shape")
 
-# Least and greatest values: wide enough for every model that exists, and narrow enough that shapes can be computed.
+# Least and greatest values: wide enough for every model that exists, and narrow enough that shapes
+# can be computed.
 _COUNTS = {
     "vocab_size": (1, 10_000_000), "emb_dim": (1, 1_000_000), "encoder_dim": (1, 1_000_000), "mlp_dim": (1, 1_000_000),
     "num_heads": (1, 1000), "head_dim": (1, 100_000), "num_encoder_layers": (0, 1000), "num_decoder_layers": (1, 1000),
@@ -82,7 +84,8 @@ def build(shape: type[Shape], values, path, names: Mapping[str, str] | None = No
       names: the fields' names in the file, where they differ; for messages.
 
     Raises:
-      ValueError: a field is unknown, missing or outside its range; the message names the file and the field.
+      ValueError: a field is unknown, missing or outside its range; the message names the file and
+      the field.
     """
     known = {field.name: field for field in dataclasses.fields(shape)}  # type: ignore[arg-type]
     unknown = [name for name in values if name not in known] if isinstance(values, dict) else [values]

@@ -20,7 +20,8 @@ from specdec_jax.models.nodes import Nodes
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """The shape of a GPT-like network: learned positions, normalisation before each block, biases and gelu, as in GPT-2.
+    """The shape of a GPT-like network: learned positions, normalisation before each block, biases
+    and gelu, as in GPT-2.
 
     Attributes:
       vocab_size: rows of the embedding and width V of the logits.
@@ -28,8 +29,10 @@ class GPTConfig(ModelConfig):
       num_heads: H heads of D / H features.
       num_decoder_layers: number of layers.
       mlp_dim: hidden width of the feed-forward block.
-      num_positions: number of positions with an embedding: the longest sequence, prompt and new tokens together.
-      mlp_activation: activation of the feed-forward block; "gelu" is the tanh approximation ("gelu_new").
+      num_positions: number of positions with an embedding: the longest sequence, prompt and new
+        tokens together.
+      mlp_activation: activation of the feed-forward block; "gelu" is the tanh approximation
+        ("gelu_new").
       logits_via_embedding: whether the head is the transposed embedding.
       dropout_rate: rate in training, for the embeddings and for what every block adds, as in GPT-2.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
@@ -84,8 +87,8 @@ def _gpt2(emb_dim, num_heads, layers):
 
 
 def _paper(emb_dim, num_heads, layers, mlp_dim):
-    # Section 4.2 gives these widths, 8k tokens, and the total numbers of parameters, which are reached only with a head
-    # beside the embedding.
+    # Section 4.2 gives these widths, 8k tokens, and the total numbers of parameters, which are
+    # reached only with a head beside the embedding.
     return GPTConfig(8000, emb_dim, num_heads, layers, mlp_dim, num_positions=512, logits_via_embedding=False)
 
 
@@ -147,8 +150,8 @@ class GPTLayer(nn.Module):
         common = dict(dtype=dtype, fused=True, matmul_dtype=config.matmul_dtype, use_bias=True)
         attention = dict(native=self.native, **common)
         self.pre_self_attention_layer_norm = LayerNorm(dtype)
-        # In checkpoints too, queries, keys and values have one kernel. `layouts.py` joins and splits kernels under other
-        # names than this one.
+        # In checkpoints too, queries, keys and values have one kernel. `layouts.py` joins and
+        # splits kernels under other names than this one.
         self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **attention)
         self.pre_mlp_layer_norm = LayerNorm(dtype)
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
@@ -190,8 +193,8 @@ class GPTDecoder(nn.Module):
     ) -> tuple[States, GPTCache]:  # fmt: skip
         """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
 
-        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and the new cache, in
-        which the layers that were not run stay as they are.
+        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
+        the new cache, in which the layers that were not run stay as they are.
         """
         if nodes is not None:
             query_positions, mask = nodes.positions, nodes.distances(cache.layers[0].slots)[:, None] >= 0

@@ -1,4 +1,5 @@
-"""Drafting heads on a target's last hidden state, one per future token (Stern et al. 2018; Medusa-1, Cai et al. 2024)."""
+"""Drafting heads on a target's last hidden state, one per future token (Stern et al. 2018;
+Medusa-1, Cai et al. 2024)."""
 
 import dataclasses
 
@@ -20,12 +21,13 @@ class HeadsConfig:
     """The shape of a set of heads.
 
     Attributes:
-      num_heads: N; head i, from 1 on, predicts the i-th token after the one that the target's own head predicts.
+      num_heads: N; head i, from 1 on, predicts the i-th token after the one that the target's own
+        head predicts.
       emb_dim: D, width of the target's states.
       vocab_size: V, width of the target's logits.
       num_blocks: number of residual blocks x + silu(W x) in each head.
-      share_head: whether logits come from the target's own head, so that a head has only the D² parameters of each
-        block. False gives every head a kernel `[D, V]` of its own.
+      share_head: whether logits come from the target's own head, so that a head has only the D²
+        parameters of each block. False gives every head a kernel `[D, V]` of its own.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
       matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
     """
@@ -56,7 +58,8 @@ class HeadsConfig:
 
 
 class Head(nn.Module):
-    """One head: maps states to logits in float32, or with `share_head` to states for the target's head."""
+    """One head: maps states to logits in float32, or with `share_head` to states for the target's
+    head."""
 
     config: HeadsConfig
 
@@ -90,7 +93,8 @@ class HeadsNetwork:
 
     Attributes:
       params: nested dict of arrays, in the decode loop's layout or plain.
-      target: the target, or as much of it as its head takes; None for heads with kernels of their own.
+      target: the target, or as much of it as its head takes; None for heads with kernels of their
+        own.
       module: the linen module, hashable.
     """
 
@@ -112,7 +116,8 @@ class HeadsNetwork:
 
 
 def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Array, "D V"] | None = None) -> dict:
-    """Makes the parameters of untrained heads, float32 kernels `[in, out]`: blocks of 0, and heads of their own.
+    """Makes the parameters of untrained heads, float32 kernels `[in, out]`: blocks of 0, and heads
+    of their own.
 
     Args:
       head_kernel: the kernel that every head of its own begins as a copy of; None: random kernels.
@@ -125,7 +130,8 @@ def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Arr
 
 
 def head_kernel(config: T5Config, params: dict) -> Float[Array, "D V"]:
-    """Returns the kernel by which a T5 with these parameters (T5X's tree) multiplies its last states."""
+    """Returns the kernel by which a T5 with these parameters (T5X's tree) multiplies its last
+    states."""
     tied = config.logits_via_embedding
     kernel = params["token_embedder"]["embedding"].T if tied else params["decoder"]["logits_dense"]["kernel"]
     return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if config.scales_outputs else kernel

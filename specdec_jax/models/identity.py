@@ -1,4 +1,5 @@
-"""Digests that tell models apart by all of their weights, computed with one array at a time on the host."""
+"""Digests that tell models apart by all of their weights, computed with one array at a time on the
+host."""
 
 import functools
 import hashlib
@@ -17,7 +18,8 @@ _BLOCK = 1 << 20  # numbers that are rounded and hashed at a time
 
 
 def rounded(params: dict, rules: ShardingRules | None) -> str:
-    """Returns the digest of the weights rounded to bfloat16, the same in whatever dtype a checkpoint is loaded.
+    """Returns the digest of the weights rounded to bfloat16, the same in whatever dtype a
+    checkpoint is loaded.
 
     It depends neither on the layout of the weights nor on the mesh.
 
@@ -29,7 +31,8 @@ def rounded(params: dict, rules: ShardingRules | None) -> str:
 
 
 def exact(params: dict, rules: ShardingRules | None) -> str:
-    """Returns the digest of the exact weights that a model computes with; the arguments are those of `rounded`."""
+    """Returns the digest of the exact weights that a model computes with; the arguments are those
+    of `rounded`."""
     return _digest(params, rules, None)
 
 
@@ -45,7 +48,8 @@ def _digest(params: dict, rules: ShardingRules | None, dtype: np.dtype | None) -
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the numbers of `array` in order, in blocks, so that no second array of its size is made."""
+    """Yields the numbers of `array` in order, in blocks, so that no second array of its size is
+    made."""
     flat = array.reshape(-1)
     return (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
 
@@ -53,8 +57,9 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 def _on_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
     """Returns `array`, of which other processes may hold parts, on the host.
 
-    It is a copy on the device that is read: JAX keeps what it has read of an array as long as the array lives, which
-    would become a second copy of all weights. On a CPU the host shares the device's memory, and nothing is copied.
+    It is a copy on the device that is read: JAX keeps what it has read of an array as long as the
+    array lives, which would become a second copy of all weights. On a CPU the host shares the
+    device's memory, and nothing is copied.
     """
     shared = rules is None and jax.default_backend() == "cpu"
     return np.asarray(array if shared else _copied(array, rules))
@@ -67,9 +72,11 @@ def _copied(array: jax.Array, rules: ShardingRules | None) -> jax.Array:
 
 
 def of_corners(params: dict, rules: ShardingRules | None, last_layer: str) -> str:
-    """Returns the digest that earlier versions stored, before all weights counted; two models may share it.
+    """Returns the digest that earlier versions stored, before all weights counted; two models may
+    share it.
 
-    It is made of the corners of the arrays of the embedding, the last decoder layer, the last norm and the head.
+    It is made of the corners of the arrays of the embedding, the last decoder layer, the last norm
+    and the head.
 
     Args:
       params, rules: as for `rounded`.

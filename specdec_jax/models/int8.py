@@ -1,7 +1,7 @@
 """Kernels in 8 bits, and their product with inputs that are rounded to 8 bits too.
 
-Because of those inputs the product here is for drafters alone. On a CPU `panels.py` multiplies such kernels, with inputs
-rounded to 16 bits, and for targets too.
+Because of those inputs the product here is for drafters alone. On a CPU `panels.py` multiplies such
+kernels, with inputs rounded to 16 bits, and for targets too.
 """
 
 import flax.struct
@@ -14,7 +14,8 @@ _MOST = 127
 
 @flax.struct.dataclass
 class Int8Kernel:
-    """A kernel in 8 bits, with one scale for each output: column f is about `values[:, f] · scales[f]`."""
+    """A kernel in 8 bits, with one scale for each output: column f is about `values[:, f] ·
+    scales[f]`."""
 
     values: Int8[Array, "D F"]
     scales: Float32[Array, " F"]
@@ -28,11 +29,12 @@ class Int8Kernel:
         return self.values.astype(jnp.float32) * self.scales
 
     def product(self, x: Float[Array, "*N D"], output_dtype) -> Float[Array, "*N F"]:
-        """Returns `x` times the kernel; every row of `x` is rounded with a scale of its own, sums are exact in int32."""
+        """Returns `x` times the kernel; every row of `x` is rounded with a scale of its own, sums
+        are exact in int32."""
         rows = x.reshape(-1, x.shape[-1])
         values, scales = _rounded(rows, 1)
-        # On a CPU, XLA's product of a single row reads a copy of the whole kernel in int32; its product of two rows
-        # reads the kernel itself.
+        # On a CPU, XLA's product of a single row reads a copy of the whole kernel in int32; its
+        # product of two rows reads the kernel itself.
         values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
         sums = jax.lax.dot_general(values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
         y = sums[: len(rows)].astype(jnp.float32) * scales[:, None] * self.scales
@@ -40,7 +42,8 @@ class Int8Kernel:
 
 
 def _rounded(x: Float[Array, "N F"], axis: int) -> tuple[Int8[Array, "N F"], Float32[Array, " scales"]]:
-    """Rounds a matrix to integers times scales, with 127 for the greatest magnitude along `axis`; returns both."""
+    """Rounds a matrix to integers times scales, with 127 for the greatest magnitude along `axis`;
+    returns both."""
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=axis) / _MOST
     units = jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)

@@ -31,17 +31,19 @@ class LanguageModel:
 
     Attributes:
       config: the network's shape.
-      params: nested dict of arrays, named as in T5X; converted from the loop's layout at every access.
+      params: nested dict of arrays, named as in T5X; converted from the loop's layout at every
+        access.
       vocabulary: maps text to ids; None: inputs and outputs are ids.
-      start_token: id that every decoder sequence begins with; in a decoder-only model, every sequence with an
-        empty prompt.
+      start_token: id that every decoder sequence begins with; in a decoder-only model, every
+        sequence with an empty prompt.
       eos_ids: ids that end a sequence.
       name: name in messages and records.
-      encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model whose
-        encoder output it was trained on; None: unknown.
+      encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
+        whose encoder output it was trained on; None: unknown.
       network: the same model as jitted functions take it.
-      quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output. Inputs of
-        products are then rounded to 16 bits, and all else is float32; `params` has the values times the scales.
+      quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output.
+        Inputs of products are then rounded to 16 bits, and all else is float32; `params` has the
+        values times the scales.
     """
 
     def __init__(
@@ -49,18 +51,20 @@ class LanguageModel:
         donate_params=False,
         encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
     ):  # fmt: skip
-        """Checks the ids and converts the parameters to the loop's layout; arguments without a line are attributes.
+        """Checks the ids and converts the parameters to the loop's layout; arguments without a line
+        are attributes.
 
         Args:
-          params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s where `panels.usable`;
-            a model whose head is its embedding may then have a head too, "decoder/logits_dense/kernel".
-          donate_params: whether the nested dicts of `params` may be emptied during the conversion, so that at most one
-            kernel exists twice.
+          params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s where
+            `panels.usable`; a model whose head is its embedding may then have a head too,
+            "decoder/logits_dense/kernel".
+          donate_params: whether the nested dicts of `params` may be emptied during the conversion,
+            so that at most one kernel exists twice.
           rules: how the parameters lie on a mesh; None: on one device.
 
         Raises:
-          ValueError: an id without a logit, a shape that the mesh cannot divide, or kernels in 8 bits where they cannot
-            be used.
+          ValueError: an id without a logit, a shape that the mesh cannot divide, or kernels in 8
+            bits where they cannot be used.
         """
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
@@ -89,7 +93,8 @@ class LanguageModel:
     ) -> "LanguageModel":  # fmt: skip
         """Makes a model with random parameters in the configuration's dtype, for tests and timing.
 
-        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none" leave them as they are.
+        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none"
+        leave them as they are.
         """
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
@@ -113,16 +118,18 @@ class LanguageModel:
 
     @functools.cached_property
     def contents(self) -> str:
-        """A digest of the exact weights, with the configuration and whether the weights are in 8 bits.
+        """A digest of the exact weights, with the configuration and whether the weights are in 8
+        bits.
 
-        Models that may compute different numbers differ in it. Weights in 8 bits count as different from the same
-        numbers in float32, because inputs of their products are rounded.
+        Models that may compute different numbers differ in it. Weights in 8 bits count as different
+        from the same numbers in float32, because inputs of their products are rounded.
         """
         exact = identity.exact(self.network.params, self.network.rules)
         return f"{exact} {self.config}{' in 8 bits' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
-        """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest of some weights only."""
+        """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest
+        of some weights only."""
         whole = str(fingerprint).startswith(identity.ROUNDED)
         return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
 
@@ -135,16 +142,19 @@ class LanguageModel:
         """Returns the teacher-forced logits of the token after each of `decoder_tokens`.
 
         Args:
-          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. For a decoder-only model they are the tokens
-            before `decoder_tokens`, 0 is an ordinary id, and None means that there are none.
-          decoder_tokens: `[B, T]` decoder inputs, the start token first; for a decoder-only model any part of a
-            sequence.
+          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. For a decoder-only model they
+            are the tokens before `decoder_tokens`, 0 is an ordinary id, and None means that there
+            are none.
+          decoder_tokens: `[B, T]` decoder inputs, the start token first; for a decoder-only model
+            any part of a sequence.
           input_lengths: `[B]`, number of ids of each input that count; None: see `inputs`.
-          encoder: the model whose encoder reads the inputs, for a model with an `encoder_dim`; else None.
+          encoder: the model whose encoder reads the inputs, for a model with an `encoder_dim`; else
+            None.
 
         Raises:
-          ValueError: an id that the model lacks (ids of `inputs` past a row's length do not matter), more ids than it
-            has positions, no inputs for a model with an encoder, or an `encoder` that is missing or does not fit.
+          ValueError: an id that the model lacks (ids of `inputs` past a row's length do not
+            matter), more ids than it has positions, no inputs for a model with an encoder, or an
+            `encoder` that is missing or does not fit.
         """
         if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
             got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
@@ -174,7 +184,8 @@ class LanguageModel:
 
 
 def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
-    """Checks that every special id and every piece of the vocabulary has a logit; raises ValueError otherwise."""
+    """Checks that every special id and every piece of the vocabulary has a logit; raises ValueError
+    otherwise."""
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:

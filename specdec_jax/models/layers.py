@@ -87,16 +87,17 @@ class Embedder(nn.Module):
         """Returns the rows with these indices; `live` as for `apply_kernel`."""
         if self.native:
             return panels.rows(self.embedding, indices, live)
-        # A drafter may meet ids that it lacks, and a draft may reach past the last position: for these the default mode
-        # would give NaN, which would stay in the cache.
+        # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
+        # these the default mode would give NaN, which would stay in the cache.
         return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
 
 
 class Dense(nn.Module):
-    """A linear map with a kernel `[D, F]`, without bias, as in T5X's checkpoints, unless `use_bias`.
+    """A linear map with a kernel `[D, F]`, without bias, as in T5X's checkpoints, unless
+    `use_bias`.
 
-    `matmul_dtype` is the dtype to which the operands of the product, and nothing else, are rounded: for training on a CPU
-    with bfloat16 instructions.
+    `matmul_dtype` is the dtype to which the operands of the product, and nothing else, are rounded:
+    for training on a CPU with bfloat16 instructions.
     """
 
     features: int
@@ -118,7 +119,8 @@ class Dense(nn.Module):
         self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, before: Before = Before("nothing"),
         residual: Float[Array, "*N F"] | None = None, clear: bool = True,
     ) -> Float[Array, "*N F"]:  # fmt: skip
-        """Applies the map to `before(x)` and adds `residual`, for a kernel in panels; see `Panels.product`."""
+        """Applies the map to `before(x)` and adds `residual`, for a kernel in panels; see
+        `Panels.product`."""
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
         return kernel.product(x, dtype, live, before, bias, residual, clear)
@@ -162,7 +164,8 @@ def apply_kernel(
 def product(
     a: Float[Array, "..."], b: Float[Array, "..."], contracted, batch=((), ()), dtype=jnp.float32
 ) -> Float[Array, "..."]:
-    """Returns `lax.dot_general` of `a` and `b`, which have one dtype, at the precision of `precision_of`.
+    """Returns `lax.dot_general` of `a` and `b`, which have one dtype, at the precision of
+    `precision_of`.
 
     The result is in `dtype`.
     """
@@ -170,20 +173,23 @@ def product(
 
 
 def precision_of(dtype) -> jax.lax.Precision | None:
-    """Returns the precision that products of operands of this dtype ask for: the highest for float32, else None.
+    """Returns the precision that products of operands of this dtype ask for: the highest for
+    float32, else None.
 
-    By default a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU rounds them to TF32, but perhaps not in a
-    product over a single row: calls over one position and over several would then differ by more than float32's
-    rounding. On a CPU the precision makes no difference.
+    By default a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU rounds them to TF32, but
+    perhaps not in a product over a single row: calls over one position and over several would then
+    differ by more than float32's rounding. On a CPU the precision makes no difference.
     """
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rounded_product(x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype) -> Float32[Array, "N F"]:
-    """Returns `x · kernel` in float32 from operands rounded to `dtype`; the backward pass rounds its operands too.
+    """Returns `x · kernel` in float32 from operands rounded to `dtype`; the backward pass rounds
+    its operands too.
 
-    JAX's own transpose rule would multiply float32 cotangents, which takes twice as long where bfloat16 is native.
+    JAX's own transpose rule would multiply float32 cotangents, which takes twice as long where
+    bfloat16 is native.
     """
     return product(x.astype(dtype), kernel.astype(dtype), ((1,), (0,)))
 
@@ -202,10 +208,11 @@ _rounded_product.defvjp(_rounded_forward, _rounded_backward)
 
 
 class GatedMLP(nn.Module):
-    """A feed-forward block: one activation (T5 1.0: relu; GPT-2: gelu) or the product of two (T5 1.1: gelu × linear).
+    """A feed-forward block: one activation (T5 1.0: relu; GPT-2: gelu) or the product of two (T5
+    1.1: gelu × linear).
 
-    With `fused`, the two input kernels of a gated block are one; with `native`, which needs `fused`, kernels are in
-    panels.
+    With `fused`, the two input kernels of a gated block are one; with `native`, which needs
+    `fused`, kernels are in panels.
     """
 
     mlp_dim: int
@@ -245,11 +252,12 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of T queries per row over given keys and values, without scaling by 1/√K, as in T5.
+    """Multi-head attention of T queries per row over given keys and values, without scaling by
+    1/√K, as in T5.
 
-    (GPT divides its queries by `divisor`.) With `fused`, the query, key and value kernels are one matrix
-    `qkv [D, 3·H·K]`, for fewer and larger products in the decode loop (see `layouts.py`). With `native`, which needs
-    `fused`, attention runs in `panels.py` instead of XLA.
+    (GPT divides its queries by `divisor`.) With `fused`, the query, key and value kernels are one
+    matrix `qkv [D, 3·H·K]`, for fewer and larger products in the decode loop (see `layouts.py`).
+    With `native`, which needs `fused`, attention runs in `panels.py` instead of XLA.
     """
 
     heads: int
@@ -296,18 +304,19 @@ class Attention(nn.Module):
         divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
         nodes: Nodes | None = None,
     ) -> tuple[States, KVCache]:  # fmt: skip
-        """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and values.
+        """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and
+        values.
 
         Args:
           cache: keys and values of earlier tokens; None: `x` is a whole sequence.
           positions: the first slot of the cache that each row writes.
-          mask, bias: as for `attend`. With `native` and a cache, the mask is not read, and the bias is that of all
-            query positions, `[S, H, S]`.
+          mask, bias: as for `attend`. With `native` and a cache, the mask is not read, and the bias
+            is that of all query positions, `[S, H, S]`.
           divisor: number by which queries are divided.
           live: as for `apply_kernel`; the live positions of a row come first.
           dropped: dropout.
-          nodes: where the T tokens lie if they are nodes of trees, in place of `positions`. With `native` the bias is
-            then that of the last of P query positions, `[H, P]`.
+          nodes: where the T tokens lie if they are nodes of trees, in place of `positions`. With
+            `native` the bias is then that of the last of P query positions, `[H, P]`.
         """
         if self.native and cache is not None:
             # Positions that are not live need not be cleared: the next product does not read them.
@@ -332,7 +341,8 @@ class Attention(nn.Module):
         self, x: States, norm: Callable, cross: KVCache, mask: Mask, live: Live = None,
         dropped: Callable = lambda y: y,
     ) -> States:  # fmt: skip
-        """Returns `x + dropped(cross-attention of norm(x))`; `mask` is True at tokens, which come first in each row."""
+        """Returns `x + dropped(cross-attention of norm(x))`; `mask` is True at tokens, which come
+        first in each row."""
         if self.native:
             query = self.query.in_panels(x, live, norm.before(), clear=False)
             attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
@@ -342,7 +352,8 @@ class Attention(nn.Module):
     def to_inputs(
         self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropped: Callable = lambda y: y
     ) -> Encoded:
-        """Returns `x + dropped(self-attention of norm(x))` in an encoder; `mask` as for `to_encoded`."""
+        """Returns `x + dropped(self-attention of norm(x))` in an encoder; `mask` as for
+        `to_encoded`."""
         if self.native:
             attended = panels.attend_to_inputs(
                 self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask)
@@ -359,7 +370,8 @@ class Attention(nn.Module):
         """Returns the output of attention.
 
         Args:
-          cache: keys, which may be anything where `mask` is False, and values, which must be finite everywhere.
+          cache: keys, which may be anything where `mask` is False, and values, which must be finite
+            everywhere.
           mask: True where a query attends to a key.
           bias: position bias, added to the scores.
         """

@@ -1,9 +1,9 @@
 """The decode loop's own layout of the weights, which makes products fewer and, on a CPU, faster.
 
-Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional kernels. The jitted loop takes another tree
-with the same numbers: the query, key and value kernels of a self-attention are joined into one, the two input kernels
-of a gated feed-forward block are joined into one, and, where the CPU's own kernels are used (`panels.py`), every kernel
-is stored in panels.
+Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional kernels. The jitted loop
+takes another tree with the same numbers: the query, key and value kernels of a self-attention are
+joined into one, the two input kernels of a gated feed-forward block are joined into one, and, where
+the CPU's own kernels are used (`panels.py`), every kernel is stored in panels.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.panels import Panels
 
-# By the name of the node: the name of the joint kernel, and the names of the kernels joined, along the output axis.
+# By the name of the node: the name of the joint kernel, and the names of the kernels joined, along
+# the output axis.
 _FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
 Kernel = Float[Array, "..."] | Panels | Int8Kernel
@@ -24,15 +25,17 @@ Plain = Float[Array, "..."] | Int8Kernel  # a kernel as a checkpoint has it
 
 
 def pack(params: dict, panels: bool, fused: bool = True) -> dict:
-    """Converts T5X's tree to the loop's, leaf by leaf, so that the two trees never exist side by side.
+    """Converts T5X's tree to the loop's, leaf by leaf, so that the two trees never exist side by
+    side.
 
     What converts a leaf is jitted, so that a kernel is copied only once.
 
     Args:
-      params: T5X's tree, whose kernels are arrays `[D, F]` or `Int8Kernel`s. Its nested dicts are emptied on the way.
+      params: T5X's tree, whose kernels are arrays `[D, F]` or `Int8Kernel`s. Its nested dicts are
+        emptied on the way.
       panels: whether kernels are stored in panels.
-      fused: whether kernels with the same input are joined. On a mesh that divides kernels by their outputs they must
-        not be: one device would get the queries and another the values.
+      fused: whether kernels with the same input are joined. On a mesh that divides kernels by their
+        outputs they must not be: one device would get the queries and another the values.
     """
     return {name: _pack(name, params.pop(name), panels, fused) for name in list(params)}
 
@@ -79,9 +82,11 @@ def shape_of(kernel: Kernel) -> tuple[int, int]:
 
 
 def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dict:
-    """Returns `packed` with `function` applied to every kernel of a decoder step; all other arrays are shared.
+    """Returns `packed` with `function` applied to every kernel of a decoder step; all other arrays
+    are shared.
 
-    The key and value kernels of cross-attention are left out: they multiply the encoder's output once, before any step.
+    The key and value kernels of cross-attention are left out: they multiply the encoder's output
+    once, before any step.
     """
 
     def mapped(path, leaf):
@@ -111,7 +116,8 @@ def unpack(packed: dict) -> dict:
 
 
 def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..."]]]:
-    """Yields the arrays of T5X's tree with their paths; each kernel is unpacked only when its turn comes."""
+    """Yields the arrays of T5X's tree with their paths; each kernel is unpacked only when its turn
+    comes."""
     for path, value in stored_parameters(packed):
         yield path, matrix(value)
 
@@ -147,10 +153,12 @@ def _divide(kernel: Plain, count: int) -> list[Plain]:
 
 
 def with_head(packed: dict, tied: bool, panels: bool, ids: Int[Array, " F"] | None = None) -> dict:
-    """Returns `packed` with a kernel for its head, which is a copy and no parameter; all other arrays are shared.
+    """Returns `packed` with a kernel for its head, which is a copy and no parameter; all other
+    arrays are shared.
 
     Args:
-      tied: whether the model's head is its embedding; a kernel that was already made of it is used if there is one.
+      tied: whether the model's head is its embedding; a kernel that was already made of it is used
+        if there is one.
       panels: as for `pack`.
       ids: the ids for which the head has columns; None: all.
     """
@@ -177,7 +185,8 @@ def _in_int8(kernel: Kernel) -> Kernel:
 
 
 def round_params(params: dict) -> dict:
-    """Returns T5X's tree `params` with all kernels in 8 bits; its nested dicts are emptied on the way."""
+    """Returns T5X's tree `params` with all kernels in 8 bits; its nested dicts are emptied on the
+    way."""
     found = {}
     for name in list(params):
         value = params.pop(name)

@@ -43,12 +43,14 @@ class Network:
 
     @property
     def skips(self) -> bool:
-        """Whether positions that are not `live` cost nothing, so that calls need not be made narrower."""
+        """Whether positions that are not `live` cost nothing, so that calls need not be made
+        narrower."""
         return self.module.native
 
     @property
     def encoder_dim(self) -> int | None:
-        """Width of another model's encoder output, to which a network without an encoder attends; else None."""
+        """Width of another model's encoder output, to which a network without an encoder attends;
+        else None."""
         return self.config.encoder_dim
 
     def encode(self, inputs: Inputs, input_lengths: PerRow) -> Encoded:
@@ -64,13 +66,15 @@ class Network:
     def prefill(
         self, inputs: Inputs, input_lengths: PerRow, slots: int, copies: int = 1, encoded: Encoded | None = None
     ) -> Any:
-        """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
+        """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each
+        input.
 
         Args:
-          inputs: ids, which do not matter past a row's length. L = 0 for a decoder-only network, whose prompt is
-            fed to the decoder (`prefill.fill_cache`).
+          inputs: ids, which do not matter past a row's length. L = 0 for a decoder-only network,
+            whose prompt is fed to the decoder (`prefill.fill_cache`).
           slots: S, slots of the self-attention caches.
-          encoded: the encoder's output, of another model where there is an `encoder_dim`; None: run the encoder.
+          encoded: the encoder's output, of another model where there is an `encoder_dim`; None: run
+            the encoder.
         """
         if not decoder_only(self):
             encoded = self._by_rows(self.encode(inputs, input_lengths) if encoded is None else encoded)
@@ -86,12 +90,14 @@ class Network:
         return pinned(cache, self.rules)
 
     def decode(self, tokens: Tokens, positions: PerRow, cache: Any, live: Live = None) -> tuple[Logits, Any]:
-        """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
+        """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those
+        slots.
 
         Args:
-          live: False for positions whose result does not matter, such as those of a row that is done; the live
-            ones of a row come first. With the CPU's own kernels the others take no time, write nothing, and give 0;
-            elsewhere they are computed like the rest. None: all are live.
+          live: False for positions whose result does not matter, such as those of a row that is
+            done; the live ones of a row come first. With the CPU's own kernels the others take no
+            time, write nothing, and give 0; elsewhere they are computed like the rest. None: all
+            are live.
 
         Returns:
           Logits of the next token at each position, and the new cache.
@@ -102,8 +108,8 @@ class Network:
     def decode_states(
         self, tokens: Tokens, positions: PerRow, cache: Any, layers: int | None = None, live: Live = None
     ) -> tuple[States, Any]:
-        """Does what `decode` does, but for the head: returns states after the first `layers` layers (None: all) and
-        the final norm, and the new cache."""
+        """Does what `decode` does, but for the head: returns states after the first `layers` layers
+        (None: all) and the final norm, and the new cache."""
         tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
         states, cache = apply({"params": self.params}, tokens, positions, cache, layers, live, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
@@ -112,7 +118,8 @@ class Network:
         """Makes a cache for calls over nodes of trees out of one for sequences.
 
         Args:
-          cache: a cache by `prefill`, in whose slots 0, 1, … lie the tokens fed since, at positions 0, 1, ….
+          cache: a cache by `prefill`, in whose slots 0, 1, … lie the tokens fed since, at positions
+            0, 1, ….
           slots: S, slots of the new cache.
           positions: P, positions of the longest sequence.
         """
@@ -121,7 +128,8 @@ class Network:
         )
 
     def decode_nodes(self, tokens: Tokens, nodes: Nodes, cache: Any, live: Live = None) -> tuple[States, Any]:
-        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, and `live` as for `decode`.
+        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, and `live` as for
+        `decode`.
 
         Returns:
           States, which `head` takes, and the new cache.
@@ -135,22 +143,26 @@ class Network:
         return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))
 
     def peak(self, states: States, live: Live = None, normalize: bool = True) -> Peak:
-        """Returns each position's argmax token and its log-probability without storing logits; only if it `skips`.
+        """Returns each position's argmax token and its log-probability without storing logits; only
+        if it `skips`.
 
         Returns:
-          Tokens, the first where logits are equal, −1 where a logit is NaN; and their log-probabilities, NaN there and
-          where a logit is infinite. Without `normalize` the log-probabilities are meaningless.
+          Tokens, the first where logits are equal, −1 where a logit is NaN; and their
+          log-probabilities, NaN there and where a logit is infinite. Without `normalize` the
+          log-probabilities are meaningless.
         """
         return self.module.apply({"params": self.params}, states, live, normalize, method="peak")
 
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
-        """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other arrays are shared."""
+        """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other
+        arrays are shared."""
         config, native = self.config, self.module.native
         params = layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
         return self.replace(params=params, module=config.with_own_head().module(fuses(self.rules), native))
 
     def in_int8(self) -> "Network":
-        """Returns the network with the kernels of decoder steps, the head's too, in 8 bits; other arrays are shared."""
+        """Returns the network with the kernels of decoder steps, the head's too, in 8 bits; other
+        arrays are shared."""
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
         return network.replace(params=layouts.in_int8(network.params))
@@ -163,14 +175,16 @@ class Network:
     def teacher_forced(
         self, inputs: Inputs, input_lengths: PerRow, decoder_tokens: Tokens, encoded: Encoded | None = None
     ) -> Logits:
-        """Returns the logits of whole sequences, computed without a cache; other arguments as for `prefill`."""
+        """Returns the logits of whole sequences, computed without a cache; other arguments as for
+        `prefill`."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
         return pinned(logits, self.rules)
 
 
 def fuses(rules: ShardingRules | None) -> bool:
-    """Returns whether kernels with the same input are joined: not if a mesh divides kernels by their outputs."""
+    """Returns whether kernels with the same input are joined: not if a mesh divides kernels by
+    their outputs."""
     return rules is None or rules.parts == 1
 
 
@@ -192,7 +206,8 @@ def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
 
 
 def decoder_only(model) -> bool:
-    """Returns whether a model has no encoder: its inputs are then prompts, which its outputs continue."""
+    """Returns whether a model has no encoder: its inputs are then prompts, which its outputs
+    continue."""
     return model.config.decoder_only
 
 
@@ -207,7 +222,8 @@ def given_lengths(model, inputs: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"
 def join(
     inputs: Int[np.ndarray, "B L"], input_lengths: Int[np.ndarray, " B"], tokens: Int[np.ndarray, "B T"]
 ) -> tuple[Int[np.ndarray, "B L+T"], Int[np.ndarray, "B T"]]:
-    """Returns sequences of each row's input, cut at its length, followed by `tokens`; and the places of `tokens`."""
+    """Returns sequences of each row's input, cut at its length, followed by `tokens`; and the
+    places of `tokens`."""
     places = input_lengths[:, None] + np.arange(tokens.shape[1])
     sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
     np.put_along_axis(sequences, places, tokens, axis=1)
@@ -215,7 +231,8 @@ def join(
 
 
 def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
-    """Checks that a model has `length` positions; raises ValueError otherwise. `whose` begins the message."""
+    """Checks that a model has `length` positions; raises ValueError otherwise. `whose` begins the
+    message."""
     if config.max_positions is not None and length > config.max_positions:
         raise ValueError(
             f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "

@@ -1,9 +1,10 @@
-"""Calls of the CPU's own kernels (`native.cc`), and weight matrices in panels, the layout that they read.
+"""Calls of the CPU's own kernels (`native.cc`), and weight matrices in panels, the layout that they
+read.
 
-XLA's product of a few rows strides through a `[D, F]` kernel, so that a call over five positions takes up to twice as
-long as one over a single position. Stored in panels of 16 columns, the kernel is read once, from end to end, whatever
-the number of rows. The bits of a row do not depend on the other rows, so that plain and speculative decoding see the
-same numbers.
+XLA's product of a few rows strides through a `[D, F]` kernel, so that a call over five positions
+takes up to twice as long as one over a single position. Stored in panels of 16 columns, the kernel
+is read once, from end to end, whatever the number of rows. The bits of a row do not depend on the
+other rows, so that plain and speculative decoding see the same numbers.
 """
 
 import functools
@@ -26,7 +27,8 @@ _COLUMNS = 16  # columns of a panel
 
 
 def usable(dtype) -> bool:
-    """Returns whether kernels are stored in panels: for float32, on a CPU for which `native.cc` could be compiled."""
+    """Returns whether kernels are stored in panels: for float32, on a CPU for which `native.cc`
+    could be compiled."""
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
 
 
@@ -45,7 +47,8 @@ def check_quantize_name(quantize: str | None) -> None:
 
 
 def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
-    """Checks that a model can be quantised so, given its dtype, its mesh and the device; raises ValueError otherwise."""
+    """Checks that a model can be quantised so, given its dtype, its mesh and the device; raises
+    ValueError otherwise."""
     check_quantize_name(quantize)
     if quantize == "int8" and (mesh or not usable(dtype)):
         raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
@@ -60,8 +63,8 @@ class Before(NamedTuple):
     """The function that is applied to a row of D numbers before a product.
 
     Attributes:
-      kind: "nothing"; "rms" or "layer", norms as in `layers.py`; "activation"; or "gate", the activation of the
-        row's first half times that of its second, D / 2 numbers.
+      kind: "nothing"; "rms" or "layer", norms as in `layers.py`; "activation"; or "gate", the
+        activation of the row's first half times that of its second, D / 2 numbers.
       scale, bias: the norm's, where it has them.
       activations: names of the activation or the two of a gate.
     """
@@ -82,8 +85,8 @@ class Panels:
     """A kernel `[D, F]` in panels.
 
     Attributes:
-      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis is a pair of
-        neighbouring lines.
+      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis is a
+        pair of neighbouring lines.
       scales: factors of the columns of int8 values; None for float32.
       lines: D.
       columns: F.
@@ -122,8 +125,8 @@ class Panels:
     ) -> Float[Array, "*N {self.columns}"]:  # fmt: skip
         """Returns `before(x)` times the kernel, plus `bias` and `residual` where they are given.
 
-        Rows that are False in `live` are not computed. With `clear` they are 0; without, they are not written and may
-        hold anything, NaN too.
+        Rows that are False in `live` are not computed. With `clear` they are 0; without, they are
+        not written and may hold anything, NaN too.
         """
         result = jax.ShapeDtypeStruct((*x.shape[:-1], self.columns), jnp.float32)
         call = jax.ffi.ffi_call(f"specdec_product_{self._kind}", result, vmap_method="sequential")
@@ -134,10 +137,11 @@ class Panels:
     def peak(
         self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, normalize=True
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Returns the argmax of each row of `product` and its log-probability, without storing the product.
+        """Returns the argmax of each row of `product` and its log-probability, without storing the
+        product.
 
-        The argmax is the first of equal columns, or −1 where a column is NaN; the log-probability there is NaN, and
-        without `normalize` it is meaningless.
+        The argmax is the first of equal columns, or −1 where a column is NaN; the log-probability
+        there is NaN, and without `normalize` it is meaningless.
         """
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
         call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
@@ -181,7 +185,8 @@ def _flags(live: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
 def rows(
     table: Float32[Array, "lines D"], numbers: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None
 ) -> Float32[Array, "*N D"]:
-    """Returns the rows of `table` with the given numbers, which are clipped to the table; 0 where `live` is False."""
+    """Returns the rows of `table` with the given numbers, which are clipped to the table; 0 where
+    `live` is False."""
     result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
     return call(table, numbers.astype(jnp.int32), _flags(live))
@@ -192,7 +197,8 @@ def attend_to_cache(
     bias: Float32[Array, "S H S"] | None, positions: Int32[Array, " B"], divisor: float, live: Live = None,
     clear: bool = True,
 ) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
-    """Writes new keys and values to the caches, in place, and attends to all slots up to each query's own.
+    """Writes new keys and values to the caches, in place, and attends to all slots up to each
+    query's own.
 
     Args:
       qkv: queries, keys and values side by side, 3·H·K, as their joint kernel gives them.
@@ -200,8 +206,8 @@ def attend_to_cache(
       bias: added to the scores, by query position; None: nothing.
       positions: the first slot that is written in each row.
       divisor: number by which scores are divided before the bias is added.
-      live: False for positions that are not computed and write nothing; the live ones of a row come first. None:
-        all are live.
+      live: False for positions that are not computed and write nothing; the live ones of a row come
+        first. None: all are live.
       clear: as for `Panels.product`.
 
     Returns:
@@ -221,10 +227,12 @@ def attend_to_nodes(
     qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
     bias: Float32[Array, "H P"] | None, nodes: Nodes, divisor: float, live: Live = None, clear: bool = True,
 ) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
-    """Does what `attend_to_cache` does, for nodes of trees, each of which attends to its ancestors and itself.
+    """Does what `attend_to_cache` does, for nodes of trees, each of which attends to its ancestors
+    and itself.
 
     Args:
-      bias: the bias of the last of P query positions, from which each node's is taken by distance; None: nothing.
+      bias: the bias of the last of P query positions, from which each node's is taken by distance;
+        None: nothing.
       nodes: slots, positions and paths of the T nodes.
       The others are those of `attend_to_cache`.
     """
@@ -245,7 +253,8 @@ def attend_to_encoded(
 ) -> Float32[Array, "B T H*K"]:  # fmt: skip
     """Returns the attention of queries over the first `lengths` keys and values of each row.
 
-    It is 0 for a row of length 0, and for positions that are False in `live`; `clear` as for `Panels.product`.
+    It is 0 for a row of length 0, and for positions that are False in `live`; `clear` as for
+    `Panels.product`.
     """
     result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
     return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(
@@ -256,7 +265,8 @@ def attend_to_encoded(
 def attend_to_inputs(
     qkv: Float32[Array, "B L QKV"], bias: Float32[Array, "L H L"], lengths: Int32[Array, " B"]
 ) -> Float32[Array, "B L QKV//3"]:
-    """Returns an encoder's attention of the first `lengths` positions of each row over each other; 0 past them.
+    """Returns an encoder's attention of the first `lengths` positions of each row over each other;
+    0 past them.
 
     Args:
       qkv: queries, keys and values side by side, 3·H·K.

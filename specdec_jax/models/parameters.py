@@ -1,4 +1,5 @@
-"""Names and shapes of a network's parameters, and conversions between nested and flat dicts of them."""
+"""Names and shapes of a network's parameters, and conversions between nested and flat dicts of
+them."""
 
 import functools
 import math
@@ -10,8 +11,8 @@ from specdec_jax.models.family import ModelConfig
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter of the network by its name, which for a T5 is T5X's.
 
-    Every family lists its shapes, since it would take seconds to trace the initialisation of 24 + 24 layers; a test
-    compares the two.
+    Every family lists its shapes, since it would take seconds to trace the initialisation of 24 +
+    24 layers; a test compares the two.
     """
     return config.parameter_shapes()
 

@@ -1,7 +1,7 @@
 """Tries a library of kernels in a process of its own: `python -I probe.py JSON`.
 
-A faulty library may end the process that loads it. This file imports nothing of the package, so that the process starts
-quickly.
+A faulty library may end the process that loads it. This file imports nothing of the package, so
+that the process starts quickly.
 """
 
 import ctypes
@@ -33,7 +33,8 @@ def register(library: str, targets: Mapping[str, str]) -> ctypes.CDLL:
 
 
 def check() -> None:
-    """Runs every handler once, in a size that several threads share, and leaves the process where a result is wrong."""
+    """Runs every handler once, in a size that several threads share, and leaves the process where a
+    result is wrong."""
     import jax
     import numpy as np
 
@@ -49,7 +50,8 @@ def check() -> None:
 def _products(rng) -> list[tuple]:
     """Returns cases for the products, with both kinds of weights.
 
-    A case is (target, arguments, attributes, shapes and dtypes of the results, and the first results, in float64).
+    A case is (target, arguments, attributes, shapes and dtypes of the results, and the first
+    results, in float64).
     """
     import numpy as np
 

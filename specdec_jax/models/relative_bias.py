@@ -1,4 +1,5 @@
-"""T5's relative position bias: a learned number for each head and bucket of distances, added to attention scores."""
+"""T5's relative position bias: a learned number for each head and bucket of distances, added to
+attention scores."""
 
 import flax.linen as nn
 import jax
@@ -11,7 +12,8 @@ from specdec_jax.models.cache import MAX_UNROLLED_ROWS
 
 
 class RelativePositionBias(nn.Module):
-    """T5's bucketed relative position bias, from one table `[H, buckets]`, which a stack or a layer has."""
+    """T5's bucketed relative position bias, from one table `[H, buckets]`, which a stack or a layer
+    has."""
 
     heads: int
     num_buckets: int
@@ -33,7 +35,8 @@ def relative_position_bucket(
 ) -> Int[np.ndarray, "*N"]:
     """Returns T5's bucket of each distance, which is key position − query position.
 
-    Small distances have a bucket each; greater ones, up to `max_distance`, have buckets of logarithmic width.
+    Small distances have a bucket each; greater ones, up to `max_distance`, have buckets of
+    logarithmic width.
     """
     offset = np.zeros_like(distance)
     if bidirectional:

@@ -1,8 +1,10 @@
-"""The division of parameters, caches and rows over a mesh of devices, by T5X's rules for logical axes.
+"""The division of parameters, caches and rows over a mesh of devices, by T5X's rules for logical
+axes.
 
-A mesh has two axes. "model" divides every layer: each of its devices holds some of the heads, of the feed-forward's
-columns and of the vocabulary, and their partial results are added up. "data" divides the rows. Small arrays (tokens,
-lengths, counts) are whole on every device, so that every host can read them.
+A mesh has two axes. "model" divides every layer: each of its devices holds some of the heads, of
+the feed-forward's columns and of the vocabulary, and their partial results are added up. "data"
+divides the rows. Small arrays (tokens, lengths, counts) are whole on every device, so that every
+host can read them.
 """
 
 import dataclasses
@@ -16,13 +18,15 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "model")
-# T5X's `standard_logical_axis_rules` for one axis that divides activations and parameters; the last one is our own.
+# T5X's `standard_logical_axis_rules` for one axis that divides activations and parameters; the last
+# one is our own.
 RULES = {
     "batch": "data", "vocab": "model", "embed": None, "mlp": "model", "heads": "model", "kv": None, "joined_kv":
         "model",
     "relpos_buckets": None, "abspos_buckets": None, "length": None, "fused_inputs": "model",
 }  # fmt: skip
-# The logical axes of parameters by the last two parts of their names; all others are on every device.
+# The logical axes of parameters by the last two parts of their names; all others are on every
+# device.
 _PARAMETERS = {
     "token_embedder/embedding": ("vocab", "embed"),
     "position_embedder/embedding": ("abspos_buckets", "embed"),
@@ -37,14 +41,16 @@ _PARAMETERS = {
     "wi_1/kernel": ("embed", "mlp"),
     "wo/kernel": ("mlp", "embed"),
     "wi/bias": ("mlp",),
-    # GPT-2's joint kernel. Divided by its outputs, one part would have the queries and another the values; so it is
-    # divided by its inputs and the parts' products are added up, which takes a third collective in each layer.
+    # GPT-2's joint kernel. Divided by its outputs, one part would have the queries and another the
+    # values; so it is divided by its inputs and the parts' products are added up, which takes a
+    # third collective in each layer.
     "qkv/kernel": ("fused_inputs", None),
 }
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """Makes a mesh of `data · model` devices; if there is one process and it has more, of the first ones.
+    """Makes a mesh of `data · model` devices; if there is one process and it has more, of the first
+    ones.
 
     Raises:
       ValueError: fewer devices than that, or with several processes another number.
@@ -72,8 +78,8 @@ class ShardingRules:
 
     Attributes:
       mesh: the mesh, with the axes "data" and "model".
-      replicate: whether every device holds the whole model, and only rows are divided: for drafters, which are small
-        and would spend their time in collectives.
+      replicate: whether every device holds the whole model, and only rows are divided: for
+        drafters, which are small and would spend their time in collectives.
     """
 
     mesh: Mesh
@@ -82,7 +88,8 @@ class ShardingRules:
     def __post_init__(self):
         if tuple(self.mesh.axis_names) != AXES:
             raise ValueError(f"mesh: got the axes {tuple(self.mesh.axis_names)}, expected {AXES}")
-        # The axes that jax.make_mesh makes are explicit; here the compiler learns layouts from constraints.
+        # The axes that jax.make_mesh makes are explicit; here the compiler learns layouts from
+        # constraints.
         object.__setattr__(self, "mesh", Mesh(self.mesh.devices, AXES))
 
     @property
@@ -96,7 +103,8 @@ class ShardingRules:
         return 1 if self.replicate else self.mesh.shape["model"]
 
     def sharding(self, *axes: str | None) -> NamedSharding:
-        """Returns the sharding of an array with these logical axes; without any, the array is whole on every device."""
+        """Returns the sharding of an array with these logical axes; without any, the array is whole
+        on every device."""
         names = [RULES[axis] if axis else None for axis in axes]
         return NamedSharding(self.mesh, PartitionSpec(*(self._kept(name) for name in names)))
 
@@ -118,7 +126,8 @@ class ShardingRules:
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
 
     def locally(self, function: Callable, axes: tuple, result: tuple) -> Callable:
-        """Returns a function that applies `function` on each device to the device's parts of the arguments.
+        """Returns a function that applies `function` on each device to the device's parts of the
+        arguments.
 
         Args:
           axes: the logical axes of each argument.
@@ -128,7 +137,8 @@ class ShardingRules:
         return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(result))
 
     def put(self, tree):
-        """Returns `tree` with every array that is not yet on this mesh copied whole to each of its devices."""
+        """Returns `tree` with every array that is not yet on this mesh copied whole to each of its
+        devices."""
         whole = self.sharding()
 
         def put(leaf):
@@ -143,7 +153,8 @@ class ShardingRules:
         return jax.tree.map(put, tree)
 
     def check(self, config: Any) -> None:
-        """Checks that a network of this configuration can be divided so; raises ValueError otherwise."""
+        """Checks that a network of this configuration can be divided so; raises ValueError
+        otherwise."""
         for name in ("num_heads", "mlp_dim"):
             if getattr(config, name) % self.parts:
                 raise ValueError(
@@ -152,7 +163,8 @@ class ShardingRules:
                 )
 
     def check_rows(self, name: str, rows: int) -> None:
-        """Checks that `rows` rows can be divided; raises ValueError otherwise. `name` is the argument to blame."""
+        """Checks that `rows` rows can be divided; raises ValueError otherwise. `name` is the
+        argument to blame."""
         if rows % self.rows:
             raise ValueError(f"{name}: got {rows} rows, expected a multiple of the mesh's data axis, {self.rows}")
 
@@ -163,7 +175,8 @@ def row_parts(rules: ShardingRules | None) -> int:
 
 
 def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    """Makes an array on the mesh, of which each process reads, once, only what its own devices hold.
+    """Makes an array on the mesh, of which each process reads, once, only what its own devices
+    hold.
 
     Args:
       load: returns the part of the array in a box, which is a tuple of one slice for each axis.
@@ -183,10 +196,11 @@ def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[
 
 
 def pinned(tree, rules: ShardingRules | None):
-    """Returns `tree` with its layout fixed: caches by their own `pinned`, all else whole on every device; under jit.
+    """Returns `tree` with its layout fixed: caches by their own `pinned`, all else whole on every
+    device; under jit.
 
-    Otherwise the compiler chooses a layout for what a program returns, and the next call, which gets that layout,
-    compiles a new program.
+    Otherwise the compiler chooses a layout for what a program returns, and the next call, which
+    gets that layout, compiles a new program.
     """
     if rules is None:
         return tree

@@ -1,9 +1,10 @@
 """Checks of a tokenizer's file, which may ask much of the library that reads it.
 
-The library, `tokenizers` for a tokenizer.json and `sentencepiece` for a SentencePiece model, cannot be interrupted while
-it works on a text. Regular expressions backtrack: on thirty characters a nested quantifier can take longer than anyone
-waits. So only expressions are accepted that take time in proportion to the text. Steps that make a text longer multiply
-their growth, and a damaged table of characters makes the library print a stack trace: both are checked too.
+The library, `tokenizers` for a tokenizer.json and `sentencepiece` for a SentencePiece model, cannot
+be interrupted while it works on a text. Regular expressions backtrack: on thirty characters a
+nested quantifier can take longer than anyone waits. So only expressions are accepted that take time
+in proportion to the text. Steps that make a text longer multiply their growth, and a damaged table
+of characters makes the library print a stack trace: both are checked too.
 """
 
 import base64
@@ -16,8 +17,8 @@ import numpy as np
 
 from specdec_jax.files import reading
 
-# Regular expressions of published tokenizers that are accepted beyond what `_plain` accepts: GPT-2's in two spellings,
-# GPT-4's in two (Llama 3 has the first), Qwen 2's and BLOOM's.
+# Regular expressions of published tokenizers that are accepted beyond what `_plain` accepts:
+# GPT-2's in two spellings, GPT-4's in two (Llama 3 has the first), Qwen 2's and BLOOM's.
 PUBLISHED = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -29,7 +30,8 @@ PUBLISHED = {
         for digits in (r"\p{N}{1,3}", r"\p{N}")
     ),
 }  # fmt: skip
-# The parts of an expression that `_plain` knows: a character or a class of characters, and its quantifier.
+# The parts of an expression that `_plain` knows: a character or a class of characters, and its
+# quantifier.
 _CHARACTER = re.compile(
     r"\\[pP]\{\^?\w{1,30}\}|\\[bsSdDwWnrt]|\\[^\w\s]|[^\\\[\](){}*+?|^$]"
     r"|\[\[:\^?\w{1,10}:\]\]|\[\^?(?:\\.|[^\[\]\\&^])(?:\\.|[^\[\]\\&])*\]"
@@ -41,8 +43,9 @@ _LONGEST_REPLACEMENT = 1000  # bytes in the place of a character; published tabl
 _MOST_IDS = 10_000_000  # the greatest vocab_size of a model
 # Numbers of fields: two of a SentencePiece model, and one of each of these two.
 _NORMALIZER, _DENORMALIZER, _TABLE = 3, 5, 2
-# The factor by which all steps together may lengthen a text: T5's table of characters allows 33, its marks of spaces 3,
-# and every replacement of a letter by a longer one 2 or 3. `check_length` checks each text besides.
+# The factor by which all steps together may lengthen a text: T5's table of characters allows 33,
+# its marks of spaces 3, and every replacement of a letter by a longer one 2 or 3. `check_length`
+# checks each text besides.
 _MOST_GROWTH = 10**7
 _MOST_GROWTH_DECODING = 1000
 _MOST_CHARACTERS = 10**8
@@ -73,7 +76,8 @@ def check(text: str) -> int:
 
 
 def check_length(text: str, growth: int) -> None:
-    """Checks the length of a text that a tokenizer may make `growth` times as long; raises ValueError if too long."""
+    """Checks the length of a text that a tokenizer may make `growth` times as long; raises
+    ValueError if too long."""
     if len(text) * growth > _MOST_CHARACTERS:
         raise ValueError(
             f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, "
@@ -82,7 +86,8 @@ def check_length(text: str, growth: int) -> None:
 
 
 def _growth_of(nodes: list, most: int) -> int:
-    """Returns the factor by which steps, nested in any way, may lengthen a text; raises ValueError above `most`."""
+    """Returns the factor by which steps, nested in any way, may lengthen a text; raises ValueError
+    above `most`."""
     growth = 1
     while nodes:
         node = nodes.pop()
@@ -97,7 +102,8 @@ def _growth_of(nodes: list, most: int) -> int:
 
 
 def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
-    """Checks the ids of a vocabulary (pieces with their ids): a list of all ids must fit into memory.
+    """Checks the ids of a vocabulary (pieces with their ids): a list of all ids must fit into
+    memory.
 
     Raises:
       ValueError: an id that is too large, below 0 or no integer.
@@ -109,7 +115,8 @@ def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _growth(step: dict) -> int:
-    """Returns the factor by which a step may lengthen a text; raises ValueError if it may take too much time."""
+    """Returns the factor by which a step may lengthen a text; raises ValueError if it may take too
+    much time."""
     pattern = step.get("Regex")
     if isinstance(pattern, str) and pattern not in PUBLISHED:
         if len(pattern) > _LONGEST_PATTERN or not _plain(pattern):
@@ -134,9 +141,9 @@ def _growth(step: dict) -> int:
 def _plain(pattern: str) -> bool:
     """Returns whether an expression surely takes time in proportion to the text.
 
-    It does if each of its alternatives is a sequence of characters and classes of which at most one is optional and only
-    the last may repeat: then nothing follows a repetition that could fail and make the matcher backtrack. A group around
-    the whole expression is allowed.
+    It does if each of its alternatives is a sequence of characters and classes of which at most one
+    is optional and only the last may repeat: then nothing follows a repetition that could fail and
+    make the matcher backtrack. A group around the whole expression is allowed.
     """
     if pattern.startswith("(") and pattern.endswith(")"):
         pattern = pattern[1:-1].removeprefix("?:")
@@ -183,7 +190,8 @@ def check_model(model: bytes) -> None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields numbers and contents of the fields of a protocol buffer that are messages, strings or bytes."""
+    """Yields numbers and contents of the fields of a protocol buffer that are messages, strings or
+    bytes."""
     place = 0
 
     def varint() -> int:
@@ -212,10 +220,12 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _longest_replacement(table: bytes) -> int:
-    """Returns the most bytes by which SentencePiece's table replaces a character; raises ValueError if it is damaged.
+    """Returns the most bytes by which SentencePiece's table replaces a character; raises ValueError
+    if it is damaged.
 
-    The table consists of the size of a double array in bytes; the double array, a trie in which the child of a node
-    for a byte lies at the node's offset XOR that byte; and the replacements, each with a NUL at its end.
+    The table consists of the size of a double array in bytes; the double array, a trie in which the
+    child of a node for a byte lies at the node's offset XOR that byte; and the replacements, each
+    with a NUL at its end.
     """
     size = int.from_bytes(table[:4], "little")
     units = (

@@ -14,7 +14,8 @@ from specdec_jax.models import tokenizer_checks
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
 _MOST_SENTINELS = 10_000
 _TOKENIZER_BYTES = 24 << 20  # the most bytes of a vocabulary's file; mT5's tokenizer.json has 16 MB
-# The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take half a gigabyte.
+# The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take
+# half a gigabyte.
 LONGEST_TEXT = 1_000_000
 
 
@@ -22,7 +23,8 @@ def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> Non
     """Checks that no text is too long to be encoded; None stands for no text.
 
     Raises:
-      ValueError: a text is too long; the message has `name` and the text's number, counted from `first`.
+      ValueError: a text is too long; the message has `name` and the text's number, counted from
+      `first`.
     """
     for number, text in enumerate(texts, first):
         if text is not None and len(text) > LONGEST_TEXT:
@@ -31,7 +33,8 @@ def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> Non
 
 
 def check_extra_ids(extra_ids, path) -> int:
-    """Checks the number of sentinels that the file at `path` gives, and returns it; raises ValueError."""
+    """Checks the number of sentinels that the file at `path` gives, and returns it; raises
+    ValueError."""
     if type(extra_ids) is not int or not 0 <= extra_ids <= _MOST_SENTINELS:
         expected = f"an integer from 0 to {_MOST_SENTINELS:,}"
         raise ValueError(f"{path}: extra_ids: got {reading.shown(extra_ids)}, expected {expected}")
@@ -55,11 +58,13 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; padding, EOS and ids past the vocabulary are dropped, sentinels are kept."""
+        """Returns the text of `ids`; padding, EOS and ids past the vocabulary are dropped,
+        sentinels are kept."""
 
     @abc.abstractmethod
     def piece(self, token: int) -> str:
-        """Returns the surface form of one id, for traces, with a leading space where the piece begins a word."""
+        """Returns the surface form of one id, for traces, with a leading space where the piece
+        begins a word."""
 
     def fingerprint(self) -> str:
         """Returns a digest, equal for two vocabularies iff they map every id to the same piece.
@@ -70,12 +75,14 @@ class Vocabulary(abc.ABC):
 
     @functools.cached_property
     def _digest(self) -> str:
-        """The fingerprint, cached: every call of `generate` compares two, and mT5 has a quarter of a million pieces."""
+        """The fingerprint, cached: every call of `generate` compares two, and mT5 has a quarter of
+        a million pieces."""
         return hashlib.sha256(json.dumps([self.piece(i) for i in range(self.size)]).encode()).hexdigest()
 
 
 def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
-    """Splits `text` around every known sentinel: even places of the result hold text, perhaps "", odd ones sentinels."""
+    """Splits `text` around every known sentinel: even places of the result hold text, perhaps "",
+    odd ones sentinels."""
     if not sentinels or "<extra_id_" not in text:
         return [text]
     parts = [""]
@@ -88,12 +95,14 @@ def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>` is the last id.
+    """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>`
+    is the last id.
 
     Padding and EOS have the ids that the model gives them.
 
-    Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel begins a word, as in
-    Hugging Face's T5 tokenisers. seqio agrees where a sentinel begins a word and is followed by a space.
+    Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel
+    begins a word, as in Hugging Face's T5 tokenisers. seqio agrees where a sentinel begins a word
+    and is followed by a space.
     """
 
     def __init__(self, model: bytes, extra_ids: int = 0):
@@ -104,7 +113,8 @@ class SentencePieceVocabulary(Vocabulary):
           extra_ids: number of sentinels, whose ids follow those of its pieces.
 
         Raises:
-          ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make a text much longer.
+          ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make
+          a text much longer.
         """
         import sentencepiece
 
@@ -138,7 +148,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int, seed_size: int = 1_000_000) -> "SentencePieceVocabulary":
-        """Trains a unigram vocabulary of `size` pieces on `texts`, with T5's ids for padding, EOS and unknown pieces."""
+        """Trains a unigram vocabulary of `size` pieces on `texts`, with T5's ids for padding, EOS
+        and unknown pieces."""
         import sentencepiece
 
         out = io.BytesIO()
@@ -179,7 +190,8 @@ class SentencePieceVocabulary(Vocabulary):
 
 
 class ByteVocabulary(Vocabulary):
-    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as in Hugging Face."""
+    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as
+    in Hugging Face."""
 
     OFFSET = 3  # padding, EOS, unknown
 
@@ -218,7 +230,8 @@ def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_p
 
     Args:
       vocab_file, merges_file: paths of the two files.
-      special_tokens: tokens that are matched as a whole; those that the vocabulary lacks get the ids after its own.
+      special_tokens: tokens that are matched as a whole; those that the vocabulary lacks get the
+        ids after its own.
       add_prefix_space: whether a space is put before every text.
 
     Raises:
@@ -257,8 +270,8 @@ class TokenizerJsonVocabulary(Vocabulary):
 
         Args:
           text: contents of a `tokenizer.json`.
-          eos_ids: the attribute; None: the id that the file puts after a text, else the id of `eos_token`, else that of
-            `</s>`, if there is any, and then `stop_ids`.
+          eos_ids: the attribute; None: the id that the file puts after a text, else the id of
+            `eos_token`, else that of `</s>`, if there is any, and then `stop_ids`.
           eos_token: surface form of EOS, as the tokenizer's other files give it.
           stop_ids: ids at which the model stops, which the tokenizer need not have.
 
@@ -298,7 +311,8 @@ class TokenizerJsonVocabulary(Vocabulary):
             raise ValueError(f"{path}: {error}") from None
 
     def _appended(self) -> int | None:
-        """Returns the one id that the file's post-processor puts after a text; None if it does something else."""
+        """Returns the one id that the file's post-processor puts after a text; None if it does
+        something else."""
         try:
             plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         except Exception as error:  # as above

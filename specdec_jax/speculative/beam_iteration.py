@@ -1,17 +1,20 @@
-"""One iteration of speculative beam search: draft a tree → score its nodes in one call → take steps of the search.
+"""One iteration of speculative beam search: draft a tree → score its nodes in one call → take steps
+of the search.
 
-The output is that of plain beam search, since every step is one of plain beam search, with the target's
-log-probabilities:
+The output is that of plain beam search, since every step is one of plain beam search, with the
+target's log-probabilities:
 
-1. The drafter proposes γ levels of u nodes after the last tokens of the K live beams. The K + γ·u nodes are one tree.
+1. The drafter proposes γ levels of u nodes after the last tokens of the K live beams. The K + γ·u
+   nodes are one tree.
 2. The target scores all nodes in one call, in which each node sees its own ancestors alone.
-3. Steps of plain beam search follow as long as every live beam is a node that was scored. There is at least one, since
-   the last tokens of the live beams are among the nodes.
-4. The keys and values of the beams that the steps went through stay in the caches; those of other nodes are overwritten.
+3. Steps of plain beam search follow as long as every live beam is a node that was scored. There is
+   at least one, since the last tokens of the live beams are among the nodes.
+4. The keys and values of the beams that the steps went through stay in the caches; those of other
+   nodes are overwritten.
 
-A call writes its nodes from slot `starts[b]` on, first those of the live beams. The K beams that step i leads to are
-then copied to the slots from `starts[b] + i·K` on, with i counted from 1. So the cache is the one that plain search
-leaves, whose only nodes are its live beams.
+A call writes its nodes from slot `starts[b]` on, first those of the live beams. The K beams that
+step i leads to are then copied to the slots from `starts[b] + i·K` on, with i counted from 1. So
+the cache is the one that plain search leaves, whose only nodes are its live beams.
 """
 
 from typing import NamedTuple
@@ -28,13 +31,15 @@ from specdec_jax.speculative.processors import Context
 
 
 class BeamTree(NamedTuple):
-    """The nodes of a search: the live beams' last tokens and, level by level, the tokens drafted after them.
+    """The nodes of a search: the live beams' last tokens and, level by level, the tokens drafted
+    after them.
 
     Attributes:
       tokens: `[B, N]` int32, the token of each node.
       parents: `[B, N]` int32, the number of each node's parent; −1 for the live beams' last tokens.
       nodes: positions, slots and paths of the nodes.
-      sequences: `[B, N, P]` int32, the tokens up to each node by position; None if no processor reads them.
+      sequences: `[B, N, P]` int32, the tokens up to each node by position; None if no processor
+        reads them.
     """
 
     tokens: jax.Array
@@ -51,7 +56,8 @@ class BeamTree(NamedTuple):
         return BeamTree(tail(self.tokens), tail(self.parents), nodes, sequences)
 
     def grow(self, parents: jax.Array, tokens: jax.Array) -> "BeamTree":
-        """Returns the tree with one more level: `tokens [B, u]` after the nodes with the numbers `parents [B, u]`."""
+        """Returns the tree with one more level: `tokens [B, u]` after the nodes with the numbers
+        `parents [B, u]`."""
         first, width = self.tokens.shape[1], tokens.shape[1]
         positions = pick(self.nodes.positions, parents) + 1
         slots = self.nodes.starts[:, None] + first + jnp.arange(width, dtype=jnp.int32)
@@ -108,10 +114,12 @@ def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
 
 
 def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Array, jax.Array | None]:
-    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and the same after processors (None without).
+    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and the same after
+    processors (None without).
 
-    In Hugging Face's form, processors change log-probabilities, which are not normalised again. In T5X's form, which has
-    no processors of its own, they change logits, as in the rest of this package.
+    In Hugging Face's form, processors change log-probabilities, which are not normalised again. In
+    T5X's form, which has no processors of its own, they change logits, as in the rest of this
+    package.
     """
     program, own = state.program, jax.nn.log_softmax(logits, axis=-1)
     if not program.mode.processes:
@@ -131,7 +139,8 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
 def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Returns the sum of log-probabilities `[B, N]` of the sequence up to each node.
 
-    They are added in the order in which the steps of plain search add them, so that the sums round alike.
+    They are added in the order in which the steps of plain search add them, so that the sums round
+    alike.
 
     Args:
       tree: the nodes.
@@ -145,14 +154,16 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
     parents = jnp.maximum(tree.parents, 0)
     flat = parents * log_probs.shape[2] + jnp.maximum(tree.tokens, 0)
     own = jnp.take_along_axis(log_probs.reshape(len(scores), -1), flat, axis=1)
-    # Round i gives level i its sums, from those of its parents on the level before: so there is one round per level.
+    # Round i gives level i its sums, from those of its parents on the level before: so there is one
+    # round per level.
     grow = lambda _, sums: jnp.where(tree.parents < 0, sums, pick(sums, parents) + own)
     depth = jnp.max(tree.nodes.positions - tree.nodes.positions[:, :1])
     return jax.lax.fori_loop(0, depth, grow, sums)
 
 
 def candidates(own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, program: BeamConfig) -> Candidates:
-    """Returns the best continuations of each node: (1 + E)·K of them, as many as a step takes of all beams together.
+    """Returns the best continuations of each node: (1 + E)·K of them, as many as a step takes of
+    all beams together.
 
     Args:
       own: `[B, N, V]`, log-probabilities under the target's own law.
@@ -170,8 +181,9 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
     """Takes steps as long as every live beam is a node that was scored.
 
     Returns:
-      The state; and, for each of γ steps, the numbers of the nodes that its K beams are, together `[B, γ·K]`. They
-      are arbitrary for steps that a row did not take, and for beams that are no nodes.
+      The state; and, for each of γ steps, the numbers of the nodes that its K beams are, together
+      `[B, γ·K]`. They are arbitrary for steps that a row did not take, and for beams that are no
+      nodes.
     """
     program, batch, starts = state.program, len(state.steps), state.starts
     beams = program.beams
@@ -201,15 +213,16 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
 
 
 def _all_scored(same: jax.Array) -> jax.Array:
-    """Returns `[B]` bool: whether all live beams are nodes; `same [B, K, N]` says which node is which beam."""
+    """Returns `[B]` bool: whether all live beams are nodes; `same [B, K, N]` says which node is
+    which beam."""
     return jnp.all(jnp.any(same, axis=2), axis=1)
 
 
 def _counted(state: BeamState, taken: jax.Array):
     """Returns the statistics after the iteration.
 
-    A level of the tree counts as examined if the step that leads to it was taken, and as accepted if the step after
-    it was taken too.
+    A level of the tree counts as examined if the step that leads to it was taken, and as accepted
+    if the step after it was taken too.
     """
     counts, gamma, integer = state.counts, state.program.gamma, lambda mask: mask.astype(jnp.int32)
     active = integer(~state.done)

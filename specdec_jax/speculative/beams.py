@@ -1,15 +1,19 @@
 """One step of beam search, in T5X's form and in Hugging Face's, and the state that it works on.
 
-The search is that of Wu et al. 2016 (arXiv 1609.08144, section 7) as `t5x/decoding.py` and `_beam_search` of transformers
-implement it. There are K live beams and E ids that end a sequence. A step takes the (1 + E)·K best continuations of all
-live beams, by the sum of their log-probabilities. The K best of these that do not end are the next live beams. Those
-that end compete for the K places of finished hypotheses, by that sum divided by a length penalty, which differs:
+The search is that of Wu et al. 2016 (arXiv 1609.08144, section 7) as `t5x/decoding.py` and
+`_beam_search` of transformers implement it. There are K live beams and E ids that end a sequence. A
+step takes the (1 + E)·K best continuations of all live beams, by the sum of their
+log-probabilities. The K best of these that do not end are the next live beams. Those that end
+compete for the K places of finished hypotheses, by that sum divided by a length penalty, which
+differs:
 
-- "t5x" divides by ((5 + length) / 6)^penalty, with the length counted from the start of the decoder, a prefix included.
-  A row is done when its worst finished hypothesis beats every score that its best live beam could still reach.
-- "huggingface" divides by length^penalty, with the length in new tokens. Only the K best continuations may finish.
-  `early_stopping` says when a row is done: True as soon as there are K hypotheses; False when the best live beam would
-  not be among them if it ended here; "never" when it would not, whatever its length.
+- "t5x" divides by ((5 + length) / 6)^penalty, with the length counted from the start of the
+  decoder, a prefix included. A row is done when its worst finished hypothesis beats every score
+  that its best live beam could still reach.
+- "huggingface" divides by length^penalty, with the length in new tokens. Only the K best
+  continuations may finish. `early_stopping` says when a row is done: True as soon as there are K
+  hypotheses; False when the best live beam would not be among them if it ended here; "never" when
+  it would not, whatever its length.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +26,8 @@ from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.state import Counts
 
 STYLES = ("t5x", "huggingface")
-# The amount by which the score of a hypothesis that does not count is lowered, as the originals do it.
+# The amount by which the score of a hypothesis that does not count is lowered, as the originals do
+# it.
 _FAR = {"t5x": 1e7, "huggingface": 1e9}
 
 
@@ -56,7 +61,8 @@ class BeamConfig(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """K + γ·u, nodes in a call of the target: the live beams' last tokens, and what was drafted after them."""
+        """K + γ·u, nodes in a call of the target: the live beams' last tokens, and what was drafted
+        after them."""
         return self.beams + self.gamma * self.width
 
 
@@ -64,12 +70,15 @@ class Hypotheses(NamedTuple):
     """K sequences of each row, with their log-probabilities and scores.
 
     Attributes:
-      tokens: `[B, K, P]` int32, by position: start token and decoder prefix, or prompt; new tokens; then anything.
-      log_probs: `[B, K, P]` float32, log-probabilities of the new tokens under the target's own law.
-      adjusted_log_probs: the same after processors, of which `scores` are sums; None without processors.
+      tokens: `[B, K, P]` int32, by position: start token and decoder prefix, or prompt; new tokens;
+        then anything.
+      log_probs: `[B, K, P]` float32, log-probabilities of the new tokens under the target's own
+        law.
+      adjusted_log_probs: the same after processors, of which `scores` are sums; None without
+        processors.
       lengths: `[B, K]` int32, number of new tokens.
-      scores: `[B, K]` float32: of a live beam its sum of log-probabilities, of a finished hypothesis its sum
-        divided by the length penalty.
+      scores: `[B, K]` float32: of a live beam its sum of log-probabilities, of a finished
+        hypothesis its sum divided by the length penalty.
     """
 
     tokens: jax.Array
@@ -95,16 +104,20 @@ class BeamState:
       live: the K beams that are continued: "t5x" keeps the best last, "huggingface" first.
       finished: the K best hypotheses that have ended, in the same order.
       is_finished: `[B, K]` bool, False for a place of `finished` that nothing fills yet.
-      prefix_lengths: `[B]` int32, number of tokens in the start token and decoder prefix, or in the prompt.
+      prefix_lengths: `[B]` int32, number of tokens in the start token and decoder prefix, or in the
+        prompt.
       steps: `[B]` int32, number of new tokens of every live beam.
       limits: `[B]` int32, the most new tokens.
       done: `[B]` bool, whether the row's search has ended.
-      failed: `[B]` int32, the number of the first new token, from 1, whose law contained NaN; 0: none.
+      failed: `[B]` int32, the number of the first new token, from 1, whose law contained NaN; 0:
+        none.
       eos_ids: `[B, E]` int32.
       penalty: scalar float32, the exponent of the length penalty.
       sampling: traced parameters of processors.
-      paths: `[B, K, P]` int32, by position: the slots of the cache with the ancestors of each live beam's last token.
-      starts: `[B]` int32, the first free slot. The last tokens of the live beams, which have yet to be fed, go there.
+      paths: `[B, K, P]` int32, by position: the slots of the cache with the ancestors of each live
+        beam's last token.
+      starts: `[B]` int32, the first free slot. The last tokens of the live beams, which have yet to
+        be fed, go there.
       target_cache: the target's cache, made by `Network.node_cache`.
       draft_state: the drafter's own state, None without a drafter.
       counts: statistics, with levels of the tree in the place of drafted tokens.
@@ -192,7 +205,8 @@ def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamSt
       found: the best continuations of every live beam, `[B, K, M]`.
 
     Returns:
-      The state; the number of the beam that each new live beam continues, `[B, K]`; and its new token, `[B, K]`.
+      The state; the number of the beam that each new live beam continues, `[B, K]`; and its new
+      token, `[B, K]`.
     """
     program, live = state.program, state.live
     batch, _, kept = found.sums.shape
@@ -225,7 +239,8 @@ def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamSt
 
 
 def _extended(parents: Hypotheses, chosen: Candidates, sums: jax.Array, positions: jax.Array) -> Hypotheses:
-    """Returns the hypotheses `parents`, each with its token of `chosen` added at `positions [B]`, and with `sums`."""
+    """Returns the hypotheses `parents`, each with its token of `chosen` added at `positions [B]`,
+    and with `sums`."""
     here = (jnp.arange(parents.tokens.shape[-1]) == positions[:, None])[:, None]
     put = lambda old, new: None if old is None else jnp.where(here, new[..., None], old)
     return Hypotheses(
@@ -235,7 +250,8 @@ def _extended(parents: Hypotheses, chosen: Candidates, sums: jax.Array, position
 
 
 def _best(scores: jax.Array, program: BeamConfig) -> jax.Array:
-    """Returns the places `[B, K]` of the K greatest of `scores [B, J]`: the greatest last for "t5x", else first."""
+    """Returns the places `[B, K]` of the K greatest of `scores [B, J]`: the greatest last for
+    "t5x", else first."""
     _, order = jax.lax.top_k(scores, program.beams)
     return order[:, ::-1] if program.style == "t5x" else order
 
@@ -272,12 +288,14 @@ def _penalized(lengths: jax.Array, state: BeamState) -> jax.Array:
 
 
 def _is_done(state: BeamState) -> jax.Array:
-    """Returns `[B]` bool: which rows cannot find a better hypothesis, or are as long as they may be."""
+    """Returns `[B]` bool: which rows cannot find a better hypothesis, or are as long as they may
+    be."""
     program = state.program
     worst = jnp.where(state.is_finished, jnp.min(state.finished.scores, axis=1, keepdims=True), -_FAR[program.style])
     at_end = state.steps >= state.limits
     if program.style == "t5x":
-        # This length is one more than the greatest that `_finish` uses: here T5X counts the start token.
+        # This length is one more than the greatest that `_finish` uses: here T5X counts the start
+        # token.
         longest = _penalized(state.prefix_lengths + state.limits, state)
         return at_end | jnp.all(worst > (state.live.scores[:, -1] / longest)[:, None], axis=1)
     longest = state.steps
@@ -290,10 +308,11 @@ def _is_done(state: BeamState) -> jax.Array:
 
 
 def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
-    """Returns the K hypotheses of a search, the best first, and `[B, K]` bool: False for a place that nothing fills.
+    """Returns the K hypotheses of a search, the best first, and `[B, K]` bool: False for a place
+    that nothing fills.
 
-    Where nothing has finished, the live beams are the result, as in T5X; in Hugging Face's form something has finished
-    whenever a search ends.
+    Where nothing has finished, the live beams are the result, as in T5X; in Hugging Face's form
+    something has finished whenever a search ends.
     """
     none = ~jnp.any(state.is_finished, axis=1)
     choose = lambda live, finished: jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)

@@ -1,4 +1,5 @@
-"""The base class of drafters: the interface by which an iteration and the rest of the package use them."""
+"""The base class of drafters: the interface by which an iteration and the rest of the package use
+them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,23 +19,25 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """The base class of whatever proposes tokens: a pytree whose parameters are leaves, all else static.
+    """The base class of whatever proposes tokens: a pytree whose parameters are leaves, all else
+    static.
 
-    A subclass defines `init` and `draft`, both traced, and overrides other methods and attributes where the
-    defaults here do not hold for it. Rejected tokens need no call that takes them back: each call is told the
-    committed lengths.
+    A subclass defines `init` and `draft`, both traced, and overrides other methods and attributes
+    where the defaults here do not hold for it. Rejected tokens need no call that takes them back:
+    each call is told the committed lengths.
 
     Attributes:
       reads_encoder: whether `init` gets the target's encoder output `[I, L, D]` as `encoded`.
       tells_law: whether drafts come from laws that a policy of γ can read (`Draft.seen`).
       varies: whether fewer tokens than wanted may be drafted, or none.
-      observes: whether it learns from the target's calls by `observe`, which is otherwise absent from the
-        compiled program.
-      needs_target_state: whether it drafts from the target's cache or last state, so that it can only begin
-        where the target stopped.
-      scorable: whether the law that it draws from is its model's, so that the acceptance rate can be computed by
-        scoring texts with both models.
-      drafts_beams: whether it can draft for a beam search, by the methods with "beams" in their names.
+      observes: whether it learns from the target's calls by `observe`, which is otherwise absent
+        from the compiled program.
+      needs_target_state: whether it drafts from the target's cache or last state, so that it can
+        only begin where the target stopped.
+      scorable: whether the law that it draws from is its model's, so that the acceptance rate can
+        be computed by scoring texts with both models.
+      drafts_beams: whether it can draft for a beam search, by the methods with "beams" in their
+        names.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -50,7 +53,8 @@ class Drafter:
     def init(
         self, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int
     ) -> Any:
-        """Returns the drafter's state before the first iteration, for B/I rows of each of the I inputs.
+        """Returns the drafter's state before the first iteration, for B/I rows of each of the I
+        inputs.
 
         Args:
           inputs: ids of the encoder's inputs; L = 0 for a decoder-only target.
@@ -75,8 +79,8 @@ class Drafter:
     def rewind(self, draft_state: Any, lengths: Int[Array, " B"]) -> Any:
         """Returns the state in which only the first `lengths` tokens of each row are committed.
 
-        Only a drafter with a cache of its own needs it, and only inside a cascade: a part that begins past the
-        committed tokens cannot tell which of them stood.
+        Only a drafter with a cache of its own needs it, and only inside a cascade: a part that
+        begins past the committed tokens cannot tell which of them stood.
         """
         return draft_state
 
@@ -96,13 +100,15 @@ class Drafter:
         raise NotImplementedError
 
     def move_beams(self, draft_state: Any, sources: jax.Array, starts: jax.Array) -> Any:
-        """Returns the state after the nodes in slots `sources [B, M]` were copied to the slots from `starts [B]` on."""
+        """Returns the state after the nodes in slots `sources [B, M]` were copied to the slots from
+        `starts [B]` on."""
         raise NotImplementedError
 
     # On the host.
 
     def beam_width(self, beams: int, wanted: int | None) -> int:
-        """Returns u, how many nodes it drafts in each level of a beam search's tree: `wanted`, by default 2 · `beams`."""
+        """Returns u, how many nodes it drafts in each level of a beam search's tree: `wanted`, by
+        default 2 · `beams`."""
         return 2 * beams if wanted is None else wanted
 
     @property
@@ -117,12 +123,13 @@ class Drafter:
 
     @property
     def second_model(self) -> LanguageModel | None:
-        """The one model that drafts beside the target, with a cache of its own; None if there is none."""
+        """The one model that drafts beside the target, with a cache of its own; None if there is
+        none."""
         return None
 
     def steps(self) -> Mapping[str, Network]:
-        """Returns the networks of which one step is timed to tell what drafting costs, by name: "draft step",
-        and variants of it to compare with."""
+        """Returns the networks of which one step is timed to tell what drafting costs, by name:
+        "draft step", and variants of it to compare with."""
         return {}
 
     def identity(self) -> tuple[list[Any], Any]:
@@ -131,7 +138,8 @@ class Drafter:
 
     @property
     def contents(self) -> str:
-        """A digest of the drafter's class, settings and arrays: drafters that may draft different tokens differ in it."""
+        """A digest of the drafter's class, settings and arrays: drafters that may draft different
+        tokens differ in it."""
         settings, arrays = self.identity()
         parts = [type(self).__name__, *map(str, settings)]
         return digest([*map(str.encode, parts), *(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))])
@@ -147,7 +155,8 @@ class Drafter:
 
 
 def check_model(target: LanguageModel, model: LanguageModel) -> None:
-    """Checks that a drafting model has the target's vocabulary (PITFALLS row 28), kind, start token and mesh.
+    """Checks that a drafting model has the target's vocabulary (PITFALLS row 28), kind, start token
+    and mesh.
 
     Raises:
       ValueError: one of them differs; the message says which.

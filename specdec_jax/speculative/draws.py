@@ -1,7 +1,8 @@
-"""Random draws: keys of requests, random words for each purpose, and the draw of one id from a distribution.
+"""Random draws: keys of requests, random words for each purpose, and the draw of one id from a
+distribution.
 
-Every draw is a function of a request's key, its committed length, the offset in the draft and the purpose; so a
-request's sample does not depend on its batch.
+Every draw is a function of a request's key, its committed length, the offset in the draft and the
+purpose; so a request's sample does not depend on its batch.
 """
 
 import jax
@@ -10,8 +11,8 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from specdec_jax.models.axes import PerRow
 
-# Every key is turned into this kind, since JAX batches the others (rbg, unsafe_rbg) by drawing for all rows from the
-# first row's key.
+# Every key is turned into this kind, since JAX batches the others (rbg, unsafe_rbg) by drawing for
+# all rows from the first row's key.
 KEY_IMPL = "threefry2x32"
 
 
@@ -24,9 +25,9 @@ def threefry(key: Array) -> Key[Array, "..."]:
     """Returns a key, or an array of keys, as threefry keys; threefry keys are returned as they are.
 
     Args:
-      key: typed keys of any kind, or raw ones `[..., words]` in uint32: two words are a threefry key, four an rbg
-        key. Of a key of another kind all words count: the first two make a threefry key, into which the others are
-        folded.
+      key: typed keys of any kind, or raw ones `[..., words]` in uint32: two words are a threefry
+        key, four an rbg key. Of a key of another kind all words count: the first two make a
+        threefry key, into which the others are folded.
 
     Raises:
       ValueError: `key` holds neither typed nor raw keys.
@@ -52,14 +53,16 @@ def _from_words(words: UInt32[Array, "*N W"]) -> Key[Array, "*N"]:
     return keys
 
 
-# Tags of the purposes for which one row draws; no two purposes share one, so that their draws are independent.
+# Tags of the purposes for which one row draws; no two purposes share one, so that their draws are
+# independent.
 DRAFT, ACCEPT, RESIDUAL, BONUS, GUMBEL = range(5)
 
 
 def words(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> UInt32[Array, "B N 2"]:
     """Returns pairs of random words, as `draw` takes them.
 
-    Each pair is a function of the four arguments' values for its row, never of the row's place in the batch.
+    Each pair is a function of the four arguments' values for its row, never of the row's place in
+    the batch.
 
     Args:
       keys: threefry keys, one per request.
@@ -84,10 +87,11 @@ def uniforms(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"]
 def gumbel_noise(
     keys: Key[Array, " B"], positions: Int[Array, "B N"], vocab_size: int
 ) -> Float[Array, "B N {vocab_size}"]:
-    """Returns the standard Gumbel noise of absolute positions, the same at every visit of a position.
+    """Returns the standard Gumbel noise of absolute positions, the same at every visit of a
+    position.
 
-    Only Gumbel coupling may use randomness that depends on the position alone: other verifiers condition on draws
-    that they then discard.
+    Only Gumbel coupling may use randomness that depends on the position alone: other verifiers
+    condition on draws that they then discard.
     """
 
     def one(key, position):
@@ -103,17 +107,17 @@ _BLOCK = 128
 def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Array, " B"]:
     """Draws one id per row: a block of ids by the first random word, one of its ids by the second.
 
-    A single float32 uniform has too few bits for a large vocabulary, and float32 sums round: with 256,000 ids, both
-    would shift the law by 1e-5 to 1e-2 in total variation. Sums of integers are exact, and two words of 32 bits leave
-    an error of less than 1e-6.
+    A single float32 uniform has too few bits for a large vocabulary, and float32 sums round: with
+    256,000 ids, both would shift the law by 1e-5 to 1e-2 in total variation. Sums of integers are
+    exact, and two words of 32 bits leave an error of less than 1e-6.
 
     Args:
       weights: probabilities up to a factor; not negative.
       random: pairs of words as from `words`.
 
     Returns:
-      Ids; −1 where no weight is positive, or one is NaN. An id of weight 0 is never drawn, an id of positive weight
-      always can be.
+      Ids; −1 where no weight is positive, or one is NaN. An id of weight 0 is never drawn, an id of
+      positive weight always can be.
     """
     batch, size = weights.shape
     blocks = -(-size // _BLOCK)
@@ -124,10 +128,11 @@ def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Arra
 
 
 def choose(weights: Float[Array, "B N"], word: UInt32[Array, " B"]) -> Int[Array, " B"]:
-    """Returns the index of the weight at the fraction `word` / 2³² of the cumulative sum of `weights`.
+    """Returns the index of the weight at the fraction `word` / 2³² of the cumulative sum of
+    `weights`.
 
-    Weights are rounded up to multiples of 2⁻³¹ of their sum, so that no positive one becomes 0. The index is −1 where
-    the sum is not positive and finite.
+    Weights are rounded up to multiples of 2⁻³¹ of their sum, so that no positive one becomes 0. The
+    index is −1 where the sum is not positive and finite.
     """
     total = jnp.sum(weights, axis=-1, keepdims=True)
     sound = (total > 0) & (total < jnp.inf)  # False for NaN too

@@ -1,13 +1,14 @@
 """Policies that adapt γ, the number of tokens to draft, to each row while it decodes.
 
-No policy changes the output law. An iteration preserves the target's law whatever γ is, if γ was known before the
-iteration's draws; these draws are independent of all earlier ones, and so of whatever `wanted` has learned from them.
-An end within a draft (`limit`) depends on the tokens drawn so far and on the laws they came from: it is a stopping time
-of the draft, so that for every verifier such a draft is like one that was to have this length anyway. It would be biased
-to drop a token after a look at it: the token that ends a draft stays in it.
+No policy changes the output law. An iteration preserves the target's law whatever γ is, if γ was
+known before the iteration's draws; these draws are independent of all earlier ones, and so of
+whatever `wanted` has learned from them. An end within a draft (`limit`) depends on the tokens drawn
+so far and on the laws they came from: it is a stopping time of the draft, so that for every
+verifier such a draft is like one that was to have this length anyway. It would be biased to drop a
+token after a look at it: the token that ends a draft stays in it.
 
-A policy is a pytree of pure functions: its numbers are traced, one or one per input, so that changing them never
-recompiles; `maximum` (G) and the kind of policy are static.
+A policy is a pytree of pure functions: its numbers are traced, one or one per input, so that
+changing them never recompiles; `maximum` (G) and the kind of policy are static.
 """
 
 import copy
@@ -25,10 +26,11 @@ PerInput = Any
 
 
 class DraftSignals(NamedTuple):
-    """The numbers that policies read of a draft's laws; anything at positions that were not drafted.
+    """The numbers that policies read of a draft's laws; anything at positions that were not
+    drafted.
 
-    The laws q are those drawn from, after processors, temperature and filters. A row at temperature 0, where they would
-    be one-hot, gives the numbers at temperature 1.
+    The laws q are those drawn from, after processors, temperature and filters. A row at temperature
+    0, where they would be one-hot, gives the numbers at temperature 1.
 
     Attributes:
       prob: q(x) of the drafted tokens.
@@ -42,7 +44,8 @@ class DraftSignals(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of an iteration: numbers of tokens that were drafted and that stood, and what was read of the laws."""
+    """The outcome of an iteration: numbers of tokens that were drafted and that stood, and what was
+    read of the laws."""
 
     drafted: Int[Array, " B"]
     accepted: Int[Array, " B"]
@@ -50,16 +53,19 @@ class Outcome(NamedTuple):
 
 
 def number(default: float, least: float, most: float, below: bool = False):
-    """Declares a field of a policy: one number, or one per input, from `least` to `most` (with `below`: below `most`)."""
+    """Declares a field of a policy: one number, or one per input, from `least` to `most` (with
+    `below`: below `most`)."""
     return dataclasses.field(default=default, metadata={"range": (least, most, below)})
 
 
 class Policy:
-    """The base class of policies. A policy's `state` holds what it keeps for each row, `[B]` or `[B, G]` arrays.
+    """The base class of policies. A policy's `state` holds what it keeps for each row, `[B]` or
+    `[B, G]` arrays.
 
     Attributes:
       maximum: G, the most tokens drafted in one iteration; static.
-      reads_law: whether the policy needs the laws that drafts come from, which not every drafter has.
+      reads_law: whether the policy needs the laws that drafts come from, which not every drafter
+        has.
     """
 
     maximum: int
@@ -82,7 +88,8 @@ class Policy:
 
     @classmethod
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
-        """Returns the range of every field but `maximum`, by name: least, most, and whether it must be below `most`."""
+        """Returns the range of every field but `maximum`, by name: least, most, and whether it must
+        be below `most`."""
         return {field.name: field.metadata["range"] for field in dataclasses.fields(cls) if field.metadata}  # type: ignore[arg-type]
 
     @classmethod
@@ -139,7 +146,8 @@ class Policy:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Heuristic(Policy):
-    """A policy that adds 2 to γ after a draft that stood as a whole, and subtracts 1 after one with a rejection.
+    """A policy that adds 2 to γ after a draft that stood as a whole, and subtracts 1 after one with
+    a rejection.
 
     Assisted generation in Hugging Face transformers does the same (Gante 2023).
 
@@ -169,7 +177,8 @@ class Heuristic(Policy):
 
 
 class _Average(NamedTuple):
-    """An exponential moving average, `total / weight`, without the bias towards 0 of its first values."""
+    """An exponential moving average, `total / weight`, without the bias towards 0 of its first
+    values."""
 
     total: Float[Array, " B"]
     weight: Float[Array, " B"]
@@ -182,10 +191,12 @@ class _Average(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Entropy(Policy):
-    """A policy that drafts more where the drafter's first law is surer: γ = γ_max − (γ_max − γ_min) · h, rounded (EGAG).
+    """A policy that drafts more where the drafter's first law is surer: γ = γ_max − (γ_max − γ_min)
+    · h, rounded (EGAG).
 
-    h is the entropy of the draft's first law, over that of a uniform law and smoothed over iterations by an exponential
-    moving average: h ← β · h + (1 − β) · H(q) / log V. It is known before anything is drawn.
+    h is the entropy of the draft's first law, over that of a uniform law and smoothed over
+    iterations by an exponential moving average: h ← β · h + (1 − β) · H(q) / log V. It is known
+    before anything is drawn.
 
     Attributes:
       maximum: γ_max, where h = 0.
@@ -220,8 +231,8 @@ class Entropy(Policy):
 class EntropyBound(Policy):
     """A policy that ends a draft after a token whose law has 1 − √(κ · H(q)) < λ.
 
-    The left side estimates a lower bound of the probability that the token stands (AdaEDL, Agrawal et al. 2024,
-    arXiv 2410.18351).
+    The left side estimates a lower bound of the probability that the token stands (AdaEDL, Agrawal
+    et al. 2024, arXiv 2410.18351).
 
     Attributes:
       maximum: G.
@@ -264,7 +275,8 @@ class RenewalState(NamedTuple):
     """The sums that `Renewal` keeps; every iteration multiplies the old ones by `memory`.
 
     Attributes:
-      examined, stood: how often the token at each position of a draft was examined, and how often it stood.
+      examined, stood: how often the token at each position of a draft was examined, and how often
+        it stood.
       tokens: tokens committed.
       time: time that they took, in units of a target step.
     """
@@ -278,15 +290,16 @@ class RenewalState(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Renewal(Policy):
-    """A policy that drafts the i-th token while it is expected to yield more than its time is worth.
+    """A policy that drafts the i-th token while it is expected to yield more than its time is
+    worth.
 
-    That is while Π_{j≤i} ĉ_j ≥ R · (c + δ). In terms of renewal reward theory, iterations are cycles, and R, the
-    tokens per time, is greatest where the two sides are equal.
+    That is while Π_{j≤i} ĉ_j ≥ R · (c + δ). In terms of renewal reward theory, iterations are
+    cycles, and R, the tokens per time, is greatest where the two sides are equal.
 
-    ĉ_j is a moving average of the acceptance at position j, in which the average over all positions counts as `weight`
-    observations; it begins at `acceptance`. R is a moving average of the tokens per target step's time; it begins at
-    the greatest value that `acceptance` promises for a fixed γ. δ = (v − 1) / G is what one more position adds to a
-    target call.
+    ĉ_j is a moving average of the acceptance at position j, in which the average over all positions
+    counts as `weight` observations; it begins at `acceptance`. R is a moving average of the tokens
+    per target step's time; it begins at the greatest value that `acceptance` promises for a fixed
+    γ. δ = (v − 1) / G is what one more position adds to a target call.
 
     Attributes:
       maximum: G.
@@ -324,7 +337,8 @@ class Renewal(Policy):
         overall = share(total(state.stood), total(state.examined), self.acceptance[:, None])
         reach = jnp.cumprod(share(state.stood, state.examined, overall), axis=1)
         worth = reach >= (state.tokens / state.time * self._step())[:, None]
-        # Each rate is at most 1, so `reach` never rises, and the positions that are worth it come first.
+        # Each rate is at most 1, so `reach` never rises, and the positions that are worth it come
+        # first.
         return jnp.clip(jnp.sum(worth.astype(jnp.int32), axis=1), self.minimum, self.maximum)
 
     def update(self, state: RenewalState, outcome: Outcome) -> RenewalState:
@@ -349,10 +363,12 @@ POLICIES: dict[str, type[Any]] = {
 
 
 def call_widths(gamma: int, none: bool) -> tuple[int, ...]:
-    """Returns the numbers of positions for which target calls are compiled where drafts differ in length.
+    """Returns the numbers of positions for which target calls are compiled where drafts differ in
+    length.
 
-    They are 1 + 2^k up to γ + 1, so that few calls are compiled and none is more than about twice as wide as needed.
-    With `none`, for drafters that may propose nothing, 1 is one of them, the width of plain decoding.
+    They are 1 + 2^k up to γ + 1, so that few calls are compiled and none is more than about twice
+    as wide as needed. With `none`, for drafters that may propose nothing, 1 is one of them, the
+    width of plain decoding.
     """
     widths = {1 + 2**power for power in range(gamma.bit_length()) if 2**power < gamma}
     return tuple(sorted(widths | {gamma + 1} | ({1} if none else set())))

@@ -1,4 +1,5 @@
-"""Turns logits into the law that a row's next token is drawn from, by processors, temperature and filters.
+"""Turns logits into the law that a row's next token is drawn from, by processors, temperature and
+filters.
 
 The draw itself is in `draws.py`.
 """
@@ -18,8 +19,8 @@ from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 class Law(NamedTuple):
     """A distribution over the vocabulary at each position, stored as unnormalised logits.
 
-    Probabilities are computed where they are needed (one token per position, one position of a row), so that no
-    `[B, T, V]` array of them need be built.
+    Probabilities are computed where they are needed (one token per position, one position of a
+    row), so that no `[B, T, V]` array of them need be built.
 
     Attributes:
       logits: float32 after every adjustment; −inf where the probability is 0.
@@ -58,7 +59,8 @@ class Law(NamedTuple):
 
 
 class PointMass(NamedTuple):
-    """The law of a drafter that does not sample: probability 1 at its token. Verifiers can use it as a `Law`.
+    """The law of a drafter that does not sample: probability 1 at its token. Verifiers can use it
+    as a `Law`.
 
     Attributes:
       tokens: the token with probability 1 at each position.
@@ -172,13 +174,15 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
     def by_either(logits):
         return jax.lax.cond(jnp.all(top_k <= few), by_selection, by_bisection, logits)
 
-    # On a CPU the selection of a few logits takes a third of bisection's time; the TPU's compiler turns it into a
-    # whole sort. k is traced, so which of the two it allows is known only at run time.
+    # On a CPU the selection of a few logits takes a third of bisection's time; the TPU's compiler
+    # turns it into a whole sort. k is traced, so which of the two it allows is known only at run
+    # time.
     return jax.lax.platform_dependent(logits, cpu=by_either, default=by_bisection)
 
 
 def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
-    """Sets logits outside the nucleus to −inf: the fewest most probable ids whose mass reaches `top_p`."""
+    """Sets logits outside the nucleus to −inf: the fewest most probable ids whose mass reaches
+    `top_p`."""
     probs = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
     mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
@@ -198,7 +202,8 @@ def _ordered_bits(x: Float[Array, "*N"]) -> Int[Array, "*N"]:
 def _largest_threshold(enough, ordered: Int[Array, "*N V"]) -> Int[Array, "*N 1"]:
     """Returns the largest integer t for which `enough(t)` holds, found by bisection.
 
-    A sort of the vocabulary would take milliseconds on a CPU, and more than any other operation of the loop on a TPU.
+    A sort of the vocabulary would take milliseconds on a CPU, and more than any other operation of
+    the loop on a TPU.
 
     Args:
       enough: a function that is True up to some t and False above it.

@@ -1,4 +1,5 @@
-"""Makes the state that the decode loop starts from: runs each encoder once and feeds the prompt or decoder prefix."""
+"""Makes the state that the decode loop starts from: runs each encoder once and feeds the prompt or
+decoder prefix."""
 
 from typing import Any
 
@@ -20,12 +21,13 @@ def prefill(
     keys: Key[Array, " B"], rows: SamplingRows, settings: Settings | None, limits: Int[Array, " B"],
     eos_ids: Int[Array, "B E"], gamma: Int[Array, " B"], done: Bool[Array, " B"], policy: Policy | None = None,
 ) -> DecodeState:  # fmt: skip
-    """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.
+    """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts
+    from.
 
     Args:
       slots: S, slots of tokens and of the caches.
-      inputs: ids of the inputs; L = 0 for a decoder-only target. I divides B: every input is encoded once for
-        its B/I rows, which lie side by side.
+      inputs: ids of the inputs; L = 0 for a decoder-only target. I divides B: every input is
+        encoded once for its B/I rows, which lie side by side.
       tokens: start token and decoder prefix, or the prompt, padded.
       prefix_lengths: how many of `tokens` count in each row, at least 1.
       rows: traced parameters of sampling.
@@ -57,7 +59,8 @@ def fill_cache(
 ) -> Any:  # fmt: skip
     """Returns the cache of `network` for B rows that have been fed all but the last of `tokens`.
 
-    The arguments are those of `prefill`; `encoded`, which may be left out, is passed on to `Network.prefill`.
+    The arguments are those of `prefill`; `encoded`, which may be left out, is passed on to
+    `Network.prefill`.
     """
     copies = len(tokens) // len(inputs)
     if copies > 1 and not inputs.shape[1]:  # a prompt is read once, like an encoder's input, for all of its rows

@@ -1,7 +1,9 @@
-"""Processors: functions that change logits before temperature and filters, from a row's prefix alone.
+"""Processors: functions that change logits before temperature and filters, from a row's prefix
+alone.
 
-The logits of both models pass through the same processors. Nothing is remembered from step to step: every position is
-computed from its own prefix, so that a rejected token leaves no trace in what is penalised (PITFALLS row 22).
+The logits of both models pass through the same processors. Nothing is remembered from step to step:
+every position is computed from its own prefix, so that a rejected token leaves no trace in what is
+penalised (PITFALLS row 22).
 """
 
 from collections.abc import Callable
@@ -15,7 +17,8 @@ Processor = Callable[[Int[Array, "N S"], Int[Array, " N"], Float[Array, "N V"]],
 
 
 class Context(NamedTuple):
-    """The prefixes that T positions of logits follow: the prefix of position t is the first `lengths[b] + t` tokens.
+    """The prefixes that T positions of logits follow: the prefix of position t is the first
+    `lengths[b] + t` tokens.
 
     Attributes:
       tokens: start token and decoder prefix, or prompt; then committed and drafted tokens.
@@ -39,8 +42,8 @@ def penalize_repetition(
 ) -> Float[Array, "B T V"]:
     """Divides positive and multiplies negative logits of ids in the prefix by `penalty`.
 
-    This is the penalty of CTRL (arXiv 1909.05858, section 4.1). As in Hugging Face transformers, the prefix includes
-    the start token, or the prompt. A penalty of 1 changes nothing.
+    This is the penalty of CTRL (arXiv 1909.05858, section 4.1). As in Hugging Face transformers,
+    the prefix includes the start token, or the prompt. A penalty of 1 changes nothing.
     """
     live = _live(context, logits.shape[1])
     ids = jnp.broadcast_to(context.tokens[:, None], live.shape)
@@ -79,7 +82,8 @@ def forbid_early_end(
 
 
 def force(logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]) -> Float[Array, "B T V"]:
-    """Leaves only the id `forced[i]` for the i-th new token, from 0; where it is −1, nothing is forced."""
+    """Leaves only the id `forced[i]` for the i-th new token, from 0; where it is −1, nothing is
+    forced."""
     new = _new_tokens(context, logits.shape[1])
     ids = jnp.where(new < len(forced), forced[jnp.minimum(new, len(forced) - 1)], -1)[..., None]
     only = jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf)
@@ -89,7 +93,8 @@ def force(logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " 
 def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Processor) -> Float[Array, "B T V"]:
     """Applies a user's function, which gets every prefix with zeros after it.
 
-    The function may return +inf for ids: then only these may be chosen, all with the same probability.
+    The function may return +inf for ids: then only these may be chosen, all with the same
+    probability.
 
     Raises:
       ValueError: the function returns logits of another shape.
@@ -120,6 +125,7 @@ def _put(
     logits: Float[Array, "B T V"], ids: Int[Array, "B T N"], where: Bool[Array, "B T N"],
     values: Float[Array, "B T N"] | float,
 ) -> Float[Array, "B T V"]:  # fmt: skip
-    """Returns `logits` with `values` put at `ids`, but only where `where` is True; equal ids must have equal values."""
+    """Returns `logits` with `values` put at `ids`, but only where `where` is True; equal ids must
+    have equal values."""
     row, position = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
     return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(values, mode="drop")

@@ -1,7 +1,7 @@
 """Settings of sampling: as a user gives them (`SamplingConfig`), and their static and traced parts.
 
-The static part, for which a program is compiled, is `SamplingMode`; the traced part, with one value per row, is
-`SamplingRows`.
+The static part, for which a program is compiled, is `SamplingMode`; the traced part, with one value
+per row, is `SamplingRows`.
 """
 
 import dataclasses
@@ -18,26 +18,32 @@ from specdec_jax.speculative.processors import Processor
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """The rule by which tokens are chosen. Fields marked * take one value, or one per input; the others one for all.
+    """The rule by which tokens are chosen. Fields marked * take one value, or one per input; the
+    others one for all.
 
-    The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask; repetition penalty;
-    n-grams; `processor`; minimum length; forced tokens. Where they leave no id at all they are not applied.
+    The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask;
+    repetition penalty; n-grams; `processor`; minimum length; forced tokens. Where they leave no id
+    at all they are not applied.
 
     Attributes:
       temperature: * 0 is argmax; otherwise logits are divided by it.
       top_k: * keep the k most probable ids (and those tied with the k-th); 0 keeps all.
-      top_p: * after top-k, keep the fewest most probable ids whose mass reaches p (and those tied with the last);
-        1 keeps all.
-      min_p: * after top-p, keep the ids with at least this share of the greatest probability; 0 keeps all.
-      repetition_penalty: * divide the positive and multiply the negative logits of ids in the prefix by it; 1: none.
-      no_repeat_ngram: forbid ids that would repeat an n-gram of this size in the decoder's tokens; 0 forbids none.
+      top_p: * after top-k, keep the fewest most probable ids whose mass reaches p (and those tied
+        with the last); 1 keeps all.
+      min_p: * after top-p, keep the ids with at least this share of the greatest probability; 0
+        keeps all.
+      repetition_penalty: * divide the positive and multiply the negative logits of ids in the
+        prefix by it; 1: none.
+      no_repeat_ngram: forbid ids that would repeat an n-gram of this size in the decoder's tokens;
+        0 forbids none.
       min_new_tokens: * least number of new tokens before an EOS.
       logit_bias: id -> number added to its logit.
       forbidden_tokens: ids that are never chosen.
       vocabulary_mask: `[V]` bool, True for ids that may be chosen; None allows all.
       forced_tokens: place among the new tokens, from 0 -> the id that must stand there.
-      processor: a function of (prefix tokens `[N, S]`, 0 past the prefix; lengths `[N]`; logits `[N, V]`) that returns
-        the logits to use, for grammars and the like. JAX traces it, so a new function compiles a new program.
+      processor: a function of (prefix tokens `[N, S]`, 0 past the prefix; lengths `[N]`; logits
+        `[N, V]`) that returns the logits to use, for grammars and the like. JAX traces it, so a new
+        function compiles a new program.
 
     Raises:
       ValueError: a field outside its range.
@@ -101,7 +107,8 @@ class SamplingConfig:
         """Returns the traced part: one value per row `[batch]`, and tables over the vocabulary.
 
         Raises:
-          ValueError: a field has neither one value nor `batch` values, or an id is outside the vocabulary.
+          ValueError: a field has neither one value nor `batch` values, or an id is outside the
+          vocabulary.
         """
         values = {}
         for name, dtype in _PER_ROW.items():
@@ -163,7 +170,8 @@ def _checked(name: str, token: int, vocab_size: int) -> int:
 
 
 class SamplingMode(NamedTuple):
-    """The static part of a `SamplingConfig`: which processors and filters the compiled loop contains."""
+    """The static part of a `SamplingConfig`: which processors and filters the compiled loop
+    contains."""
 
     greedy: bool = True
     top_k: bool = False

@@ -34,12 +34,14 @@ class StaticConfig(NamedTuple):
 
     @property
     def strict_argmax(self) -> bool:
-        """Whether every token is the target's argmax: then no law over the vocabulary is ever built."""
+        """Whether every token is the target's argmax: then no law over the vocabulary is ever
+        built."""
         return self.mode.greedy and not self.verifier.softens
 
     @property
     def commits_argmax(self) -> bool:
-        """Whether every token is the argmax of the target's own logits, so that of these only the greatest matters."""
+        """Whether every token is the argmax of the target's own logits, so that of these only the
+        greatest matters."""
         return self.strict_argmax and not self.mode.processes and self.verifier.judge_greedy is None
 
     @property
@@ -54,11 +56,12 @@ class Counts:
 
     Attributes:
       target_calls: target calls in which the row took part.
-      draft_calls: calls of the drafter's model in which the row took part, those to catch up included.
+      draft_calls: calls of the drafter's model in which the row took part, those to catch up
+        included.
       drafted: tokens drafted.
       accepted: drafted tokens that stood and were committed.
-      examined_by_position: how often the i-th drafted token was examined. An iteration examines the tokens
-        up to and including its first rejection, and none after an EOS.
+      examined_by_position: how often the i-th drafted token was examined. An iteration examines the
+        tokens up to and including its first rejection, and none after an EOS.
       accepted_by_position: how often the i-th drafted token stood.
     """
 
@@ -77,17 +80,19 @@ class Counts:
 
 @flax.struct.dataclass
 class DecodeState:
-    """The state of the decode loop, with B rows and S slots of tokens: G + 1 slots more than any row's limit.
+    """The state of the decode loop, with B rows and S slots of tokens: G + 1 slots more than any
+    row's limit.
 
     Attributes:
-      tokens: start token and decoder prefix, or the prompt, then committed tokens; anything after a row's length.
+      tokens: start token and decoder prefix, or the prompt, then committed tokens; anything after a
+        row's length.
       lengths: number of committed tokens, start token and prefix included.
       done: whether the row is complete.
       starts: number of tokens that are not new: start token and prefix, or the prompt.
-      log_probs: log-probabilities of the committed tokens under the target's own law (temperature 1, no
-        processor or filter), float32, each in its token's slot.
-      adjusted_log_probs: the same under the law after processors, temperature and filters; None where every
-        token is the argmax, whose log-probability is 0 under that law.
+      log_probs: log-probabilities of the committed tokens under the target's own law (temperature
+        1, no processor or filter), float32, each in its token's slot.
+      adjusted_log_probs: the same under the law after processors, temperature and filters; None
+        where every token is the argmax, whose log-probability is 0 under that law.
       keys: one per request.
       sampling: traced parameters of sampling.
       settings: parameters of the verifier; None if it has none.
@@ -135,14 +140,15 @@ class Draft(NamedTuple):
     """The tokens that a drafter proposes, and how it came to them.
 
     Attributes:
-      tokens: the proposed tokens; −1 where the law to draw from contains NaN, and there the draft ends.
+      tokens: the proposed tokens; −1 where the law to draw from contains NaN, and there the draft
+        ends.
       num_drafted: how many of `tokens` count; at most the number asked for.
-      law: the law over `[B, G, V]` that the tokens were really drawn from; a `PointMass` if they were not
-        drawn; None where `StaticConfig.asks_draft_law` is False.
+      law: the law over `[B, G, V]` that the tokens were really drawn from; a `PointMass` if they
+        were not drawn; None where `StaticConfig.asks_draft_law` is False.
       calls: calls of the drafter's model in which the row took part.
       seen: what a policy of γ reads of the laws, if there is one that does.
-      target_cache: the target's cache, if the drafter has written to it. It may write only to slots that the
-        target's call overwrites.
+      target_cache: the target's cache, if the drafter has written to it. It may write only to slots
+        that the target's call overwrites.
     """
 
     tokens: Int[Array, "B G"]
@@ -169,8 +175,8 @@ class Scored(NamedTuple):
       tokens: the tokens fed: the last committed one and the draft.
       states: the target's last hidden states, which its head takes.
       logits: float32, before any processor.
-      num_new: number of tokens committed. The tokens fed at the first `num_new` positions are in the output,
-        the others were rejected. 0 for a row that is done.
+      num_new: number of tokens committed. The tokens fed at the first `num_new` positions are in
+        the output, the others were rejected. 0 for a row that is done.
     """
 
     tokens: Int[Array, "B T"]

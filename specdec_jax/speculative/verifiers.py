@@ -1,8 +1,8 @@
 """Verifiers: pure functions that decide how many drafted tokens stand and which token follows them.
 
-p is the target's law (`target`), q the drafter's (`draft`), and there are γ = G drafted positions. `Verifier.judge`
-describes the arguments. A new verifier is a function like these and a row of the table `VERIFIERS`. Sections are those
-of Leviathan et al. 2023.
+p is the target's law (`target`), q the drafter's (`draft`), and there are γ = G drafted positions.
+`Verifier.judge` describes the arguments. A new verifier is a function like these and a row of the
+table `VERIFIERS`. Sections are those of Leviathan et al. 2023.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from specdec_jax.speculative.verifier import Drafted, Randomness, Settings, Veri
 def verify_greedy(
     target_tokens: Int[Array, "B T"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow
 ) -> Verification:
-    """Verifies at temperature 0: both laws are one-hot, so a drafted token stands iff it is the target's argmax.
+    """Verifies at temperature 0: both laws are one-hot, so a drafted token stands iff it is the
+    target's argmax.
 
     This is section 2.2.
 
@@ -31,11 +32,12 @@ def verify_greedy(
 def verify_greedy_leniently(
     logits: Float[Array, "B T V"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow, lenience: Float[Array, " B"]
 ) -> Verification:
-    """Verifies at temperature 0 with lenience l (section A.5): a drafted token x stands iff p(x) ≥ l · max p.
+    """Verifies at temperature 0 with lenience l (section A.5): a drafted token x stands iff p(x) ≥
+    l · max p.
 
-    p is the law at temperature 1, before it is made one-hot. (The paper prints ≤, which would accept the improbable.)
-    Every token of the output then has at least l times the probability of the most probable one after the same
-    prefix. l = 1 is greedy decoding.
+    p is the law at temperature 1, before it is made one-hot. (The paper prints ≤, which would
+    accept the improbable.) Every token of the output then has at least l times the probability of
+    the most probable one after the same prefix. l = 1 is greedy decoding.
 
     Args:
       logits: processed logits at temperature 1, T = G + 1.
@@ -53,9 +55,9 @@ def verify_tokens(
 ) -> Verification:
     """Verifies token by token (Algorithm 1, section 2.3); the output law is the target's.
 
-    Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i); the inequality is strict, so that a token with p = 0 never
-    stands. After the first rejection the next token is drawn from norm(max(0, p − q)); if all tokens stand, from p at
-    the next position.
+    Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i); the inequality is strict, so that a
+    token with p = 0 never stands. After the first rejection the next token is drawn from
+    norm(max(0, p − q)); if all tokens stand, from p at the next position.
     """
     accepted = draws.accept * draft.prob(draft_tokens) < leading_law(target).prob(draft_tokens)
     num_accepted = count_leading(accepted, num_drafted)
@@ -66,10 +68,11 @@ def verify_leniently(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """Verifies with lenience l (section A.5), which is lossy: x_i stands while u_i < p_i(x_i) / (l · q_i(x_i)).
+    """Verifies with lenience l (section A.5), which is lossy: x_i stands while u_i < p_i(x_i) / (l
+    · q_i(x_i)).
 
-    All else is as in `verify_tokens`, and l = 1 is `verify_tokens`. After any prefix no token x has a probability of
-    more than p(x) / l.
+    All else is as in `verify_tokens`, and l = 1 is `verify_tokens`. After any prefix no token x has
+    a probability of more than p(x) / l.
     """
     scaled = draws.accept * settings["lenience"][:, None] * draft.prob(draft_tokens)
     num_accepted = count_leading(scaled < leading_law(target).prob(draft_tokens), num_drafted)
@@ -79,12 +82,13 @@ def verify_leniently(
 def verify_blocks(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
 ) -> Verification:
-    """Verifies a draft as a block (Sun et al. 2024, arXiv 2403.10444); the output law is the target's.
+    """Verifies a draft as a block (Sun et al. 2024, arXiv 2403.10444); the output law is the
+    target's.
 
-    On average at least as many tokens stand as with `verify_tokens`. With n drafted tokens, π_0 = 1 and
-    π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)). For i < n, S_i = Σ_x max(π_i · p_{i+1}(x) − q_{i+1}(x), 0) and
-    h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i with u_i < h_i. The next token is drawn from
-    norm(max(π_τ · p − q, 0)), or from p where τ = n.
+    On average at least as many tokens stand as with `verify_tokens`. With n drafted tokens, π_0 = 1
+    and π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)). For i < n, S_i = Σ_x max(π_i · p_{i+1}(x) −
+    q_{i+1}(x), 0) and h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i with u_i < h_i.
+    The next token is drawn from norm(max(π_τ · p − q, 0)), or from p where τ = n.
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
@@ -113,10 +117,11 @@ def verify_blocks(
 def verify_by_rejection(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
 ) -> Verification:
-    """Verifies by rejection sampling with a constant (section A.2), for comparison; the output law is the target's.
+    """Verifies by rejection sampling with a constant (section A.2), for comparison; the output law
+    is the target's.
 
-    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), where M_i = max_x p_i(x) / q_i(x). After a rejection the next
-    token is drawn from p itself. Fewer tokens stand than with `verify_tokens`.
+    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), where M_i = max_x p_i(x) / q_i(x). After a
+    rejection the next token is drawn from p itself. Fewer tokens stand than with `verify_tokens`.
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
@@ -134,12 +139,14 @@ def verify_by_rejection(
 def verify_coupled(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
 ) -> Verification:
-    """Verifies by Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978); the output law is the target's.
+    """Verifies by Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978); the output law is the
+    target's.
 
-    The token of each position is argmax(log p + g) with noise g that depends on the key and the absolute position
-    alone; a drafted token stands iff it is that token. So the output is, token for token, that of plain sampling with
-    the same noise, whatever the drafter and γ. The draft of a model that takes argmax(log q + g) stands with
-    probability at least (1 − D) / (1 + D) at each position, where D is the total variation between p and q.
+    The token of each position is argmax(log p + g) with noise g that depends on the key and the
+    absolute position alone; a drafted token stands iff it is that token. So the output is, token
+    for token, that of plain sampling with the same noise, whatever the drafter and γ. The draft of
+    a model that takes argmax(log q + g) stands with probability at least (1 − D) / (1 + D) at each
+    position, where D is the total variation between p and q.
     """
     return verify_greedy(argmax(target.logits + draws.noise), draft_tokens, num_drafted)
 
@@ -148,11 +155,12 @@ def verify_typical(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), which is lossy and ignores q.
+    """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), which is lossy
+    and ignores q.
 
-    x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that stands is drawn from p. So the
-    last token of each iteration is the target's own, and every other one has more than that threshold of probability
-    under the target.
+    x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that stands is
+    drawn from p. So the last token of each iteration is the target's own, and every other one has
+    more than that threshold of probability under the target.
     """
     here = leading_law(target)
     threshold = jnp.minimum(
@@ -166,7 +174,8 @@ def verify_forced(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """Lets each drafted token stand with probability α, whatever it is: for timing alone, with random weights.
+    """Lets each drafted token stand with probability α, whatever it is: for timing alone, with
+    random weights.
 
     The next token is drawn as in `verify_tokens`, so that an iteration takes as long as with that.
     """
@@ -208,7 +217,8 @@ _KNOWN = (
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _KNOWN}
 # Names of the verifiers whose output law differs from the target's.
 LOSSY = tuple(name for name, verifier in VERIFIERS.items() if not verifier.exact)
-# Not in the table above, because it is for timing alone: drafted tokens stand at random, and outputs mean nothing.
+# Not in the table above, because it is for timing alone: drafted tokens stand at random, and
+# outputs mean nothing.
 FORCED = Verifier(
     "forced", verify_forced, exact=False, parameters=(("forced_alpha", None),),
     judge_greedy=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_forced(
