@@ -332,7 +332,7 @@ def _try(library: pathlib.Path) -> None:
 
 
 class _Ended(NamedTuple):
-    """How a process ended: its exit status, below 0 for a signal, None where it took too long."""
+    """The end of a process: its exit status, below 0 for a signal, None where it took too long."""
 
     code: int | None
     output: str

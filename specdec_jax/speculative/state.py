@@ -1,4 +1,4 @@
-"""What lives through the decode loop, and what drafters and verifiers hand to each other."""
+"""The state of the decode loop, and what drafters and verifiers hand to each other."""
 
 from typing import Any, NamedTuple
 
