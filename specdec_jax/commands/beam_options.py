@@ -1,4 +1,4 @@
-"""Flags of a beam search, which several commands have."""
+"""The flags of a beam search, which several commands share."""
 
 import dataclasses
 from typing import Any
@@ -16,17 +16,17 @@ class SearchFlags:
     """Flags that say which beam search it is; see `generate`."""
 
     num_beams: int | None = option(
-        None, "search with so many beams instead of taking one token after another; with a drafter, in trees that it "
-        "drafts, to the same outputs",
+        None, "run beam search with so many beams instead of greedy decoding or sampling; a drafter makes it "
+        "speculative, with the same outputs",
     )  # fmt: skip
     length_penalty: float | None = option(
-        None, "with --num_beams: exponent of the length that scores are divided by (default: 0.6, or 1 with "
+        None, "with --num_beams: exponent of the length penalty, by which scores are divided (default: 0.6, or 1 with "
         "--beam_style=huggingface)",
     )  # fmt: skip
-    beam_style: str = option("t5x", f"with --num_beams: whose search it is to the token and score: {', '.join(STYLES)}")
+    beam_style: str = option("t5x", f"with --num_beams: whose tokens and scores the search gives: {', '.join(STYLES)}")
     early_stopping: str = option(
-        "false", "with --beam_style=huggingface, when a search ends: true (there are num_beams hypotheses), false (the "
-        "best beam would not make it, were it to end here) or never (only when it cannot, whatever its length)",
+        "false", "with --beam_style=huggingface, when a search ends: true (num_beams hypotheses have finished), false "
+        "(the best live beam would not be among them if it ended now) or never (it would not, whatever its length)",
     )  # fmt: skip
 
     def search(self, **others: Any) -> dict[str, Any]:
@@ -65,14 +65,14 @@ class SearchFlags:
 class BeamFlags(SearchFlags):
     """Flags of a beam search that is decoded with; see `generate`."""
 
-    num_return_sequences: int = option(1, "with --num_beams: outputs for every sentence, the best first")
+    num_return_sequences: int = option(1, "with --num_beams: number of outputs for each sentence, the best first")
     beam_width: int | None = option(
-        None, "with --num_beams and a drafter: nodes in each level of the tree (default: twice num_beams); --gamma is "
-        "the number of levels (auto: 3)",
+        None, "with --num_beams and a drafter: nodes in each level of the drafted tree (default: twice num_beams); "
+        "--gamma is the number of levels (auto: 3)",
     )  # fmt: skip
 
     def beams(self) -> dict[str, Any]:
-        """As `search`."""
+        """Returns what `search` does, for these flags too."""
         return self.search(num_return_sequences=self.num_return_sequences, beam_width=self.beam_width)
 
 

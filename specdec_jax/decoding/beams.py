@@ -22,11 +22,11 @@ from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 from specdec_jax.speculative.state import Counts
 
-# T5X's default, and transformers'.
+# The default exponents of the length penalty, in T5X and in transformers.
 _PENALTIES = {"t5x": 0.6, "huggingface": 1.0}
-# Levels of the tree that is drafted where none are asked for.
+# Levels of the drafted tree where `gamma` is "auto".
 LEVELS = 3
-# What `generate` takes beside a beam search, and what each must be left at.
+# Arguments of `generate` that a beam search refuses, and the defaults at which they must be left.
 _OTHERS = {
     "verifier": "block", "lenience": None, "typical_epsilon": None, "typical_delta": None, "forced_alpha": None,
     "num_samples": 1, "stop": (), "deadline": None,
@@ -35,19 +35,22 @@ _OTHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class BeamOptions:
-    """How to search.
+    """The options of a beam search, checked.
 
     Attributes:
       num_beams: K ≥ 1.
-      length_penalty: exponent of the length by which sums of log-probabilities are divided; None: 0.6 in T5X's form,
-        1 in Hugging Face's.
-      beam_style: "t5x" or "huggingface", whose search it is to the token and score.
-      early_stopping: of "huggingface": False, True or "never".
-      num_return_sequences: the best so many hypotheses come back for each input, at most K.
-      beam_width: u, nodes in each level of the tree that is drafted, at least K; None: 2·K.
+      length_penalty: exponent of the length penalty, by which sums of log-probabilities are
+        divided; None: 0.6 in T5X's form, 1 in Hugging Face's.
+      beam_style: "t5x" or "huggingface": the library whose tokens and scores the search gives.
+      early_stopping: False, True or "never", when a search ends; for "huggingface" alone (see
+        `speculative.beams`).
+      num_return_sequences: number of hypotheses returned for each input, at most K.
+      beam_width: u, nodes in each level of the drafted tree, at least K; None: the drafter's
+        default, mostly 2·K.
 
     Raises:
       ValueError: a field outside its range.
+      UnsupportedCombination: `early_stopping` in T5X's form.
     """
 
     num_beams: int
@@ -78,7 +81,7 @@ class BeamOptions:
 
     @property
     def penalty(self) -> float:
-        """The length penalty that is meant."""
+        """The exponent of the length penalty, the default in place of None."""
         return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
 
     def check_ids(self, ends: int, vocab_size: int) -> None:
@@ -105,7 +108,12 @@ def _expect_integer(name: str, value, least: int, most: int, what: str = "") -> 
 
 
 def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
-    """Returns the options of a search; None where `num_beams` is None, with which the others mean nothing."""
+    """Checks the options of a beam search and returns them; None if `num_beams` is None.
+
+    Raises:
+      ValueError: an option outside its range.
+      UnsupportedCombination: another option without `num_beams`.
+    """
     if num_beams is not None:
         return BeamOptions(num_beams, **others)
     for field in dataclasses.fields(BeamOptions)[1:]:
@@ -117,14 +125,15 @@ def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
 
 
 class Search(NamedTuple):
-    """What a plan has beside the rest if it is one of a search: what is compiled, and the options."""
+    """The part of a plan that only a beam search has: the static settings and the options."""
 
     program: BeamConfig
     options: BeamOptions
 
 
 def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
-    """Checks the arguments of `generate`, as `plan` does, those of a beam search included."""
+    """Checks the arguments of `generate`, those of a beam search included, and returns them as a
+    plan."""
     names = [field.name for field in dataclasses.fields(BeamOptions)]
     beams = beam_options(**{name: options.pop(name) for name in names if name in options})
     return plan(target, inputs, **options) if beams is None else _plan_search(target, inputs, beams, **options)
@@ -134,10 +143,12 @@ def _plan_search(
     target: LanguageModel, inputs, beams: BeamOptions, *, drafter: Drafter | None = None, gamma="auto",
     sampling: SamplingConfig = SamplingConfig(), first=False, **options,
 ) -> Plan:  # fmt: skip
-    """Checks what goes with a beam search.
+    """Checks the arguments of `generate` for a beam search and returns them as a plan.
 
     Raises:
-      UnsupportedCombination: options that mean nothing here, or a drafter that cannot draft for beams.
+      ValueError: more beams than ids, or no id that does not end a sequence; else as `plan`.
+      UnsupportedCombination: an argument that means nothing with a beam search, or a drafter that
+      cannot draft for one.
     """
     del first  # nothing is learned from requests
     for name, unset in _OTHERS.items():
@@ -171,14 +182,16 @@ def check_tree(drafter, gamma) -> None:
 
 
 def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
-    """Searches for the inputs at `places`, as for `Plan.start`."""
+    """Runs the search of a plan and returns its result, for the inputs at `places`, given as for
+    `Plan.start`."""
     network, drafter, program, *others = _arguments(job, places)
     found = _search(network, drafter, program, job.search.options.num_return_sequences, *others)
     return _result(target, job, jax.device_get(found), places)
 
 
 def start(job: Plan, places=None) -> BeamState:
-    """Makes the state that the search of `run_search` begins with, for callers that look at its iterations."""
+    """Makes the state that the search of `run_search` begins with, for callers that look at its
+    iterations."""
     return begin(*_arguments(job, places))
 
 
@@ -197,11 +210,11 @@ def _arguments(job: Plan, places) -> tuple:
 
 @functools.partial(jax.jit, static_argnames=("program", "returned", "most", "longest"))
 def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, longest: int, *arguments) -> dict:
-    """Prefill and search in one program; returns what the host reads of it.
+    """Runs prefill and search in one program and returns what the host reads of the last state.
 
     Args:
-      returned: hypotheses for each input.
-      The others are those of `begin`.
+      returned: number of hypotheses to return for each input; all other arguments are those of
+        `begin`.
     """
     state = begin(target, drafter, program, most, longest, *arguments)
     state = search(target, drafter, state)
@@ -218,16 +231,21 @@ def begin(
     target: Network, drafter, program: BeamConfig, most: int, longest: int, inputs, input_lengths, tokens,
     prefix_lengths, limits, eos_ids, penalty, sampling, done,
 ) -> BeamState:  # fmt: skip
-    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts from.
+    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts
+    from.
 
     Args:
-      most: the most new tokens of a row, or more.
-      longest: the most tokens of a row, its start token and decoder prefix, or prompt, included, or more.
-      The others are as for `prefill.prefill`, and in `BeamState`.
+      most: an upper bound of the new tokens of a row.
+      longest: an upper bound of all tokens of a row, with its start token and decoder prefix, or prompt.
+      limits, eos_ids, penalty, sampling, done: as in `BeamState`.
+      inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each
+        input.
     """
     batch, prefix = tokens.shape
     positions = longest + program.gamma
-    # K slots that stay empty, where the tokens before the live beams' last ones would be.
+    # The first term leaves room for the prefix but for its last token, which the live beams feed. K
+    # more slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K
+    # slots before theirs.
     slots = prefix - 1 + program.beams * (1 + most) + program.gamma * max(program.width, program.beams)
     shared = {}
     if drafter is not None and drafter.reads_encoder:
@@ -249,10 +267,10 @@ def begin(
 
 
 def _result(target: LanguageModel, job: Plan, found: dict, places) -> GenerationResult:
-    """Trims and detokenises what was found.
+    """Trims and detokenises the hypotheses of a search.
 
     Raises:
-      NotNumbers: logits were met that are not.
+      NotNumbers: the search met logits that are not numbers.
     """
     request, best, there = job.request(places), found["best"], found["there"].reshape(-1)
     for (row,) in np.argwhere(found["failed"])[:1]:

@@ -12,10 +12,12 @@ from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 
 class ChainDrafter(Drafter):
-    """A drafter that looks at a row's tokens alone; for a beam search it drafts after each of the beams as after a row.
+    """A drafter that reads a row's tokens alone; for a beam search it drafts after each beam as
+    after a row.
 
-    That is one node a level for each beam. A search continues as long as each of its beams is a node, so that this
-    pays where the beams differ in what lies behind them, and agree with what is copied from then on.
+    Every level of the tree then has one node for each beam. Since a draft serves a search only as
+    long as each live beam is a node, this pays where the beams differ in their earlier tokens and
+    then go on as what was copied.
     """
 
     drafts_beams: ClassVar[bool] = True
@@ -46,7 +48,7 @@ class ChainDrafter(Drafter):
             program=StaticConfig(program.gamma, program.mode, program.vocab_size),
         )  # fmt: skip
         draft_state, draft = self.draft(draft_state, as_rows, as_rows.gamma)
-        # What was not drafted is no token, and so no beam ever is that node.
+        # Places past the end of a chain get the token −1, so that no beam ever equals such a node.
         there = jnp.arange(program.gamma) < draft.num_drafted[:, None]
         chains = jnp.where(there, draft.tokens, -1).reshape(batch, beams, program.gamma)
         own = jnp.broadcast_to(jnp.arange(beams, dtype=jnp.int32), (batch, beams))

@@ -15,20 +15,23 @@ from specdec_jax.speculative.beams import BeamState, pick
 def draft_levels(
     network: Network, widened: Callable[[jax.Array], jax.Array], cache: Any, state: BeamState, tree: BeamTree
 ) -> tuple[Any, BeamTree]:
-    """Grows γ levels of u nodes: those whose sums of log-probabilities under `network` are greatest.
+    """Adds γ levels of u nodes to the tree: at each level those with the greatest sums of
+    log-probabilities.
 
-    They begin with the target's own sums of the live beams. What ends a sequence is no node: nothing follows it.
+    The sums begin with the target's own sums of the live beams; the drafted tokens add their
+    log-probabilities under `network`. A token that ends a sequence is never a node, since nothing
+    follows it.
 
     Args:
-      network: the drafting model's.
-      widened: brings its logits to the target's vocabulary.
-      cache: its cache, of `Network.node_cache`, laid out as the target's.
-      state: of the search.
+      network: the drafting model's network.
+      widened: a function that brings its logits to the width of the target's vocabulary.
+      cache: its cache, from `Network.node_cache`, with the same slots as the target's.
+      state: the search.
       tree: the live beams' last tokens.
 
     Returns:
-      The cache, which holds all nodes but the last level's, and the tree. The beams that come of the last level are fed
-      by the next call, together with the live beams after them.
+      The cache, which has all nodes but those of the last level, and the tree. If the search takes
+      nodes of the last level, the next call feeds them, before the live beams that follow them.
     """
     program, beams = state.program, state.program.beams
     fed = _with_parents(state, tree)
@@ -51,7 +54,11 @@ def draft_levels(
 
 
 def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The `count` greatest of `totals [B, J, V]`, whose they are, and their tokens, all `[B, count]`."""
+    """Returns the `count` greatest of `totals [B, J, V]`, their places on the axis J, and their
+    tokens on the axis V.
+
+    All three are `[B, count]`.
+    """
     batch, _, vocab = totals.shape
     each = min(count, vocab)
     values, tokens = jax.lax.top_k(totals, each)
@@ -64,11 +71,13 @@ def _live(state: BeamState, tree: BeamTree) -> jax.Array:
 
 
 def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
-    """The live beams' last tokens, and before them the tokens that these follow, in the K slots before theirs.
+    """Returns the live beams' last tokens and, before these, the K tokens in the slots before
+    theirs.
 
-    Those were nodes of the last level if all of a draft stood, and then they have never been fed; else they are fed
-    again, to the same end. A slot that no live beam follows holds nothing that is ever read: it takes the first
-    beam's.
+    If all of a draft stood, those K tokens were nodes of its last level, which have never been fed;
+    else they are fed again, which writes the same keys and values. A slot of which no live beam is
+    a continuation is never read again; any token may be written there, and the one before the first
+    beam's last is.
     """
     beams = state.program.beams
     slots = state.starts[:, None] - beams + jnp.arange(beams, dtype=jnp.int32)

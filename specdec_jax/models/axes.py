@@ -1,20 +1,22 @@
-"""Arrays that many functions pass on, by their axes.
+"""Annotations of arrays that many functions pass on, and the letters of axes.
 
-Axis letters: B batch, I inputs, T queries, S cache slots or keys, L encoder length, H heads, K features of one head,
-D width, E width of the encoder's output, F outputs of a kernel, V vocabulary, G γ. `*N` are any axes; `#B` is B or 1.
+Axis letters: B batch, I inputs, T queries, S cache slots or keys, L encoder length, H heads, K
+features of one head, D width, E width of the encoder's output, F outputs of a kernel, V vocabulary,
+G γ. `*N` are any axes; `#B` is B or 1.
 """
 
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 PerRow = Int[Array, " B"]
 Tokens = Int[Array, "B T"]
-Live = Bool[Array, "B T"] | None  # as in `Network.decode`
+Live = Bool[Array, "B T"] | None  # False at positions that need not be computed; see `Network.decode`
 States = Float[Array, "B T D"]
 Logits = Float32[Array, "B T V"]
-Peak = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # as of `Network.peak`
+Peak = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # tokens and log-probabilities, as `Network.peak` returns
 Inputs = Int[Array, "B L"]
 Mask = Bool[Array, "B L"]  # True at tokens
 Encoded = Float[Array, "B L E"]
-Seen = Bool[Array, "#B 1 T S"] | None  # where a query may look
-# Of positions; the second by query position, the third of the last of P, for nodes of trees.
+Seen = Bool[Array, "#B 1 T S"] | None  # True where a query may attend to a key
+# Position biases, added to scores: per query of a call; for every query position; for the last of P
+# query positions, from which calls over nodes of trees take theirs by distance.
 Bias = Float[Array, "#B H T S"] | Float[Array, "S H S"] | Float[Array, "H P"] | None

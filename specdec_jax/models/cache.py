@@ -1,7 +1,9 @@
-"""Key/value cache of one attention layer: fixed shape, slots overwritten at each row's own position.
+"""The key/value cache of one attention layer: of fixed shape, its slots overwritten at each row's
+own position.
 
-Slot `s` of a row holds the key and value of the token at position `s`. A row is rewound by lowering its length, after
-which the slots past it are stale: readers mask their scores, and each write clears their values (0 · NaN is NaN).
+Slot `s` of a row holds the key and value of the token at position `s`. A row is rewound by lowering
+its length; the slots past it are then stale. Readers mask the scores of stale slots, and every
+write sets their values to 0, because a weight of 0 times NaN would be NaN.
 """
 
 from collections.abc import Callable
@@ -14,8 +16,9 @@ from jaxtyping import Array, Float
 from specdec_jax.models.axes import PerRow
 from specdec_jax.models.sharding import ShardingRules
 
-# A dynamic_update_slice per row is the fastest form on a TPU, where a batched one becomes a scatter; above this many
-# rows it costs more to compile than it saves. On a CPU every one of them but the first copies the whole cache.
+# On a TPU one dynamic_update_slice per row is the fastest write, since a batched one becomes a
+# scatter; above this many rows it takes longer to compile than it saves. On a CPU every such write
+# but the first copies the whole cache.
 MAX_UNROLLED_ROWS = 32
 
 _AXES = ("batch", "heads", "length", "kv")
@@ -25,13 +28,14 @@ _AXES = ("batch", "heads", "length", "kv")
 class KVCache:
     """Keys and values of one layer.
 
-    Attributes:
-      key, value: S slots of K features for each of H heads; `*B` is no axis where B = 1.
-      rules: how both lie on a mesh; None: on one device.
+    The loop must update both in place. XLA on a CPU repeats a write inside whatever reshapes its
+    result, and then has to copy the whole cache. Therefore there is no batch axis where B = 1,
+    which a product would have to merge with another, and stale values are cleared when writing
+    rather than when reading.
 
-    The loop must update both in place. XLA on a CPU repeats a write inside whatever reshapes its result, and then has
-    to copy the whole cache: hence no axis that a product would have to merge, and the clearing as part of the write
-    rather than of the reading.
+    Attributes:
+      key, value: S slots of K features for each of H heads; without the axis B where B = 1.
+      rules: how both lie on a mesh; None: on one device.
     """
 
     key: Float[Array, "*B H S K"]
@@ -40,7 +44,7 @@ class KVCache:
 
     @classmethod
     def empty(cls, batch: int, heads: int, slots: int, features: int, dtype) -> "KVCache":
-        """A cache of zeros; the contents do not matter, since unwritten slots are masked."""
+        """Makes a cache of zeros; the contents do not matter, since unwritten slots are masked."""
         shape = (batch, heads, slots, features) if batch > 1 else (heads, slots, features)
         return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
 
@@ -49,16 +53,18 @@ class KVCache:
         return self.key.shape[-2]
 
     def repeated(self, copies: int) -> "KVCache":
-        """`copies` rows side by side for each row."""
+        """Returns the cache with `copies` rows side by side for each row."""
         repeat = lambda x: jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
         return self.replace(key=repeat(self.key), value=repeat(self.value))
 
     def append(self, key: Float[Array, "B H T K"], value: Float[Array, "B H T K"], positions: PerRow) -> "KVCache":
-        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and clears the values past them.
+        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and sets the values
+        past them to 0.
 
         Args:
-          positions: the first slot written in each row. `positions[b] + T` must not exceed S: XLA
-            clamps the start of a slice, and would overwrite live slots instead. The decode loop sizes S so.
+          positions: the first slot written in each row. `positions[b] + T` must not exceed S, since
+            XLA clamps the start of a slice and would overwrite live slots instead. The decode loop
+            chooses S accordingly.
         """
         live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
         live = live[:, None, :, None] if self.value.ndim == 4 else live[:, :, None]
@@ -67,10 +73,11 @@ class KVCache:
         return self.replace(key=write(self.key, key, positions), value=value)
 
     def append_nodes(self, key: jax.Array, value: jax.Array, starts: jax.Array) -> "KVCache":
-        """As `append`, for nodes of trees, which may be none of the tokens that are decoded.
+        """Does what `append` does, for nodes of trees, from slots `starts[b]` on.
 
-        What is not a finite number among their values is cleared, since a row that does not see a node multiplies it
-        by 0; the node's own output has it all the same.
+        Values that are not finite are set to 0: a query that does not see a node multiplies its
+        value by 0, and must not get NaN from a node that may never become a token. The node's own
+        logits are NaN all the same, by way of its hidden state.
         """
         return self.append(key, jnp.where(jnp.isfinite(value), value, 0), starts)
 
@@ -90,13 +97,13 @@ class KVCache:
     def _write(self) -> Callable:
         if self.rules is None:
             return _write_rows
-        # Every device writes its own rows and heads; the compiler would first bring all rows of a
-        # sharded axis together.
+        # Every device writes its own rows and heads; left to the compiler, all rows of a sharded
+        # axis would first be gathered.
         whole, rows = _AXES[-self.key.ndim :], ("batch",) if self.key.ndim == 4 else (None,)
         return self.rules.locally(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
 
     def pinned(self) -> "KVCache":
-        """Itself, its layout on the mesh fixed; under jit."""
+        """Returns the cache with its layout on the mesh fixed; under jit."""
         if self.rules is None:
             return self
         pin = lambda x: self.rules.constrain(x, *_AXES[-x.ndim :])

@@ -1,6 +1,8 @@
-"""What a model family is: a configuration, `ModelConfig`, and the linen module that it makes, `FamilyModule`.
+"""The base classes of a model family: its configuration, `ModelConfig`, and its linen module,
+`FamilyModule`.
 
-`families.py` has the table of them; a new one is a file here, with both, and a row there.
+A new family is a file beside this one that subclasses both, and a row in the table of
+`families.py`.
 """
 
 import dataclasses
@@ -14,17 +16,18 @@ from specdec_jax.models.nodes import Nodes
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a network: the base class of every family's frozen dataclass.
+    """The shape of a network: the base class of every family's configuration, a frozen dataclass.
 
-    Fields that every family has, beside its own: `vocab_size`, `emb_dim`, `num_heads`, `head_dim`,
-    `num_decoder_layers`, `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and `matmul_dtype`,
-    as in `T5Config`.
+    Every family has the fields or properties `vocab_size`, `emb_dim`, `num_heads`, `head_dim`,
+    `num_decoder_layers`, `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and
+    `matmul_dtype`, as in `T5Config`, beside its own.
 
     Attributes:
-      family: its name, under which it is in the table and in stored models.
-      decoder_only: there is no encoder: inputs are prompts, which outputs continue.
+      family: the family's name in the table and in stored models.
+      decoder_only: whether there is no encoder; inputs are then prompts, which outputs continue.
       encoder_dim: as in `T5Config`; None for every other family.
-      max_positions: the longest sequence of the decoder, prompt and new tokens together; None: as long as one likes.
+      max_positions: the longest sequence of the decoder, prompt and new tokens together; None: no
+        limit.
     """
 
     family: ClassVar[str]
@@ -43,38 +46,46 @@ class ModelConfig:
         return None
 
     def replace(self, **fields) -> Self:
-        """Returns the same shape but for these fields."""
+        """Returns the same shape with other values of these fields."""
         return dataclasses.replace(self, **fields)
 
     def module(self, fused: bool = False, native: bool = False) -> "FamilyModule":
-        """Builds the network; `fused`, `native`: for parameters in the loop's layout, as `layouts.pack` makes it."""
+        """Makes the linen module.
+
+        Args:
+          fused: whether kernels with the same input are joined, as by `layouts.pack`.
+          native: whether kernels are stored in panels (`panels.py`).
+        """
         raise NotImplementedError
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Lists the shape of every parameter by its name; see `parameters.parameter_shapes`,
-        which keeps what this gives."""
+        """Returns the shape of every parameter by its name; called through
+        `parameters.parameter_shapes`, which caches it."""
         raise NotImplementedError
 
     def with_own_head(self) -> Self:
-        """Returns the same function of the parameters, but for a head that is a kernel of its own."""
+        """Returns the configuration of the same network with a head that is a kernel of its own,
+        not the embedding."""
         raise NotImplementedError
 
     def explicit(self) -> Self:
-        """Returns the same shape with what None stands for in place of it, so that equal shapes are equal."""
+        """Returns the same shape with the values that None stands for in its place, so that equal
+        shapes compare equal."""
         return self
 
     @classmethod
     def presets(cls) -> dict[str, Self]:
-        """Lists the shapes that have names."""
+        """Returns the published shapes of the family by name."""
         return {}
 
 
 class FamilyModule(nn.Module):
-    """A network as `Network` runs it; `setup` of a subclass makes `token_embedder` and `decoder`.
+    """The base class of every family's network, as `Network` runs it.
 
-    A subclass has the fields `config` and `native` (whether its kernels are in panels). A family
-    with an encoder has `encode` and the teacher-forced `states` of `T5` besides; of one without,
-    `__call__` takes `(tokens, places)`, as `GPT`'s.
+    A subclass has the fields `config` and `native` (whether kernels are in panels), and its `setup`
+    makes `token_embedder` and `decoder`. A family with an encoder also has `encode` and the
+    teacher-forced `states`, as `T5` has them; in a family without one, `__call__` takes `(tokens,
+    places)`, as in `GPT`.
     """
 
     def dummy_inputs(self) -> tuple:
@@ -82,14 +93,15 @@ class FamilyModule(nn.Module):
         raise NotImplementedError
 
     def prefill(self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None) -> Any:
-        """Makes the decoder's cache, `copies` rows side by side for each of the inputs; none of the
-        decoder's tokens have been fed.
+        """Makes the decoder's cache before any of the decoder's tokens is fed.
 
         Args:
-          inputs: with `mask` True at tokens. Of a decoder-only network L = 0: its prompt is fed to
-            the decoder.
-          slots: S, positions that the self-attention caches hold.
-          encoded: of the encoder, where there is one.
+          inputs: ids of the inputs; L = 0 for a decoder-only network, whose prompt is fed to the
+            decoder.
+          mask: True at tokens, False at padding.
+          slots: S, slots of the self-attention caches.
+          copies: rows of the cache for each input, side by side.
+          encoded: the encoder's output, where there is an encoder.
         """
         raise NotImplementedError
 
@@ -97,19 +109,26 @@ class FamilyModule(nn.Module):
         self, tokens: Tokens, positions: PerRow | None, cache: Any, layers: int | None = None, live: Live = None,
         nodes: Nodes | None = None,
     ) -> tuple[States, Any]:  # fmt: skip
-        """Feeds `tokens` at `positions` onwards, or where `nodes` are; returns states after the last of the first
-        `layers` layers and the last norm, and the new cache. `live` as in `Network.decode`."""
+        """Feeds `tokens` and returns the decoder's hidden states after the final norm, and the new
+        cache.
+
+        Args:
+          positions: the first position of each row; None with `nodes`.
+          layers: number of decoder layers to run, from the first; None: all.
+          live: as for `Network.decode`.
+          nodes: where the tokens lie if they are nodes of trees.
+        """
         more = {} if nodes is None else {"nodes": nodes}  # a family without calls over nodes has no such argument
         return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live, **more)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
-        """As `Network.node_cache`."""
+        """Does what `Network.node_cache` does."""
         return self.decoder.node_cache(cache, slots, positions)
 
     def head(self, states: States, live: Live = None) -> Logits:
-        """Logits of what `decode_states` gives."""
+        """Returns the logits of the states that `decode_states` returns."""
         return self.decoder.logits(states, self.token_embedder.embedding, live)
 
     def peak(self, states: States, live: Live, normalize: bool) -> Peak:
-        """As `Network.peak`."""
+        """Does what `Network.peak` does."""
         return self.decoder.peak(states, live, normalize)

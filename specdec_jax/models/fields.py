@@ -1,4 +1,5 @@
-"""What the fields of configurations may be, whatever file they come from: types and ranges, in one table."""
+"""Types and ranges of the fields of configurations, in one table, and the check of a configuration
+by it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from specdec_jax.models.layers import ACTIVATIONS
 
 Shape = TypeVar("Shape")
 
-# The least and the most: beyond every model that exists, but nothing that could not be listed or multiplied.
+# Least and greatest values: wide enough for every model that exists, and narrow enough that shapes
+# can be computed.
 _COUNTS = {
     "vocab_size": (1, 10_000_000), "emb_dim": (1, 1_000_000), "encoder_dim": (1, 1_000_000), "mlp_dim": (1, 1_000_000),
     "num_heads": (1, 1000), "head_dim": (1, 100_000), "num_encoder_layers": (0, 1000), "num_decoder_layers": (1, 1000),
@@ -25,7 +27,12 @@ _CHOICES = {
 
 
 class FieldError(ValueError):
-    """A field that is not what it may be: `field` is its name, `problem` what was got and what was expected."""
+    """The error of a field outside its range.
+
+    Attributes:
+      field: the field's name.
+      problem: what was got and what was expected.
+    """
 
     def __init__(self, config, field: str, problem: str):
         super().__init__(f"{type(config).__name__}.{field}: {problem}")
@@ -33,9 +40,10 @@ class FieldError(ValueError):
 
 
 def check_fields(config) -> None:
-    """Raises `FieldError` at the first field of a configuration that the table does not allow.
+    """Checks every field of a configuration by the table; None is allowed where it is the default.
 
-    None is allowed where it is the default.
+    Raises:
+      FieldError: the first field that is not allowed.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -47,7 +55,7 @@ def check_fields(config) -> None:
 
 
 def _expected(name: str, value) -> str | None:
-    """What was expected of a field, if `value` is something else."""
+    """Returns what was expected of the field `name`; None if `value` is allowed."""
     number = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     if name in _COUNTS:
         least, most = _COUNTS[name]
@@ -68,10 +76,16 @@ def _expected(name: str, value) -> str | None:
 
 
 def build(shape: type[Shape], values, path, names: Mapping[str, str] | None = None) -> Shape:
-    """The configuration `shape` with these values out of the file at `path`, which calls the fields by `names`.
+    """Makes a configuration of the class `shape` from values that were read from a file.
+
+    Args:
+      values: values by the fields' names.
+      path: the file, for messages.
+      names: the fields' names in the file, where they differ; for messages.
 
     Raises:
-      ValueError: the file's name, and what is wrong with which field.
+      ValueError: a field is unknown, missing or outside its range; the message names the file and
+      the field.
     """
     known = {field.name: field for field in dataclasses.fields(shape)}  # type: ignore[arg-type]
     unknown = [name for name in values if name not in known] if isinstance(values, dict) else [values]

@@ -20,20 +20,23 @@ from specdec_jax.models.nodes import Nodes
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """Shape of a GPT-like network: learned positions, normalisation before each block, biases, gelu, as in GPT-2.
+    """The shape of a GPT-like network: learned positions, normalisation before each block, biases
+    and gelu, as in GPT-2.
 
     Attributes:
       vocab_size: rows of the embedding and width V of the logits.
       emb_dim: width D.
       num_heads: H heads of D / H features.
-      num_decoder_layers: layers.
+      num_decoder_layers: number of layers.
       mlp_dim: hidden width of the feed-forward block.
-      num_positions: positions with an embedding: the longest sequence, prompt and new tokens together.
-      mlp_activation: of the feed-forward block; "gelu" is the tanh approximation ("gelu_new").
-      logits_via_embedding: the head is the transposed embedding.
-      dropout_rate: in training: of the embeddings and of what every block adds, as in GPT-2.
+      num_positions: number of positions with an embedding: the longest sequence, prompt and new
+        tokens together.
+      mlp_activation: activation of the feed-forward block; "gelu" is the tanh approximation
+        ("gelu_new").
+      logits_via_embedding: whether the head is the transposed embedding.
+      dropout_rate: rate in training, for the embeddings and for what every block adds, as in GPT-2.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
-      matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype`.
+      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
     """
 
     vocab_size: int
@@ -58,7 +61,7 @@ class GPTConfig(ModelConfig):
 
     @property
     def head_dim(self) -> int:
-        """K features of each head."""
+        """K, features of each head."""
         return self.emb_dim // self.num_heads
 
     @property
@@ -69,7 +72,7 @@ class GPTConfig(ModelConfig):
         return dataclasses.replace(self, logits_via_embedding=False)
 
     def module(self, fused: bool = False, native: bool = False) -> "GPT":
-        return GPT(self, native)  # there is nothing to join: see `GPTLayer`
+        return GPT(self, native)  # there are no kernels to join: see `GPTLayer`
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return _parameter_shapes(self)
@@ -84,7 +87,8 @@ def _gpt2(emb_dim, num_heads, layers):
 
 
 def _paper(emb_dim, num_heads, layers, mlp_dim):
-    # Section 4.2 gives these widths, 8k tokens, and the totals, which only a head beside the embedding makes up.
+    # Section 4.2 gives these widths, 8k tokens, and the total numbers of parameters, which are
+    # reached only with a head beside the embedding.
     return GPTConfig(8000, emb_dim, num_heads, layers, mlp_dim, num_positions=512, logits_via_embedding=False)
 
 
@@ -120,7 +124,7 @@ def _parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 @flax.struct.dataclass
 class GPTCache:
-    """What the decoder keeps between calls.
+    """The decoder's cache, which it keeps between calls.
 
     Attributes:
       layers: the cache of each layer's self-attention.
@@ -129,11 +133,11 @@ class GPTCache:
     layers: tuple[KVCache, ...]
 
     def move_nodes(self, sources, starts) -> "GPTCache":
-        """As `KVCache.move`, in every layer."""
+        """Does what `KVCache.move` does, in every layer."""
         return GPTCache(tuple(layer.move(sources, starts) for layer in self.layers))
 
     def repeated(self, copies: int) -> "GPTCache":
-        """`copies` rows side by side for each row."""
+        """Returns the cache with `copies` rows side by side for each row."""
         return GPTCache(tuple(layer.repeated(copies) for layer in self.layers))
 
 
@@ -146,7 +150,8 @@ class GPTLayer(nn.Module):
         common = dict(dtype=dtype, fused=True, matmul_dtype=config.matmul_dtype, use_bias=True)
         attention = dict(native=self.native, **common)
         self.pre_self_attention_layer_norm = LayerNorm(dtype)
-        # Its qkv kernel is one in checkpoints too, so that `layouts.py` has nothing to join or split under this name.
+        # In checkpoints too, queries, keys and values have one kernel. `layouts.py` joins and
+        # splits kernels under other names than this one.
         self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **attention)
         self.pre_mlp_layer_norm = LayerNorm(dtype)
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
@@ -156,7 +161,7 @@ class GPTLayer(nn.Module):
         self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, deterministic: bool = True,
         live: Live = None, nodes: Nodes | None = None,
     ) -> tuple[States, KVCache]:  # fmt: skip
-        """One layer over T queries; with `cache` None over a whole sequence."""
+        """Runs the layer over T queries per row; with `cache` None, over whole sequences."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
         x, cache = self.causal_attention.to_cache(x, norm, cache, positions, mask, None, divisor, live, drop, nodes)
@@ -179,15 +184,18 @@ class GPTDecoder(nn.Module):
             )
 
     def node_cache(self, cache: GPTCache, slots: int, positions: int) -> GPTCache:
-        """As `Network.node_cache`."""
+        """Does what `Network.node_cache` does; `positions` is not needed here."""
         return GPTCache(tuple(layer.widen(slots) for layer in cache.layers))
 
     def step(
         self, x: States, positions: PerRow | None, cache: GPTCache, layers: int | None = None, live: Live = None,
         nodes: Nodes | None = None,
     ) -> tuple[States, GPTCache]:  # fmt: skip
-        """Normalised states of the first `layers` layers (None: all), and the cache after writing T tokens at
-        `positions` of every row, or where `nodes` are; the caches of the layers above stay as they are."""
+        """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
+
+        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
+        the new cache, in which the layers that were not run stay as they are.
+        """
         if nodes is not None:
             query_positions, mask = nodes.positions, nodes.distances(cache.layers[0].slots)[:, None] >= 0
         else:
@@ -200,7 +208,7 @@ class GPTDecoder(nn.Module):
         return self.decoder_norm(x), GPTCache(tuple(written))
 
     def __call__(self, x: States, deterministic: bool = True) -> States:
-        """Teacher-forced normalised states of whole sequences."""
+        """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""
         length = x.shape[1]
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
         x = self.dropout(x + self.position_embedder(jnp.arange(length)), deterministic)
@@ -209,18 +217,18 @@ class GPTDecoder(nn.Module):
         return self.decoder_norm(x)
 
     def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
-        """The head: logits of normalised states."""
+        """Applies the head: returns the logits of normalised states `x`."""
         if not self.config.logits_via_embedding:
             return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
     def peak(self, x: States, live: Live, normalize: bool) -> Peak:
-        """As `Network.peak`, of normalised states."""
+        """Does what `Network.peak` does, for normalised states `x`."""
         return self.logits_dense.peak(x, live, normalize)
 
 
 class GPT(FamilyModule):
-    """The whole network; no kernels of it are joined."""
+    """The whole network."""
 
     config: GPTConfig
     native: bool = False
@@ -234,7 +242,7 @@ class GPT(FamilyModule):
         return (jnp.ones((1, 2), jnp.int32),)
 
     def prefill(self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None) -> GPTCache:
-        """Makes a cache for sequences of which nothing has been fed."""
+        """Makes the cache of sequences of which no token has been fed."""
         config, batch = self.config, len(inputs) * copies
         empty = lambda: KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
@@ -242,6 +250,6 @@ class GPT(FamilyModule):
     def __call__(
         self, tokens: Tokens, places: Int[Array, "B N"] | None = None, deterministic: bool = True
     ) -> Logits | Float32[Array, "B N V"]:
-        """Teacher-forced logits of whole sequences, or at `places` of them only."""
+        """Returns the teacher-forced logits of whole sequences, or only those at `places`."""
         states = self.decoder(self.token_embedder(tokens), deterministic)
         return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))

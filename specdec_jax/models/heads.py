@@ -1,4 +1,5 @@
-"""Heads on a target's last state, one for each of the next tokens (Stern et al. 2018; Medusa-1, Cai et al. 2024)."""
+"""Drafting heads on a target's last hidden state, one per future token (Stern et al. 2018;
+Medusa-1, Cai et al. 2024)."""
 
 import dataclasses
 
@@ -17,17 +18,18 @@ from specdec_jax.models.t5 import T5Config
 
 @dataclasses.dataclass(frozen=True)
 class HeadsConfig:
-    """Shape of a set of heads.
+    """The shape of a set of heads.
 
     Attributes:
-      num_heads: N; head i, from 1 on, says the i-th token after the one that the target's own head says.
+      num_heads: N; head i, from 1 on, predicts the i-th token after the one that the target's own
+        head predicts.
       emb_dim: D, width of the target's states.
       vocab_size: V, width of the target's logits.
-      num_blocks: residual blocks x + silu(W x) of each head.
-      share_head: the logits come from the target's own head: D² parameters for a block are all that
-        is new. False gives every head a kernel `[D, V]` of its own.
+      num_blocks: number of residual blocks x + silu(W x) in each head.
+      share_head: whether logits come from the target's own head, so that a head has only the D²
+        parameters of each block. False gives every head a kernel `[D, V]` of its own.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
-      matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype` (training).
+      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
     """
 
     num_heads: int
@@ -45,7 +47,7 @@ class HeadsConfig:
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by its name."""
+        """The shape of every parameter by its name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
             blocks = range(self.num_blocks)
@@ -56,7 +58,8 @@ class HeadsConfig:
 
 
 class Head(nn.Module):
-    """One head: states to what the target's head takes, or to logits, float32."""
+    """One head: maps states to logits in float32, or with `share_head` to states for the target's
+    head."""
 
     config: HeadsConfig
 
@@ -65,7 +68,7 @@ class Head(nn.Module):
         config = self.config
         matmul = dict(dtype=jnp.dtype(config.dtype), matmul_dtype=config.matmul_dtype)
         for block in range(config.num_blocks):
-            zeros = nn.initializers.zeros  # a block is the identity at first
+            zeros = nn.initializers.zeros  # so that a block is the identity at first
             x = x + jax.nn.silu(Dense(config.emb_dim, kernel_init=zeros, name=f"block_{block}", **matmul)(x))
         if config.share_head:
             return x
@@ -73,7 +76,7 @@ class Head(nn.Module):
 
 
 class Heads(nn.Module):
-    """All N heads over the same states."""
+    """All N heads on the same states."""
 
     config: HeadsConfig
 
@@ -86,11 +89,12 @@ class Heads(nn.Module):
 
 @flax.struct.dataclass
 class HeadsNetwork:
-    """Heads as a jitted function takes them: the parameters are traced, the module is static.
+    """The heads as a jitted function takes them: the parameters are traced, the module is static.
 
     Attributes:
       params: nested dict of arrays, in the decode loop's layout or plain.
-      target: the target, or as much of it as its head takes; None for heads with kernels of their own.
+      target: the target, or as much of it as its head takes; None for heads with kernels of their
+        own.
       module: the linen module, hashable.
     """
 
@@ -103,7 +107,7 @@ class HeadsNetwork:
         return self.module.config
 
     def logits(self, states: Float[Array, "B D"]) -> Float32[Array, "B N V"]:
-        """Logits of the target's states."""
+        """Returns the logits of all heads for the target's states."""
         outputs = self.module.apply({"params": self.params}, states)
         if not self.config.share_head:
             return outputs
@@ -112,7 +116,12 @@ class HeadsNetwork:
 
 
 def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Array, "D V"] | None = None) -> dict:
-    """Parameters `[in, out]` in float32: blocks of 0; where kernels are not shared, copies of `head_kernel`."""
+    """Makes the parameters of untrained heads, float32 kernels `[in, out]`: blocks of 0, and heads
+    of their own.
+
+    Args:
+      head_kernel: the kernel that every head of its own begins as a copy of; None: random kernels.
+    """
     params = Heads(config).init(key, jnp.zeros((1, config.emb_dim)))["params"]
     if head_kernel is not None and not config.share_head:
         for head in params.values():
@@ -121,17 +130,18 @@ def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Arr
 
 
 def head_kernel(config: T5Config, params: dict) -> Float[Array, "D V"]:
-    """The kernel by which a T5 with these parameters (T5X's tree) multiplies its last states."""
+    """Returns the kernel by which a T5 with these parameters (T5X's tree) multiplies its last
+    states."""
     tied = config.logits_via_embedding
     kernel = params["token_embedder"]["embedding"].T if tied else params["decoder"]["logits_dense"]["kernel"]
     return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if config.scales_outputs else kernel
 
 
 def pack(params: dict, dtype: str) -> dict:
-    """`params` in the layout of the decode loop; the dicts that were given stay as they are."""
+    """Returns `params` in the decode loop's layout; the dicts that were given stay as they are."""
     return layouts.pack(jax.tree.map(lambda leaf: leaf, params), panels.usable(dtype))
 
 
 def unpack(packed: dict) -> dict:
-    """What `pack` was given."""
+    """Returns what `pack` was given."""
     return layouts.unpack(packed)

@@ -1,4 +1,5 @@
-"""What tells models apart: digests of all their weights, of which one array at a time is on the host."""
+"""Digests that tell models apart by all of their weights, computed with one array at a time on the
+host."""
 
 import functools
 import hashlib
@@ -11,23 +12,27 @@ import numpy as np
 from specdec_jax.models import layouts
 from specdec_jax.models.sharding import ShardingRules, pinned
 
-# Of a digest that does not depend on the dtype in which a model computes; digests of corners alone have no prefix.
+# The prefix of digests by `rounded`; those by `of_corners` have none.
 ROUNDED = "bfloat16:"
 _BLOCK = 1 << 20  # numbers that are rounded and hashed at a time
 
 
 def rounded(params: dict, rules: ShardingRules | None) -> str:
-    """The digest of the weights rounded to bfloat16: the same for a checkpoint whatever dtype it is loaded in.
+    """Returns the digest of the weights rounded to bfloat16, the same in whatever dtype a
+    checkpoint is loaded.
+
+    It depends neither on the layout of the weights nor on the mesh.
 
     Args:
-      params: in the loop's layout, which does not matter.
-      rules: how they lie on a mesh, which does not matter either; None: on one device.
+      params: weights in the loop's layout.
+      rules: how they lie on a mesh; None: on one device.
     """
     return ROUNDED + _digest(params, rules, np.dtype(jnp.bfloat16))
 
 
 def exact(params: dict, rules: ShardingRules | None) -> str:
-    """The digest of the very numbers that a model computes with; arguments as for `rounded`."""
+    """Returns the digest of the exact weights that a model computes with; the arguments are those
+    of `rounded`."""
     return _digest(params, rules, None)
 
 
@@ -43,15 +48,18 @@ def _digest(params: dict, rules: ShardingRules | None, dtype: np.dtype | None) -
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The numbers of `array` in order, so many at a time that nothing as large as it is made."""
+    """Yields the numbers of `array` in order, in blocks, so that no second array of its size is
+    made."""
     flat = array.reshape(-1)
     return (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
 
 
 def _on_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
-    """`array`, of which other processes may hold parts.
+    """Returns `array`, of which other processes may hold parts, on the host.
 
-    JAX keeps what it copied to the host as long as the array lives: in the end a second copy of all weights.
+    It is a copy on the device that is read: JAX keeps what it has read of an array as long as the
+    array lives, which would become a second copy of all weights. On a CPU the host shares the
+    device's memory, and nothing is copied.
     """
     shared = rules is None and jax.default_backend() == "cpu"
     return np.asarray(array if shared else _copied(array, rules))
@@ -59,13 +67,21 @@ def _on_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _copied(array: jax.Array, rules: ShardingRules | None) -> jax.Array:
-    """A copy that every device has whole."""
+    """Returns a copy that every device has whole."""
     return pinned(jnp.copy(array), rules)
 
 
 def of_corners(params: dict, rules: ShardingRules | None, last_layer: str) -> str:
-    """What folders hold that were written before all weights counted: a digest of the corners of the arrays of the last
-    decoder layer and the head. Two models may share it; arguments as for `rounded`."""
+    """Returns the digest that earlier versions stored, before all weights counted; two models may
+    share it.
+
+    It is made of the corners of the arrays of the embedding, the last decoder layer, the last norm
+    and the head.
+
+    Args:
+      params, rules: as for `rounded`.
+      last_layer: name of the last decoder layer.
+    """
     names = (last_layer, "decoder_norm", "logits_dense")
     decoder = {name: params["decoder"][name] for name in names if name in params["decoder"]}
     corners = _corners({"token_embedder": params["token_embedder"], "decoder": decoder}, rules)
@@ -77,6 +93,6 @@ def of_corners(params: dict, rules: ShardingRules | None, last_layer: str) -> st
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _corners(packed, rules):
-    """The first 8 of every axis of every array, in bfloat16."""
+    """Returns the first 8 places along every axis of every array, in bfloat16."""
     corner = lambda leaf: leaf[tuple(slice(8) for _ in leaf.shape)].astype(jnp.bfloat16)
     return pinned(jax.tree.map(corner, layouts.unpack(packed)), rules)

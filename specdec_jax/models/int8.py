@@ -1,5 +1,8 @@
-"""Kernels in 8 bits. On a CPU `panels.py` multiplies them, with inputs rounded to 16 bits;
-elsewhere they are for drafters alone, since inputs are rounded to 8 bits too."""
+"""Kernels in 8 bits, and their product with inputs that are rounded to 8 bits too.
+
+Because of those inputs the product here is for drafters alone. On a CPU `panels.py` multiplies such
+kernels, with inputs rounded to 16 bits, and for targets too.
+"""
 
 import flax.struct
 import jax
@@ -11,7 +14,8 @@ _MOST = 127
 
 @flax.struct.dataclass
 class Int8Kernel:
-    """A kernel of which column f is about `values[:, f] · scales[f]`: symmetric, one scale for each output."""
+    """A kernel in 8 bits, with one scale for each output: column f is about `values[:, f] ·
+    scales[f]`."""
 
     values: Int8[Array, "D F"]
     scales: Float32[Array, " F"]
@@ -21,15 +25,16 @@ class Int8Kernel:
         return cls(*_rounded(kernel, 0))
 
     def matrix(self) -> Float32[Array, "D F"]:
-        """Returns the kernel."""
+        """Returns the kernel as float32."""
         return self.values.astype(jnp.float32) * self.scales
 
     def product(self, x: Float[Array, "*N D"], output_dtype) -> Float[Array, "*N F"]:
-        """`x` times the kernel; every row of x is rounded alike, the sums are exact in int32."""
+        """Returns `x` times the kernel; every row of `x` is rounded with a scale of its own, sums
+        are exact in int32."""
         rows = x.reshape(-1, x.shape[-1])
         values, scales = _rounded(rows, 1)
-        # XLA's product of a single row on a CPU reads a copy of the whole kernel in int32, that of
-        # two the kernel itself.
+        # On a CPU, XLA's product of a single row reads a copy of the whole kernel in int32; its
+        # product of two rows reads the kernel itself.
         values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
         sums = jax.lax.dot_general(values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
         y = sums[: len(rows)].astype(jnp.float32) * scales[:, None] * self.scales
@@ -37,7 +42,8 @@ class Int8Kernel:
 
 
 def _rounded(x: Float[Array, "N F"], axis: int) -> tuple[Int8[Array, "N F"], Float32[Array, " scales"]]:
-    """Nearest integers of a matrix in units that let its greatest magnitude along `axis` be 127, and the units."""
+    """Rounds a matrix to integers times scales, with 127 for the greatest magnitude along `axis`;
+    returns both."""
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=axis) / _MOST
     units = jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)

@@ -1,4 +1,4 @@
-"""A network with its parameters, vocabulary and special ids: `LanguageModel`, what `load` gives
+"""`LanguageModel`, a network with its parameters, vocabulary and special ids: what `load` returns
 and `generate` takes."""
 
 import functools
@@ -30,18 +30,20 @@ class LanguageModel:
     """A network with its parameters, vocabulary and special ids.
 
     Attributes:
-      config: shape of the network.
-      params: nested dict of arrays, named as in T5X; made from the loop's layout when asked for.
-      vocabulary: maps text to ids, or None (then inputs and outputs are ids).
-      start_token: id that every decoder sequence starts with; of a decoder-only model, those without a prompt.
+      config: the network's shape.
+      params: nested dict of arrays, named as in T5X; converted from the loop's layout at every
+        access.
+      vocabulary: maps text to ids; None: inputs and outputs are ids.
+      start_token: id that every decoder sequence begins with; in a decoder-only model, every
+        sequence with an empty prompt.
       eos_ids: ids that end a sequence.
-      name: for messages and records.
-      encoder_fingerprint: of the model whose encoder output this one was trained on, where it has
-        no encoder; None: unknown.
-      network: the same as the jitted functions take it.
-      quantized: its kernels, the head's too, are in 8 bits, a scale for each output; inputs of
-        products are rounded to 16 bits, all else is float32. `params` has what their values times
-        their scales are.
+      name: name in messages and records.
+      encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
+        whose encoder output it was trained on; None: unknown.
+      network: the same model as jitted functions take it.
+      quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output.
+        Inputs of products are then rounded to 16 bits, and all else is float32; `params` has the
+        values times the scales.
     """
 
     def __init__(
@@ -49,11 +51,21 @@ class LanguageModel:
         donate_params=False,
         encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
     ):  # fmt: skip
-        """Args as the attributes; `rules`: how the parameters are laid out on a mesh, None: on one
-        device. With `donate_params` the nested dicts of `params` are emptied while the weights are
-        brought into the loop's layout, so that at most one kernel exists twice. Kernels of `params`
-        may be `Int8Kernel`s, all or none, where `panels.usable` (else ValueError), and then the
-        head of a model whose head is its embedding may be there too, "decoder/logits_dense/kernel"."""
+        """Checks the ids and converts the parameters to the loop's layout; arguments without a line
+        are attributes.
+
+        Args:
+          params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s where
+            `panels.usable`; a model whose head is its embedding may then have a head too,
+            "decoder/logits_dense/kernel".
+          donate_params: whether the nested dicts of `params` may be emptied during the conversion,
+            so that at most one kernel exists twice.
+          rules: how the parameters lie on a mesh; None: on one device.
+
+        Raises:
+          ValueError: an id without a logit, a shape that the mesh cannot divide, or kernels in 8
+            bits where they cannot be used.
+        """
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.encoder_fingerprint = encoder_fingerprint
@@ -79,9 +91,10 @@ class LanguageModel:
         cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random", rules=None,
         quantize: str | None = None,
     ) -> "LanguageModel":  # fmt: skip
-        """A model with randomly initialised parameters in the configuration's dtype, for tests and timing.
+        """Makes a model with random parameters in the configuration's dtype, for tests and timing.
 
-        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none" leave them as they are.
+        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none"
+        leave them as they are.
         """
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
@@ -97,21 +110,26 @@ class LanguageModel:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Tells models with different weights apart, whatever their dtype or layout: what was
-        trained on the states of one fits no other."""
+        """A digest of all weights rounded to bfloat16, whatever their dtype and layout.
+
+        What was trained on the states of a model stores it, since it fits no other model.
+        """
         return identity.rounded(self.network.params, self.network.rules)
 
     @functools.cached_property
     def contents(self) -> str:
-        """Tells models apart that may compute different numbers: by their weights to the last bit,
-        dtype, shape, and whether
-        they are in 8 bits, whose products are rounded elsewhere than those of the same numbers in float32."""
+        """A digest of the exact weights, with the configuration and whether the weights are in 8
+        bits.
+
+        Models that may compute different numbers differ in it. Weights in 8 bits count as different
+        from the same numbers in float32, because inputs of their products are rounded.
+        """
         exact = identity.exact(self.network.params, self.network.rules)
         return f"{exact} {self.config}{' in 8 bits' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
-        """Whether a `fingerprint` that was stored is this model's; earlier versions stored one
-        of a part of the weights."""
+        """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest
+        of some weights only."""
         whole = str(fingerprint).startswith(identity.ROUNDED)
         return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
 
@@ -121,20 +139,22 @@ class LanguageModel:
         return identity.of_corners(self.network.params, self.network.rules, last)
 
     def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> Logits:
-        """Teacher-forced logits of the token after each of `decoder_tokens`.
+        """Returns the teacher-forced logits of the token after each of `decoder_tokens`.
 
         Args:
-          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. Of a decoder-only model what comes before
-            `decoder_tokens`, where 0 is an id like others, or None for nothing.
-          decoder_tokens: `[B, T]` decoder inputs, the start token first; of a decoder-only model
+          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. For a decoder-only model they
+            are the tokens before `decoder_tokens`, 0 is an ordinary id, and None means that there
+            are none.
+          decoder_tokens: `[B, T]` decoder inputs, the start token first; for a decoder-only model
             any part of a sequence.
-          input_lengths: `[B]`, optional.
-          encoder: the model whose encoder reads the inputs, for one with an `encoder_dim`; else None.
+          input_lengths: `[B]`, number of ids of each input that count; None: see `inputs`.
+          encoder: the model whose encoder reads the inputs, for a model with an `encoder_dim`; else
+            None.
 
         Raises:
-          ValueError: an id that the model lacks (those of `inputs` at or past a row's length do not
-            matter), more ids than it has positions, no inputs for a model with an encoder, no
-            `encoder` where one is needed, or one that does not fit.
+          ValueError: an id that the model lacks (ids of `inputs` past a row's length do not
+            matter), more ids than it has positions, no inputs for a model with an encoder, or an
+            `encoder` that is missing or does not fit.
         """
         if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
             got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
@@ -164,7 +184,8 @@ class LanguageModel:
 
 
 def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
-    """Raises ValueError where a special id or a piece of the vocabulary has no logit."""
+    """Checks that every special id and every piece of the vocabulary has a logit; raises ValueError
+    otherwise."""
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:

@@ -1,6 +1,6 @@
 """Building blocks of T5-family and GPT-like networks, with T5X's parameter names and numerics.
 
-Axis letters: see `axes.py`.
+The letters of axes are in `axes.py`.
 """
 
 import functools
@@ -71,7 +71,7 @@ class LayerNorm(nn.Module):
 
 
 class Embedder(nn.Module):
-    """A table `[rows, features]`; an index past its end takes the last row."""
+    """An embedding table `[rows, features]`; an index past its end gives the last row."""
 
     rows: int
     features: int
@@ -84,18 +84,20 @@ class Embedder(nn.Module):
         self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
 
     def __call__(self, indices: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
-        """Rows; `live` as for `apply_kernel`."""
+        """Returns the rows with these indices; `live` as for `apply_kernel`."""
         if self.native:
             return panels.rows(self.embedding, indices, live)
-        # A drafter may meet ids that it lacks, a draft may reach past the last position; the
-        # default mode would give NaN, which its cache would keep.
+        # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
+        # these the default mode would give NaN, which would stay in the cache.
         return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
 
 
 class Dense(nn.Module):
-    """Linear map with a 2-D kernel; bias-free, as in T5X checkpoints, unless `use_bias`.
+    """A linear map with a kernel `[D, F]`, without bias, as in T5X's checkpoints, unless
+    `use_bias`.
 
-    `matmul_dtype` rounds the operands of the product only (training on a CPU with bfloat16 instructions).
+    `matmul_dtype` is the dtype to which the operands of the product, and nothing else, are rounded:
+    for training on a CPU with bfloat16 instructions.
     """
 
     features: int
@@ -107,7 +109,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
-        """`live`: rows that count; others may be left out where that saves time (`apply_kernel`)."""
+        """Applies the map to `x`; `live` as for `apply_kernel`."""
         y = self._without_bias(x, live)
         if not self.use_bias:
             return y
@@ -117,7 +119,8 @@ class Dense(nn.Module):
         self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, before: Before = Before("nothing"),
         residual: Float[Array, "*N F"] | None = None, clear: bool = True,
     ) -> Float[Array, "*N F"]:  # fmt: skip
-        """`before(x)` through the map, plus `residual`, for a kernel in panels; see `Panels.product`."""
+        """Applies the map to `before(x)` and adds `residual`, for a kernel in panels; see
+        `Panels.product`."""
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
         return kernel.product(x, dtype, live, before, bias, residual, clear)
@@ -125,12 +128,12 @@ class Dense(nn.Module):
     def peak(
         self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None, normalize: bool
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """As `Panels.peak`, for a kernel in panels, without bias."""
+        """Does what `Panels.peak` does, for a kernel in panels without bias."""
         return self.get_variable("params", "kernel").peak(x, live, normalize)
 
     def _without_bias(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None) -> Float[Array, "*N F"]:
         if self.has_variable("params", "kernel"):
-            kernel = self.get_variable("params", "kernel")  # maybe packed: linen would refuse its shape
+            kernel = self.get_variable("params", "kernel")  # if packed, `self.param` would refuse its shape
         else:
             kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         output_dtype = self.output_dtype or self.dtype
@@ -146,10 +149,10 @@ def apply_kernel(
     x: Float[Array, "*N D"], kernel: Float[Array, "D F"] | Panels | Int8Kernel, output_dtype,
     live: Bool[Array, "*N"] | None = None,
 ) -> Float[Array, "*N F"]:  # fmt: skip
-    """`x` times a kernel: the one place where a weight matrix meets activations.
+    """Returns `x` times a kernel, however the kernel is stored.
 
     Args:
-      live: False for rows whose result does not matter; with `Panels` they are not computed.
+      live: False for rows of `x` whose result does not matter; with `Panels` they are not computed.
     """
     if isinstance(kernel, Panels):
         return kernel.product(x, output_dtype, live)
@@ -161,26 +164,32 @@ def apply_kernel(
 def product(
     a: Float[Array, "..."], b: Float[Array, "..."], contracted, batch=((), ()), dtype=jnp.float32
 ) -> Float[Array, "..."]:
-    """Returns `lax.dot_general` of `a` and `b` at the precision of their dtype, which is the
-    same; the result is in `dtype`."""
+    """Returns `lax.dot_general` of `a` and `b`, which have one dtype, at the precision of
+    `precision_of`.
+
+    The result is in `dtype`.
+    """
     return jax.lax.dot_general(a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype)
 
 
 def precision_of(dtype) -> jax.lax.Precision | None:
-    """Returns what every product of operands of this dtype asks of its device: the highest precision for float32.
+    """Returns the precision that products of operands of this dtype ask for: the highest for
+    float32, else None.
 
-    Unasked, a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU to TF32, while it may not do so in a product
-    over a single row: calls over one position and over several would then differ by more than float32's rounding. A
-    CPU computes the same either way.
+    By default a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU rounds them to TF32, but
+    perhaps not in a product over a single row: calls over one position and over several would then
+    differ by more than float32's rounding. On a CPU the precision makes no difference.
     """
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rounded_product(x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype) -> Float32[Array, "N F"]:
-    """`x · kernel` in float32 from operands rounded to `dtype`, in the backward pass too.
+    """Returns `x · kernel` in float32 from operands rounded to `dtype`; the backward pass rounds
+    its operands too.
 
-    JAX's own transpose rule would multiply float32 cotangents, which costs twice the time where bfloat16 is native.
+    JAX's own transpose rule would multiply float32 cotangents, which takes twice as long where
+    bfloat16 is native.
     """
     return product(x.astype(dtype), kernel.astype(dtype), ((1,), (0,)))
 
@@ -199,9 +208,11 @@ _rounded_product.defvjp(_rounded_forward, _rounded_backward)
 
 
 class GatedMLP(nn.Module):
-    """Feed-forward block: one activation (T5 1.0, relu; GPT-2, gelu) or the product of two (T5 1.1, gelu × linear).
+    """A feed-forward block: one activation (T5 1.0: relu; GPT-2: gelu) or the product of two (T5
+    1.1: gelu × linear).
 
-    `native`, with `fused`, for kernels in panels.
+    With `fused`, the two input kernels of a gated block are one; with `native`, which needs
+    `fused`, kernels are in panels.
     """
 
     mlp_dim: int
@@ -217,12 +228,13 @@ class GatedMLP(nn.Module):
     def __call__(
         self, x: States, norm: Callable, dropped: Callable = lambda y: y, deterministic: bool = True, live: Live = None
     ) -> States:
-        """`x + dropped(this(norm(x)))`; `live` as for `apply_kernel`."""
+        """Returns `x + dropped(block(norm(x)))`; `live` as for `apply_kernel`."""
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
         if self.native:
             wide = dense(count * self.mlp_dim, name="wi" if count == 1 else "wi_fused")
-            hidden = wide.in_panels(x, live, norm.before(), clear=False)  # the next kernel reads what is live
+            # Rows that are not live need not be cleared: the next product does not read them.
+            hidden = wide.in_panels(x, live, norm.before(), clear=False)
             gate = Before("activation" if count == 1 else "gate", activations=self.activations)
             return dense(x.shape[-1], name="wo").in_panels(hidden, live, gate, x)
         before, x = x, norm(x)
@@ -240,11 +252,12 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of T queries per row over given keys and values; no 1/√K scaling, as in T5 (GPT scales its
-    queries).
+    """Multi-head attention of T queries per row over given keys and values, without scaling by
+    1/√K, as in T5.
 
-    `fused` reads the query, key and value kernels as one matrix `qkv [D, 3·H·K]`: fewer, larger products in the decode
-    loop (see `layouts.py`). `native`, with `fused`, attends by `panels.py` instead of XLA.
+    (GPT divides its queries by `divisor`.) With `fused`, the query, key and value kernels are one
+    matrix `qkv [D, 3·H·K]`, for fewer and larger products in the decode loop (see `layouts.py`).
+    With `native`, which needs `fused`, attention runs in `panels.py` instead of XLA.
     """
 
     heads: int
@@ -259,7 +272,7 @@ class Attention(nn.Module):
     def setup(self):
         size = self.heads * self.features
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
-        # T5 folds the 1/√K of the scores into the initial queries.
+        # T5 folds the 1/√K of the scores into the initial query kernel.
         query_init = lambda *args: _fan_in_normal(*args) / np.sqrt(self.features)
         self.query = dense(size, kernel_init=query_init)
         self.key = dense(size, kernel_init=_fan_in_normal)
@@ -270,11 +283,11 @@ class Attention(nn.Module):
     def _split(
         self, x: Float[Array, "B T {self.heads}*{self.features}"]
     ) -> Float[Array, "B {self.heads} T {self.features}"]:
-        """Gives every head its features."""
+        """Splits the last axis into heads, and puts the axis of heads before that of positions."""
         return x.reshape(*x.shape[:2], self.heads, self.features).transpose(0, 2, 1, 3)
 
     def project(self, x: States) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
-        """Queries, keys and values."""
+        """Returns queries, keys and values of `x`."""
         if self.fused:
             return tuple(self._split(part) for part in jnp.split(self.qkv(x), 3, axis=-1))
         return self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
@@ -283,7 +296,7 @@ class Attention(nn.Module):
         return self._split(self.query(x))
 
     def project_key_value(self, x: Encoded, live: Mask | None = None) -> KVCache:
-        """Keys and values for cross-attention; `live` as for `apply_kernel`."""
+        """Returns the keys and values of cross-attention; `live` as for `apply_kernel`."""
         return KVCache(key=self._split(self.key(x, live)), value=self._split(self.value(x, live)))
 
     def to_cache(
@@ -291,19 +304,22 @@ class Attention(nn.Module):
         divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
         nodes: Nodes | None = None,
     ) -> tuple[States, KVCache]:  # fmt: skip
-        """`x + dropped(self-attention of norm(x))`, and the cache after keys and values were written to it.
+        """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and
+        values.
 
         Args:
-          cache: of which `positions` are the first slots that are written; None: the keys and values
-            of `x` are all.
-          mask, bias: as for `attend`; where this is native and there is a cache, the mask does not
-            matter, and the bias is that of every query position, `[S, H, S]`.
-          divisor: of the queries.
+          cache: keys and values of earlier tokens; None: `x` is a whole sequence.
+          positions: the first slot of the cache that each row writes.
+          mask, bias: as for `attend`. With `native` and a cache, the mask is not read, and the bias
+            is that of all query positions, `[S, H, S]`.
+          divisor: number by which queries are divided.
           live: as for `apply_kernel`; the live positions of a row come first.
-          nodes: where T nodes of trees lie, in place of `positions`; where this is native the bias is then `[H, P]`.
+          dropped: dropout.
+          nodes: where the T tokens lie if they are nodes of trees, in place of `positions`. With
+            `native` the bias is then that of the last of P query positions, `[H, P]`.
         """
         if self.native and cache is not None:
-            # What is not live need not be cleared: the next kernel does not read it.
+            # Positions that are not live need not be cleared: the next product does not read them.
             qkv, key, value = self.qkv.in_panels(x, live, norm.before(), clear=False), cache.key, cache.value
             if nodes is None:
                 found = panels.attend_to_cache(qkv, key, value, bias, positions, divisor, live, clear=False)
@@ -325,7 +341,8 @@ class Attention(nn.Module):
         self, x: States, norm: Callable, cross: KVCache, mask: Mask, live: Live = None,
         dropped: Callable = lambda y: y,
     ) -> States:  # fmt: skip
-        """`x + dropped(cross-attention of norm(x))`; `mask` is True where there is a token, a prefix of each row."""
+        """Returns `x + dropped(cross-attention of norm(x))`; `mask` is True at tokens, which come
+        first in each row."""
         if self.native:
             query = self.query.in_panels(x, live, norm.before(), clear=False)
             attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
@@ -335,7 +352,8 @@ class Attention(nn.Module):
     def to_inputs(
         self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropped: Callable = lambda y: y
     ) -> Encoded:
-        """`x + dropped(an encoder's attention of norm(x))`; mask as for `to_encoded`, bias by query position."""
+        """Returns `x + dropped(self-attention of norm(x))` in an encoder; `mask` as for
+        `to_encoded`."""
         if self.native:
             attended = panels.attend_to_inputs(
                 self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask)
@@ -349,12 +367,13 @@ class Attention(nn.Module):
         self, query: Float[Array, "B H T K"], cache: KVCache, mask: Bool[Array, "#B 1 #T S"],
         bias: Float[Array, "#B H T S"] | None = None,
     ) -> States:  # fmt: skip
-        """Attention output.
+        """Returns the output of attention.
 
         Args:
-          cache: the values must be finite everywhere.
-          mask: False where a key must not be seen, whatever the key is.
-          bias: of positions.
+          cache: keys, which may be anything where `mask` is False, and values, which must be finite
+            everywhere.
+          mask: True where a query attends to a key.
+          bias: position bias, added to the scores.
         """
         batch, query = query.shape[0], query if cache.key.ndim == 4 else query[0]
         einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))

@@ -1,8 +1,9 @@
-"""The decode loop's own tree of weights: fewer products, and on a CPU better shaped ones; the same numbers.
+"""The decode loop's own layout of the weights, which makes products fewer and, on a CPU, faster.
 
-Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional kernels. The jitted loop takes a tree in
-which the query, key and value kernels of a self-attention are one, the gated feed-forward's two input kernels are one,
-and, where the CPU's own product is there (`panels.py`), every kernel is stored in panels.
+Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional kernels. The jitted loop
+takes another tree with the same numbers: the query, key and value kernels of a self-attention are
+joined into one, the two input kernels of a gated feed-forward block are joined into one, and, where
+the CPU's own kernels are used (`panels.py`), every kernel is stored in panels.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.panels import Panels
 
-# Fused kernel: (its name, the names it is made of, along the output axis).
+# By the name of the node: the name of the joint kernel, and the names of the kernels joined, along
+# the output axis.
 _FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
 Kernel = Float[Array, "..."] | Panels | Int8Kernel
@@ -23,15 +25,17 @@ Plain = Float[Array, "..."] | Int8Kernel  # a kernel as a checkpoint has it
 
 
 def pack(params: dict, panels: bool, fused: bool = True) -> dict:
-    """Returns the loop's tree, made from `params` (T5X's tree), whose nested dicts are emptied on the way.
+    """Converts T5X's tree to the loop's, leaf by leaf, so that the two trees never exist side by
+    side.
 
-    Leaf by leaf, so that the two never exist side by side; jitted, so that a kernel is copied once.
+    What converts a leaf is jitted, so that a kernel is copied only once.
 
     Args:
-      params: kernels are arrays `[D, F]`, or `Int8Kernel`s.
-      panels: kernels are stored in panels.
-      fused: False joins no kernels: one that is divided by its outputs among devices must not be a
-        joint one of queries, keys and values.
+      params: T5X's tree, whose kernels are arrays `[D, F]` or `Int8Kernel`s. Its nested dicts are
+        emptied on the way.
+      panels: whether kernels are stored in panels.
+      fused: whether kernels with the same input are joined. On a mesh that divides kernels by their
+        outputs they must not be: one device would get the queries and another the values.
     """
     return {name: _pack(name, params.pop(name), panels, fused) for name in list(params)}
 
@@ -56,12 +60,12 @@ def lay(kernel, panels: bool) -> Kernel:
     """Returns a kernel `[D, F]`, an array or an `Int8Kernel`, as the loop takes it."""
     if panels:
         return Panels.of(kernel)
-    # NumPy's would be copied every call.
+    # A NumPy array would be copied to the device at every call.
     return kernel if isinstance(kernel, Int8Kernel) else jnp.asarray(kernel)
 
 
 def is_kernel(node) -> bool:
-    """Returns whether it is a kernel that is stored in some way of its own."""
+    """Returns whether `node` is a kernel that is not stored as an array."""
     return isinstance(node, Panels | Int8Kernel)
 
 
@@ -78,9 +82,11 @@ def shape_of(kernel: Kernel) -> tuple[int, int]:
 
 
 def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dict:
-    """`packed` with `function` of every kernel that a decoder step multiplies with; all other arrays are shared.
+    """Returns `packed` with `function` applied to every kernel of a decoder step; all other arrays
+    are shared.
 
-    Cross-attention's keys and values are no such kernels: they are made once, of the encoder's whole output.
+    The key and value kernels of cross-attention are left out: they multiply the encoder's output
+    once, before any step.
     """
 
     def mapped(path, leaf):
@@ -93,7 +99,7 @@ def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dic
 
 
 def step_kernels(packed: dict) -> list[Kernel]:
-    """Returns the kernels that a decoder step multiplies with."""
+    """Returns all kernels by which a decoder step multiplies."""
     found: list[Kernel] = []
 
     def note(kernel: Kernel) -> Kernel:
@@ -105,22 +111,22 @@ def step_kernels(packed: dict) -> list[Kernel]:
 
 
 def unpack(packed: dict) -> dict:
-    """Returns T5X's tree again (new arrays where kernels were packed)."""
+    """Returns T5X's tree again, with new arrays for kernels that were packed."""
     return flax.traverse_util.unflatten_dict(dict(parameters(packed)))
 
 
 def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..."]]]:
-    """Yields the arrays of T5X's tree with their paths, one after the other: no two that were
-    packed need be there at a time."""
+    """Yields the arrays of T5X's tree with their paths; each kernel is unpacked only when its turn
+    comes."""
     for path, value in stored_parameters(packed):
         yield path, matrix(value)
 
 
 def stored_parameters(packed: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Plain]]:
-    """As `parameters`, but for kernels in 8 bits, which are `Int8Kernel`s.
+    """Yields what `parameters` yields, but kernels in 8 bits as `Int8Kernel`s.
 
     Args:
-      path: of `packed` in the tree.
+      path: the path of `packed` in the whole tree.
     """
     fused, parts = _FUSED.get(path[-1], _GATED) if path else _GATED
     for name, value in packed.items():
@@ -141,18 +147,20 @@ def _plain(kernel: Kernel) -> Plain:
 
 
 def _divide(kernel: Plain, count: int) -> list[Plain]:
-    """The opposite of joining kernels along the output axis."""
+    """Splits a kernel along the output axis into `count` kernels: the inverse of `_join`."""
     arrays, tree = jax.tree.flatten(kernel)
     return [tree.unflatten(parts) for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))]
 
 
 def with_head(packed: dict, tied: bool, panels: bool, ids: Int[Array, " F"] | None = None) -> dict:
-    """Returns `packed` with a head of its own, which is no parameter; all other arrays are shared.
+    """Returns `packed` with a kernel for its head, which is a copy and no parameter; all other
+    arrays are shared.
 
     Args:
-      tied: the head of `packed` is its embedding, unless there is one, made of it, already.
-      panels: as in `pack`.
-      ids: of the columns; None: all.
+      tied: whether the model's head is its embedding; a kernel that was already made of it is used
+        if there is one.
+      panels: as for `pack`.
+      ids: the ids for which the head has columns; None: all.
     """
     kernel: Plain
     if tied and "logits_dense" not in packed["decoder"]:
@@ -166,7 +174,7 @@ def with_head(packed: dict, tied: bool, panels: bool, ids: Int[Array, " F"] | No
 
 
 def in_int8(packed: dict) -> dict:
-    """Returns `packed` with every kernel that a decoder step multiplies with in 8 bits; all other arrays are shared."""
+    """Returns `packed` with every kernel of a decoder step in 8 bits; all other arrays are shared."""
     return _map_step_kernels(_in_int8, packed)
 
 
@@ -177,7 +185,8 @@ def _in_int8(kernel: Kernel) -> Kernel:
 
 
 def round_params(params: dict) -> dict:
-    """Returns T5X's tree with all kernels in 8 bits; the nested dicts of `params` are emptied on the way."""
+    """Returns T5X's tree `params` with all kernels in 8 bits; its nested dicts are emptied on the
+    way."""
     found = {}
     for name in list(params):
         value = params.pop(name)

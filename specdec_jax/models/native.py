@@ -1,9 +1,10 @@
-"""The CPU's own kernels: `native.cc`, compiled at first use by the system's C++ compiler, tried, loaded and registered.
+"""The CPU's own kernels: compiles `native.cc` at first use with the system's C++ compiler, and
+tries and loads it.
 
 The library lies in the user's cache under a name made of all that it depends on, processor
 included, so that one made for another machine, jaxlib or compiler is never loaded. A process of its
-own tries it first (probe.py), since what is wrong with a library may end the process that loads it.
-What came out, a failure too, is remembered in a file beside it.
+own tries it first (`probe.py`), since a faulty library may end the process that loads it. The
+result, a failure too, is recorded in a file beside it.
 """
 
 import contextlib
@@ -49,7 +50,8 @@ _SOURCE = pathlib.Path(__file__).with_name("native.cc")
 _PROBE = pathlib.Path(probe.__file__)
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
-# The first that the compiler takes: some for ARM know only the second.
+# Flags for this processor, of which the first that the compiler accepts are used: some compilers
+# for ARM know only the second.
 _NATIVE = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
 _FORGOTTEN = (
@@ -63,34 +65,37 @@ _VECTORS = {
 
 
 def available() -> bool:
-    """Whether the kernels are loaded and `TARGETS` registered; never raises.
+    """Returns whether the kernels are loaded and `TARGETS` registered; never raises.
 
-    The first call in a process loads them; the first with this package, jaxlib, compiler and processor compiles them,
-    which takes seconds and is said on standard error, as is why there are none.
+    The first call in a process loads them; the first with this package, jaxlib, compiler and
+    processor compiles them, which takes seconds. A line on standard error says so, or why there are
+    no kernels.
     """
     return _settled().library is not None
 
 
 def state() -> str:
-    """Which library is used, or why none is, as a line for people; asks `available` first."""
+    """Returns a line for people that says which library is used, or why none is; loads it as
+    `available` does."""
     return _settled().line
 
 
 def origin() -> str | None:
-    """How the library in use was made, without naming a path: "built with g++ 12.2 for znver4
-    (avx512)"; None without one."""
+    """Returns how the library in use was made, without a path: "built with g++ 12.2 for znver4
+    (avx512)"; None without a library."""
     return _settled().origin
 
 
 def identity() -> str | None:
-    """Returns a digest of the source, compiler, processor and contents of the library in use; None without one."""
+    """Returns a digest of the source, compiler, processor and contents of the library in use; None
+    without one."""
     library = _settled().library
     return library and pathlib.Path(library).stem
 
 
 class _State(NamedTuple):
-    """What a process has settled on: the library's path and how it was made, None without one,
-    and a line that says so."""
+    """The library that a process uses: its path and how it was made, both None without one, and a
+    line that says so."""
 
     library: str | None
     origin: str | None
@@ -105,7 +110,8 @@ class _Library(NamedTuple):
 
 
 class _Compiler(NamedTuple):
-    """A compiler: the words of a command that calls it, its name, and the first line of what it says of its version."""
+    """A compiler: the words of a command that calls it, its name, and the first line of what it
+    says of its version."""
 
     command: tuple[str, ...]
     name: str
@@ -113,11 +119,12 @@ class _Compiler(NamedTuple):
 
 
 class _Unusable(Exception):
-    """Why there is no kernel."""
+    """The reason why there are no kernels."""
 
 
 class _Failed(_Unusable):
-    """A failure that would come again: of the compiler, or of what it made."""
+    """A failure that would come again, of the compiler or of the library that it made; it is
+    recorded."""
 
 
 _lock = threading.RLock()
@@ -163,10 +170,10 @@ def _say(line: str) -> None:
 
 
 def _find() -> _Library:
-    """The library in the cache, made first where it is missing.
+    """Returns the library in the cache, which is made first if it is missing.
 
     Raises:
-      _Unusable: there is none.
+      _Unusable: there can be no library.
       OSError, ValueError: the cache cannot be used.
     """
     setting = os.environ.get(SETTING, "")
@@ -192,7 +199,8 @@ def _find() -> _Library:
 
 
 def _key(source: bytes, compiler: _Compiler) -> str:
-    """Name of all that decides what a library is and where it runs."""
+    """Returns a digest of all that decides what a library contains and where it runs; its name
+    begins with it."""
     parts = [
         source, _PROBE.read_bytes(), jaxlib.__version__, *compiler.command, os.path.realpath(compiler.command[0]),
         compiler.version,
@@ -206,7 +214,8 @@ def _digest(content: bytes) -> str:
 
 
 def _features() -> str:
-    """What tells processors apart for which different instructions are generated."""
+    """Returns a text that differs between processors for which a compiler generates different
+    instructions."""
     if sys.platform == "darwin":
         return _run(["sysctl", "-n", "machdep.cpu.brand_string"], _ASK_SECONDS).output
     try:
@@ -218,7 +227,8 @@ def _features() -> str:
 
 
 def _libc() -> str | None:
-    """Version of the C library, before which what is linked here may not load; None where the system tells none."""
+    """Returns the version of the C library, since a library linked here may not load with an older
+    one; None: unknown."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION")
     except (OSError, ValueError):
@@ -226,7 +236,8 @@ def _libc() -> str | None:
 
 
 def _compiler() -> _Compiler:
-    """CXX, or the first of `_COMPILERS` on PATH; raises `_Unusable` without one."""
+    """Finds the compiler: CXX, or the first of `_COMPILERS` on PATH; raises `_Unusable` without
+    one."""
     named = os.environ.get("CXX", "").strip()
     for words in [shlex.split(named)] if named else [[name] for name in _COMPILERS]:
         path = shutil.which(words[0])
@@ -244,7 +255,8 @@ def _compiler() -> _Compiler:
 
 
 def _remembered(record: pathlib.Path) -> _Library | None:
-    """The library that a record tells of, None without a whole one; raises `_Unusable` where it tells of a failure."""
+    """Returns the library of a record, None if it is missing or damaged; raises `_Unusable` for a
+    recorded failure."""
     try:
         content = json.loads(record.read_bytes())
         if "failed" in content:
@@ -259,7 +271,10 @@ def _remembered(record: pathlib.Path) -> _Library | None:
 
 
 def _library_name(key: str, content: bytes) -> str:
-    """Names a library by its contents too: two processes may make it at once, and one that was cut short is seen."""
+    """Returns the name of a library, made of its contents too.
+
+    So two processes may make it at once, and a file that was cut short is noticed.
+    """
     return f"{key}-{_digest(content)}.so"
 
 
@@ -287,7 +302,8 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
 
 
 def _native(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
-    """The flags that make the most of this processor, and what the compiler then takes it for: "znver4 (avx512)"."""
+    """Returns the flags for this processor, and how the compiler describes it with them: "znver4
+    (avx512)"."""
     for flags in _NATIVE:
         asked = _run([*compiler.command, *flags, "-dM", "-E", "-x", "c++", "-"], _ASK_SECONDS)
         if asked.code == 0:
@@ -302,7 +318,8 @@ def _try(library: pathlib.Path) -> None:
     """Runs the library's kernels in a process of its own; raises `_Failed` where they do not work."""
     if not sys.executable:
         raise _Unusable("no Python interpreter is known to try it with")
-    # It finds what this process does, and sees none of its settings for Python and JAX.
+    # The process finds the same packages as this one, but sees none of its settings for Python and
+    # JAX.
     settings = dict.fromkeys(name for name in os.environ if name.startswith(("JAX_", "XLA_")))
     asked = json.dumps([str(library), TARGETS, [path for path in sys.path if path]])
     command = [sys.executable, "-I", str(_PROBE), asked]
@@ -315,7 +332,7 @@ def _try(library: pathlib.Path) -> None:
 
 
 class _Ended(NamedTuple):
-    """How a process ended: its exit status, below 0 for a signal, None where it took too long."""
+    """The end of a process: its exit status, below 0 for a signal, None where it took too long."""
 
     code: int | None
     output: str
@@ -325,11 +342,13 @@ class _Ended(NamedTuple):
 def _run(
     command: Sequence[str], seconds: float, given: bytes = b"", environment: Mapping[str, str | None] | None = None
 ) -> _Ended:
-    """Runs a command and, when its time is over or this process is interrupted, ends it and all that it has started.
+    """Runs a command, and ends it and all its children when its time is over or this process is
+    interrupted.
 
     Args:
+      seconds: its time.
       given: its standard input.
-      environment: changes of the variables that it sees; None takes one away.
+      environment: changes of the environment variables that it sees; None removes one.
     """
     settings = {**os.environ, "LC_ALL": "C", **(environment or {})}
     try:
@@ -337,7 +356,7 @@ def _run(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             env={name: value for name, value in settings.items() if value is not None},
         )  # fmt: skip
-    except OSError as error:  # as of a shell, for what cannot be started
+    except OSError as error:  # 126 is also a shell's status for what cannot be started
         return _Ended(126, "", str(error))
     with child:
         try:
@@ -354,7 +373,8 @@ def _run(
 
 
 def _why(ended: _Ended, seconds: float, last: bool = False) -> str:
-    """Says how a process failed, with a line of what it said: the first with an error, or the `last` one."""
+    """Returns how a process failed, with a line of its standard error: the first with "error", or
+    the `last` one."""
     if ended.code is None:
         return f"took more than {seconds} seconds"
     if ended.code < 0:

@@ -1,4 +1,4 @@
-"""Runs a network inside jit: `Network` hides linen from the rest of the package."""
+"""`Network`, a model as jitted functions take it, which hides linen from the rest of the package."""
 
 import functools
 from typing import Any
@@ -43,35 +43,38 @@ class Network:
 
     @property
     def skips(self) -> bool:
-        """Whether positions that are not `live` cost nothing, so that calls need not be made narrower."""
+        """Whether positions that are not `live` cost nothing, so that calls need not be made
+        narrower."""
         return self.module.native
 
     @property
     def encoder_dim(self) -> int | None:
-        """Width of another model's encoder output, if the network attends to such instead of having an encoder."""
+        """Width of another model's encoder output, to which a network without an encoder attends;
+        else None."""
         return self.config.encoder_dim
 
     def encode(self, inputs: Inputs, input_lengths: PerRow) -> Encoded:
-        """The encoder's output; arguments as for `prefill`."""
+        """Runs the encoder; arguments as for `prefill`."""
         inputs, input_lengths = self._by_rows(inputs), self._by_rows(input_lengths)
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         return self._by_rows(self.module.apply({"params": self.params}, inputs, mask, method="encode"))
 
     def _by_rows(self, x: Shaped[Array, "*N"]) -> Shaped[Array, "*N"]:
-        """`x` with its rows divided over the mesh, all else whole."""
+        """Returns `x` with its rows divided over the mesh's data axis."""
         return x if self.rules is None else self.rules.constrain(x, "batch")
 
     def prefill(
         self, inputs: Inputs, input_lengths: PerRow, slots: int, copies: int = 1, encoded: Encoded | None = None
     ) -> Any:
-        """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each input.
+        """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each
+        input.
 
         Args:
-          inputs: ids at or past a row's length do not matter. L = 0 for a decoder-only network,
-            whose prompt is what its decoder begins with (`prefill.fill_cache`).
-          slots: S, positions that the self-attention caches hold.
-          encoded: what `encode` gave, the network's own or, with an `encoder_dim`, the other
-            model's; None runs the encoder.
+          inputs: ids, which do not matter past a row's length. L = 0 for a decoder-only network,
+            whose prompt is fed to the decoder (`prefill.fill_cache`).
+          slots: S, slots of the self-attention caches.
+          encoded: the encoder's output, of another model where there is an `encoder_dim`; None: run
+            the encoder.
         """
         if not decoder_only(self):
             encoded = self._by_rows(self.encode(inputs, input_lengths) if encoded is None else encoded)
@@ -79,7 +82,7 @@ class Network:
         return self._placed(apply({"params": self.params}, inputs, mask, slots, copies, encoded, method="prefill"))
 
     def _placed(self, cache):
-        """A new cache, which knows from now on how it lies on the mesh."""
+        """Returns a new cache with its layout on the mesh set and fixed."""
         is_layer = lambda node: isinstance(node, KVCache)
         cache = jax.tree.map(
             lambda layer: layer.replace(rules=self.rules) if is_layer(layer) else layer, cache, is_leaf=is_layer
@@ -87,15 +90,17 @@ class Network:
         return pinned(cache, self.rules)
 
     def decode(self, tokens: Tokens, positions: PerRow, cache: Any, live: Live = None) -> tuple[Logits, Any]:
-        """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those slots.
+        """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those
+        slots.
 
         Args:
-          live: False for positions whose result does not matter, such as those of a row
-            that is done; the live ones of a row come first. Where the CPU's own product is used the
-            others cost nothing, write nothing, and give 0; elsewhere they are computed like all.
-            None: all are live.
+          live: False for positions whose result does not matter, such as those of a row that is
+            done; the live ones of a row come first. With the CPU's own kernels the others take no
+            time, write nothing, and give 0; elsewhere they are computed like the rest. None: all
+            are live.
 
-        Returns: logits of the next token at each position, and the new cache.
+        Returns:
+          Logits of the next token at each position, and the new cache.
         """
         states, cache = self.decode_states(tokens, positions, cache, live=live)
         return self.head(states, live), cache
@@ -103,80 +108,92 @@ class Network:
     def decode_states(
         self, tokens: Tokens, positions: PerRow, cache: Any, layers: int | None = None, live: Live = None
     ) -> tuple[States, Any]:
-        """As `decode`, without the head: states after `layers` layers (None: all) and the last norm."""
+        """Does what `decode` does, but for the head: returns states after the first `layers` layers
+        (None: all) and the final norm, and the new cache."""
         tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
         states, cache = apply({"params": self.params}, tokens, positions, cache, layers, live, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
-        """Makes a cache for calls over nodes of trees out of one whose row is a sequence.
+        """Makes a cache for calls over nodes of trees out of one for sequences.
 
         Args:
-          cache: what `prefill` made, with the tokens that were fed since in slots 0, 1 …, each at the position of the
-            same number.
-          slots: S, those of the new cache.
-          positions: P, the most that a sequence can have.
+          cache: a cache by `prefill`, in whose slots 0, 1, … lie the tokens fed since, at positions
+            0, 1, ….
+          slots: S, slots of the new cache.
+          positions: P, positions of the longest sequence.
         """
         return pinned(
             self.module.apply({"params": self.params}, cache, slots, positions, method="node_cache"), self.rules
         )
 
     def decode_nodes(self, tokens: Tokens, nodes: Nodes, cache: Any, live: Live = None) -> tuple[States, Any]:
-        """Feeds `tokens [B, T]` as nodes of trees; the cache is one of `node_cache`, `live` as for `decode`.
+        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, and `live` as for
+        `decode`.
 
-        Returns: states `[B, T, D]`, which `head` takes, and the new cache.
+        Returns:
+          States, which `head` takes, and the new cache.
         """
         tokens, apply = self._by_rows(tokens), self.module.apply
         states, cache = apply({"params": self.params}, tokens, None, cache, None, live, nodes, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
     def head(self, states: States, live: Live = None) -> Logits:
-        """Logits of what `decode_states` gives."""
+        """Returns the logits of the states that `decode_states` or `decode_nodes` returned."""
         return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))
 
     def peak(self, states: States, live: Live = None, normalize: bool = True) -> Peak:
-        """The greatest of the logits that `head` gives, where the network `skips`; no logits are stored.
+        """Returns each position's argmax token and its log-probability without storing logits; only
+        if it `skips`.
 
         Returns:
-          Tokens, the first of equal ones, −1 where a logit is not a number, and their log-probabilities, NaN there and
-          where one is infinite; without `normalize` these mean nothing.
+          Tokens, the first where logits are equal, −1 where a logit is NaN; and their
+          log-probabilities, NaN there and where a logit is infinite. Without `normalize` the
+          log-probabilities are meaningless.
         """
         return self.module.apply({"params": self.params}, states, live, normalize, method="peak")
 
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
-        """The same network with a head for `ids` only: logits `[B, T, F]`. All other arrays are shared."""
+        """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other
+        arrays are shared."""
         config, native = self.config, self.module.native
         params = layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
         return self.replace(params=params, module=config.with_own_head().module(fuses(self.rules), native))
 
     def in_int8(self) -> "Network":
-        """The same network with the kernels of decoder steps, the head's too, in 8 bits. All
-        other arrays are shared."""
+        """Returns the network with the kernels of decoder steps, the head's too, in 8 bits; other
+        arrays are shared."""
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
         return network.replace(params=layouts.in_int8(network.params))
 
     def head_alone(self) -> "Network":
-        """As much of the network as `head` takes; the arrays are shared."""
+        """Returns the part of the network that `head` needs; the arrays are shared."""
         decoder = {name: node for name, node in self.params["decoder"].items() if name == "logits_dense"}
         return self.replace(params={"token_embedder": self.params["token_embedder"], "decoder": decoder})
 
     def teacher_forced(
         self, inputs: Inputs, input_lengths: PerRow, decoder_tokens: Tokens, encoded: Encoded | None = None
     ) -> Logits:
-        """Logits of whole sequences, without a cache; arguments as for `prefill`."""
+        """Returns the logits of whole sequences, computed without a cache; other arguments as for
+        `prefill`."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
         return pinned(logits, self.rules)
 
 
 def fuses(rules: ShardingRules | None) -> bool:
-    """Whether kernels with the same input are joined: not where their outputs are divided."""
+    """Returns whether kernels with the same input are joined: not if a mesh divides kernels by
+    their outputs."""
     return rules is None or rules.parts == 1
 
 
 def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
-    """Moves the arrays of a nested dict to their places on the mesh, one after the other."""
+    """Moves the arrays of a nested dict to their places on the mesh, one after the other, in place.
+
+    Args:
+      prefix: of the names in `params`, with a "/" at its end.
+    """
     for name, value in params.items():
         if isinstance(value, dict):
             lay_out(value, rules, f"{prefix}{name}/")
@@ -189,20 +206,24 @@ def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
 
 
 def decoder_only(model) -> bool:
-    """Whether a model has no encoder: its inputs are prompts, which its outputs continue."""
+    """Returns whether a model has no encoder: its inputs are then prompts, which its outputs
+    continue."""
     return model.config.decoder_only
 
 
 def given_lengths(model, inputs: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
-    """Lengths of `inputs` that came without: 0 is padding, but for a decoder-only
-    model, which may emit it."""
+    """Returns the lengths of `inputs` that were given without lengths.
+
+    0 is padding, but not for a decoder-only model, where it is an ordinary id.
+    """
     return np.full(len(inputs), inputs.shape[1], np.int32) if decoder_only(model) else padded_lengths(inputs)
 
 
 def join(
     inputs: Int[np.ndarray, "B L"], input_lengths: Int[np.ndarray, " B"], tokens: Int[np.ndarray, "B T"]
 ) -> tuple[Int[np.ndarray, "B L+T"], Int[np.ndarray, "B T"]]:
-    """Sequences of `inputs` up to their lengths and then `tokens`, and the places of these."""
+    """Returns sequences of each row's input, cut at its length, followed by `tokens`; and the
+    places of `tokens`."""
     places = input_lengths[:, None] + np.arange(tokens.shape[1])
     sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
     np.put_along_axis(sequences, places, tokens, axis=1)
@@ -210,7 +231,8 @@ def join(
 
 
 def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
-    """Raises ValueError where a model has fewer positions than `length`."""
+    """Checks that a model has `length` positions; raises ValueError otherwise. `whose` begins the
+    message."""
     if config.max_positions is not None and length > config.max_positions:
         raise ValueError(
             f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "
@@ -219,7 +241,7 @@ def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> 
 
 
 def padded_lengths(tokens: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
-    """One past the last id other than 0 in each row."""
+    """Returns one past the place of the last id other than 0 in each row."""
     length = tokens.shape[1]
     if not length:
         return np.zeros(len(tokens), np.int32)
@@ -236,12 +258,12 @@ def teacher_forced_logits(
 
 @jax.jit
 def continuation_logits(network: Network, sequences: Inputs, places: Tokens) -> Logits:
-    """Logits at `places` of `sequences`, for a decoder-only network."""
+    """Returns the logits at `places` of `sequences`, for a decoder-only network."""
     return pinned(network.module.apply({"params": network.params}, sequences, places), network.rules)
 
 
 def initial_params(module: FamilyModule, key: Key[Array, ""]) -> dict:
-    """Makes random parameters, float32."""
+    """Makes random parameters in float32."""
     return module.init(key, *module.dummy_inputs())["params"]
 
 

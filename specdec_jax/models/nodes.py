@@ -1,8 +1,10 @@
-"""Where the tokens of a call lie that are nodes of a tree instead of one row's next tokens: `Nodes`.
+"""`Nodes`: positions and slots of the tokens of a call that are nodes of a tree, not the next
+tokens of a sequence.
 
-A tree's nodes share one row of the key/value cache. A node is written to a slot of its own, which says nothing about its
-place in the sequence: that is given beside it, and so is the path that leads to it, slot by slot. Branches never see each
-other, and a sequence whose tokens lie scattered over the cache costs no more than one whose tokens lie side by side.
+All nodes of a tree share one row of the key/value cache. A node is written to a slot of its own,
+which does not tell its position; that is given separately, and so are the slots of its ancestors.
+Branches never see each other, and a sequence whose tokens lie scattered over the cache costs no
+more than one whose tokens lie side by side.
 """
 
 import flax.struct
@@ -16,9 +18,9 @@ class Nodes:
 
     Attributes:
       starts: `[B]` int32, the slot of the first node; node t is written to slot `starts[b] + t`.
-      positions: `[B, T]` int32, the place of each node in its sequence, from 0.
-      paths: `[B, T, P]` int32, the slots of the node's ancestors in the order of their positions, its own slot at
-        its own position; what follows does not matter.
+      positions: `[B, T]` int32, the position of each node in its sequence, from 0.
+      paths: `[B, T, P]` int32, by position: the slots of a node's ancestors, then its own slot,
+        then anything.
     """
 
     starts: jax.Array
@@ -26,20 +28,20 @@ class Nodes:
     paths: jax.Array
 
     def distances(self, slots: int) -> jax.Array:
-        """Returns `[B, T, S]` int32: how many positions before a node the token in each of S = `slots` slots stands;
-        −1 where that token is none of its ancestors."""
+        """Returns `[B, T, S]` int32: how many positions the token in each of S = `slots` slots
+        stands before each node; 0 for the node itself, −1 where the token is not an ancestor."""
         ahead = self.positions[..., None] - jnp.arange(self.paths.shape[2], dtype=jnp.int32)
         here = self.paths[..., None] == jnp.arange(slots, dtype=jnp.int32)
         return jnp.max(jnp.where(here & (ahead >= 0)[..., None], ahead[..., None], -1), axis=2)
 
 
 def node_paths(paths: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes the slot of each node to its path.
+    """Returns the paths of nodes, made from the paths of their parents.
 
     Args:
-      paths: `[B, T, P]` int32, those of the nodes' parents.
-      positions: `[B, T]`, of the nodes.
-      slots: `[B, T]`, of the nodes.
+      paths: `[B, T, P]` int32, the parents' paths.
+      positions: `[B, T]`, the nodes' positions.
+      slots: `[B, T]`, the nodes' slots.
     """
     own = jnp.arange(paths.shape[-1], dtype=jnp.int32) == positions[..., None]
     return jnp.where(own, slots[..., None], paths)

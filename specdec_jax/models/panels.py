@@ -1,8 +1,10 @@
-"""Kernels as the CPU's own product (`native.cc`) reads them, and its attention: what a CPU's decode loop is made of.
+"""Calls of the CPU's own kernels (`native.cc`), and weight matrices in panels, the layout that they
+read.
 
-XLA's product of a few rows strides through a `[D, F]` kernel, so that a call over five positions costs up to twice one
-over a single position; stored in panels of 16 columns the kernel is read once, from end to end, whatever the number of
-rows. The bits of a row do not depend on the other rows, so that plain and speculative decoding see the same numbers.
+XLA's product of a few rows strides through a `[D, F]` kernel, so that a call over five positions
+takes up to twice as long as one over a single position. Stored in panels of 16 columns, the kernel
+is read once, from end to end, whatever the number of rows. The bits of a row do not depend on the
+other rows, so that plain and speculative decoding see the same numbers.
 """
 
 import functools
@@ -21,16 +23,17 @@ from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.nodes import Nodes
 
 QUANTIZE = ("int8", "none")  # see `checkpoints.load`
-_COLUMNS = 16  # of a panel
+_COLUMNS = 16  # columns of a panel
 
 
 def usable(dtype) -> bool:
-    """Returns whether kernels are stored so: float32 on a CPU for which `native.cc` could be compiled."""
+    """Returns whether kernels are stored in panels: for float32, on a CPU for which `native.cc`
+    could be compiled."""
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
 
 
 def needed(dtype) -> str:
-    """Returns a line that says what `usable` asks for and what there is."""
+    """Returns a line, for messages, that says what `usable` requires and what there is."""
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
     there = native.state() if (backend, dtype) == ("cpu", "float32") else f"{dtype} on the backend {backend}"
     wanted = "8 bits only for float32 on a CPU with the package's own kernel, without a mesh or matmul_dtype"
@@ -38,32 +41,32 @@ def needed(dtype) -> str:
 
 
 def check_quantize_name(quantize: str | None) -> None:
-    """Raises ValueError where `quantize` is no way to load a model."""
+    """Checks that `quantize` is None or one of `QUANTIZE`; raises ValueError otherwise."""
     if quantize is not None and quantize not in QUANTIZE:
         raise ValueError(f"quantize: got {shown(quantize)}, expected one of {', '.join(QUANTIZE)}")
 
 
 def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
-    """Raises ValueError where `quantize` is no way to load a model, or one that its dtype, mesh
-    or device do not have."""
+    """Checks that a model can be quantised so, given its dtype, its mesh and the device; raises
+    ValueError otherwise."""
     check_quantize_name(quantize)
     if quantize == "int8" and (mesh or not usable(dtype)):
         raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
 
 
-# As in `native.cc`.
+# In the order in which `native.cc` numbers them.
 _KINDS = ("nothing", "rms", "layer", "activation", "gate")
 _ACTIVATIONS = ("linear", "relu", "gelu", "silu")
 
 
 class Before(NamedTuple):
-    """What is made of a row of D numbers before it is multiplied.
+    """The function that is applied to a row of D numbers before a product.
 
     Attributes:
-      kind: "nothing"; "rms" or "layer", norms as in `layers.py`; "activation"; "gate", the activations of its halves
-        multiplied, D / 2 numbers.
-      scale, bias: of a norm, where it has them.
-      activations: names of one or two.
+      kind: "nothing"; "rms" or "layer", norms as in `layers.py`; "activation"; or "gate", the
+        activation of the row's first half times that of its second, D / 2 numbers.
+      scale, bias: the norm's, where it has them.
+      activations: names of the activation or the two of a gate.
     """
 
     kind: str
@@ -82,11 +85,12 @@ class Panels:
     """A kernel `[D, F]` in panels.
 
     Attributes:
-      values: of ceil(F / 16) panels; in 8 bits the last axis is two neighbouring lines; 0 past the last column and line.
-      scales: by which the columns of int8 values are multiplied; None for float32.
+      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis is a
+        pair of neighbouring lines.
+      scales: factors of the columns of int8 values; None for float32.
       lines: D.
       columns: F.
-      derived: it is a copy of another parameter, and no parameter itself.
+      derived: whether it is made of another parameter, and is no parameter itself.
     """
 
     values: Float[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"]
@@ -97,20 +101,20 @@ class Panels:
 
     @classmethod
     def of(cls, kernel: Float[Array, "D F"] | Int8Kernel, derived: bool = False) -> "Panels":
-        """Stores a kernel, float32 or in 8 bits."""
+        """Stores a kernel, in float32 or in 8 bits, in panels."""
         if isinstance(kernel, Int8Kernel):
             lines, columns = kernel.values.shape
             return cls(_cut_pairs(kernel.values), kernel.scales, lines, columns, derived)
         lines, columns = kernel.shape
         return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)
 
-    def kernel(self) -> Float32[Array, "D F"] | Int8Kernel:
+    def kernel(self) -> Float[Array, "D F"] | Int8Kernel:
         """Returns what `of` was given."""
         values = _joined(self.values, self.lines, self.columns)
         return values if self.scales is None else Int8Kernel(values, self.scales)
 
-    def matrix(self) -> Float32[Array, "D F"]:
-        """Returns the kernel."""
+    def matrix(self) -> Float[Array, "D F"]:
+        """Returns the kernel as float32."""
         kernel = self.kernel()
         return kernel.matrix() if isinstance(kernel, Int8Kernel) else kernel
 
@@ -119,10 +123,10 @@ class Panels:
         before: Before = Before("nothing"), bias: Float[Array, " F"] | None = None,
         residual: Float[Array, "*N F"] | None = None, clear: bool = True,
     ) -> Float[Array, "*N {self.columns}"]:  # fmt: skip
-        """Returns `before` of `x` times the kernel, plus `bias` and `residual` where they are given.
+        """Returns `before(x)` times the kernel, plus `bias` and `residual` where they are given.
 
-        That is 0 for rows that are False in `live`, which are not computed. With `clear` false those
-        are not written either: they may hold anything, NaN too.
+        Rows that are False in `live` are not computed. With `clear` they are 0; without, they are
+        not written and may hold anything, NaN too.
         """
         result = jax.ShapeDtypeStruct((*x.shape[:-1], self.columns), jnp.float32)
         call = jax.ffi.ffi_call(f"specdec_product_{self._kind}", result, vmap_method="sequential")
@@ -133,8 +137,12 @@ class Panels:
     def peak(
         self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, normalize=True
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Returns of `product` the first greatest column of each row, −1 where a column is not a number, and its
-        log-probability (NaN there); nothing is stored. Without `normalize` that is of no meaning."""
+        """Returns the argmax of each row of `product` and its log-probability, without storing the
+        product.
+
+        The argmax is the first of equal columns, or −1 where a column is NaN; the log-probability
+        there is NaN, and without `normalize` it is meaningless.
+        """
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
         call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
         arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(live)
@@ -177,8 +185,8 @@ def _flags(live: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
 def rows(
     table: Float32[Array, "lines D"], numbers: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None
 ) -> Float32[Array, "*N D"]:
-    """Returns the rows of `table` with the given numbers; those past an end take the row there, and
-    what is False in `live` is 0."""
+    """Returns the rows of `table` with the given numbers, which are clipped to the table; 0 where
+    `live` is False."""
     result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
     return call(table, numbers.astype(jnp.int32), _flags(live))
@@ -189,15 +197,17 @@ def attend_to_cache(
     bias: Float32[Array, "S H S"] | None, positions: Int32[Array, " B"], divisor: float, live: Live = None,
     clear: bool = True,
 ) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
-    """Writes new keys and values to the caches, in place, and attends to all slots up to each query's own.
+    """Writes new keys and values to the caches, in place, and attends to all slots up to each
+    query's own.
 
     Args:
-      qkv: queries, keys and values, 3·H·K, as their joint kernel gives them.
+      qkv: queries, keys and values side by side, 3·H·K, as their joint kernel gives them.
       keys, values: as in `KVCache`.
-      bias: by query position, added to the scores; None: nothing.
+      bias: added to the scores, by query position; None: nothing.
       positions: the first slot that is written in each row.
-      divisor: of the scores, before the bias.
-      live: False for positions that are not computed and write nothing; those that are come first. None: all.
+      divisor: number by which scores are divided before the bias is added.
+      live: False for positions that are not computed and write nothing; the live ones of a row come
+        first. None: all are live.
       clear: as for `Panels.product`.
 
     Returns:
@@ -217,7 +227,15 @@ def attend_to_nodes(
     qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
     bias: Float32[Array, "H P"] | None, nodes: Nodes, divisor: float, live: Live = None, clear: bool = True,
 ) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
-    """As `attend_to_cache`, for nodes of trees; `bias` is that of the last of P positions, or None."""
+    """Does what `attend_to_cache` does, for nodes of trees, each of which attends to its ancestors
+    and itself.
+
+    Args:
+      bias: the bias of the last of P query positions, from which each node's is taken by distance;
+        None: nothing.
+      nodes: slots, positions and paths of the T nodes.
+      The others are those of `attend_to_cache`.
+    """
     batch, queries, width = qkv.shape
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
@@ -233,8 +251,11 @@ def attend_to_encoded(
     query: Float32[Array, "B T HK"], keys: Float32[Array, "B H L K"], values: Float32[Array, "B H L K"],
     lengths: Int32[Array, " B"], live: Live = None, clear: bool = True,
 ) -> Float32[Array, "B T H*K"]:  # fmt: skip
-    """Returns the attention of queries over the first `lengths` keys and values; zeros for a row of length 0, and for
-    positions that are False in `live`; `clear` as for `Panels.product`."""
+    """Returns the attention of queries over the first `lengths` keys and values of each row.
+
+    It is 0 for a row of length 0, and for positions that are False in `live`; `clear` as for
+    `Panels.product`.
+    """
     result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
     return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(
         query, keys, values, lengths, _flags(live), clear=clear
@@ -244,10 +265,12 @@ def attend_to_encoded(
 def attend_to_inputs(
     qkv: Float32[Array, "B L QKV"], bias: Float32[Array, "L H L"], lengths: Int32[Array, " B"]
 ) -> Float32[Array, "B L QKV//3"]:
-    """Returns an encoder's attention of the first `lengths` positions of each row over each other; 0 past them.
+    """Returns an encoder's attention of the first `lengths` positions of each row over each other;
+    0 past them.
 
     Args:
-      qkv: queries, keys and values, 3·H·K. bias: by query position.
+      qkv: queries, keys and values side by side, 3·H·K.
+      bias: added to the scores, by query position.
     """
     result = jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // 3), jnp.float32)
     return jax.ffi.ffi_call("specdec_encoder_attention", result, vmap_method="sequential")(qkv, bias, lengths)

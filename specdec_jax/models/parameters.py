@@ -1,4 +1,5 @@
-"""Names and shapes of a network's parameters, and nested dicts as flat ones."""
+"""Names and shapes of a network's parameters, and conversions between nested and flat dicts of
+them."""
 
 import functools
 import math
@@ -8,10 +9,10 @@ from specdec_jax.models.family import ModelConfig
 
 @functools.lru_cache(maxsize=8)
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of the network, by its name (a T5's is T5X's).
+    """Returns the shape of every parameter of the network by its name, which for a T5 is T5X's.
 
-    Every family writes them out, since tracing the initialisation of 24 + 24 layers takes seconds;
-    a test compares the two.
+    Every family lists its shapes, since it would take seconds to trace the initialisation of 24 +
+    24 layers; a test compares the two.
     """
     return config.parameter_shapes()
 
@@ -21,7 +22,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def flatten(tree: dict, prefix: str = "") -> dict:
-    """A nested dict as one dict of `/`-joined names."""
+    """Returns a nested dict as one dict with `/`-joined names, which begin with `prefix`."""
     flat = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -29,7 +30,7 @@ def flatten(tree: dict, prefix: str = "") -> dict:
 
 
 def unflatten(flat: dict) -> dict:
-    """The inverse of `flatten`."""
+    """Returns the nested dict of which `flatten` makes `flat`."""
     tree: dict = {}
     for name, value in flat.items():
         *parents, last = name.split("/")

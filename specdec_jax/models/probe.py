@@ -1,7 +1,7 @@
-"""Whether a library of kernels works here, found out in a process of its own: `python -I probe.py JSON`.
+"""Tries a library of kernels in a process of its own: `python -I probe.py JSON`.
 
-What is wrong with a library may end the process that loads it. This one imports nothing of the
-package, so as to start quickly.
+A faulty library may end the process that loads it. This file imports nothing of the package, so
+that the process starts quickly.
 """
 
 import ctypes
@@ -33,7 +33,8 @@ def register(library: str, targets: Mapping[str, str]) -> ctypes.CDLL:
 
 
 def check() -> None:
-    """Runs every handler once, in a size that several threads share, and leaves the process where a result is wrong."""
+    """Runs every handler once, in a size that several threads share, and leaves the process where a
+    result is wrong."""
     import jax
     import numpy as np
 
@@ -47,8 +48,11 @@ def check() -> None:
 
 
 def _products(rng) -> list[tuple]:
-    """(target, arguments, attributes, shapes and dtypes of results, the first results in
-    float64) of both kinds of weights."""
+    """Returns cases for the products, with both kinds of weights.
+
+    A case is (target, arguments, attributes, shapes and dtypes of the results, and the first
+    results, in float64).
+    """
     import numpy as np
 
     M, K, F, P = 5, 600, 512, 16
@@ -86,7 +90,7 @@ def _products(rng) -> list[tuple]:
 
 
 def _attentions(rng) -> list[tuple]:
-    """The same of the four kinds of attention: two rows of four heads."""
+    """Returns cases, as `_products` does, for the four kinds of attention: two rows of four heads."""
     import numpy as np
 
     B, T, H, S, K = 2, 3, 4, 37, 24

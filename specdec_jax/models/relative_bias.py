@@ -1,4 +1,5 @@
-"""T5's relative position bias: a table over buckets of distances, as the bias of every query and key position."""
+"""T5's relative position bias: a learned number for each head and bucket of distances, added to
+attention scores."""
 
 import flax.linen as nn
 import jax
@@ -11,7 +12,8 @@ from specdec_jax.models.cache import MAX_UNROLLED_ROWS
 
 
 class RelativePositionBias(nn.Module):
-    """T5's bucketed relative position bias, out of one table `[H, buckets]`: a stack's or a layer's."""
+    """T5's bucketed relative position bias, from one table `[H, buckets]`, which a stack or a layer
+    has."""
 
     heads: int
     num_buckets: int
@@ -20,7 +22,7 @@ class RelativePositionBias(nn.Module):
 
     @nn.compact
     def __call__(self, queries: int, keys: int) -> Float32[Array, "{queries} H {keys}"]:
-        """That for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
+        """Returns the bias for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
         init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
         table = self.param("rel_embedding", init, (self.heads, self.num_buckets))
         distance = np.arange(keys)[None, :] - np.arange(queries)[:, None]
@@ -31,8 +33,11 @@ class RelativePositionBias(nn.Module):
 def relative_position_bucket(
     distance: Int[np.ndarray, "*N"], bidirectional: bool, num_buckets: int, max_distance: int
 ) -> Int[np.ndarray, "*N"]:
-    """T5's bucket of each distance (key position − query position): exact near zero, logarithmic
-    up to `max_distance`."""
+    """Returns T5's bucket of each distance, which is key position − query position.
+
+    Small distances have a bucket each; greater ones, up to `max_distance`, have buckets of
+    logarithmic width.
+    """
     offset = np.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2
@@ -49,12 +54,17 @@ def relative_position_bucket(
 
 
 def node_biases(bias: Float32[Array, "H P"], distances: Int[Array, "B T S"]) -> Float32[Array, "B H T S"]:
-    """Returns the bias of keys that stand `distances` positions before their queries, out of `bias`, which is that of the last of P positions."""
+    """Returns the bias of keys that stand `distances` positions before their queries.
+
+    Args:
+      bias: the bias of the last of P query positions: the key at distance d has column P − 1 − d.
+      distances: as from `Nodes.distances`; those below 0 count as 0, since their keys are masked.
+    """
     return jnp.take(bias, bias.shape[1] - 1 - jnp.maximum(distances, 0), axis=1).transpose(1, 0, 2, 3)
 
 
 def seen_from(positions: PerRow, queries: int, slots: int) -> Bool[Array, "B 1 {queries} {slots}"]:
-    """Returns the mask of so many positions from `positions` on."""
+    """Returns the causal mask of `queries` positions from `positions[b]` on, over `slots` slots."""
     query_positions = positions[:, None] + jnp.arange(queries)
     return jnp.arange(slots) <= query_positions[:, None, :, None]
 
@@ -62,7 +72,7 @@ def seen_from(positions: PerRow, queries: int, slots: int) -> Bool[Array, "B 1 {
 def biases_from(
     positions: PerRow, queries: int, position_bias: Float[Array, "S H S"]
 ) -> Float[Array, "B H {queries} S"]:
-    """Returns what `position_bias` has for the same positions as `seen_from`."""
+    """Returns the rows of `position_bias` for `queries` positions from `positions[b]` on."""
     take = lambda start: jax.lax.dynamic_slice_in_dim(position_bias, start, queries, axis=0)
     if len(positions) > MAX_UNROLLED_ROWS:
         bias = jax.vmap(take)(positions)

@@ -1,9 +1,10 @@
-"""Where parameters, caches and rows lie on a mesh of devices, by T5X's rules for logical axes.
+"""The division of parameters, caches and rows over a mesh of devices, by T5X's rules for logical
+axes.
 
-A mesh has two axes. "model" divides every layer: its devices hold some of the heads, of the
-feed-forward's columns and of the vocabulary, and add up what they found. "data" divides the rows.
-What is small (tokens, lengths, counts) every device has whole, so that the host can read it
-wherever it runs.
+A mesh has two axes. "model" divides every layer: each of its devices holds some of the heads, of
+the feed-forward's columns and of the vocabulary, and their partial results are added up. "data"
+divides the rows. Small arrays (tokens, lengths, counts) are whole on every device, so that every
+host can read them.
 """
 
 import dataclasses
@@ -17,13 +18,15 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "model")
-# T5X's `standard_logical_axis_rules` where one axis divides activations and parameters, and, last, one of our own.
+# T5X's `standard_logical_axis_rules` for one axis that divides activations and parameters; the last
+# one is our own.
 RULES = {
     "batch": "data", "vocab": "model", "embed": None, "mlp": "model", "heads": "model", "kv": None, "joined_kv":
         "model",
     "relpos_buckets": None, "abspos_buckets": None, "length": None, "fused_inputs": "model",
 }  # fmt: skip
-# The logical axes of parameters by the last two parts of their names; all others are on every device.
+# The logical axes of parameters by the last two parts of their names; all others are on every
+# device.
 _PARAMETERS = {
     "token_embedder/embedding": ("vocab", "embed"),
     "position_embedder/embedding": ("abspos_buckets", "embed"),
@@ -38,17 +41,19 @@ _PARAMETERS = {
     "wi_1/kernel": ("embed", "mlp"),
     "wo/kernel": ("mlp", "embed"),
     "wi/bias": ("mlp",),
-    # GPT-2's. Cut by its outputs, one part would have the queries and another the values; cut by its inputs, the
-    # parts' sums are added up, which costs a third collective in a layer.
+    # GPT-2's joint kernel. Divided by its outputs, one part would have the queries and another the
+    # values; so it is divided by its inputs and the parts' products are added up, which takes a
+    # third collective in each layer.
     "qkv/kernel": ("fused_inputs", None),
 }
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """A mesh of `data · model` devices; the first ones, where one process has more.
+    """Makes a mesh of `data · model` devices; if there is one process and it has more, of the first
+    ones.
 
     Raises:
-      ValueError: another number of devices than there are.
+      ValueError: fewer devices than that, or with several processes another number.
     """
     devices, count = jax.devices(), data * model
     if min(data, model) < 1 or count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
@@ -60,7 +65,7 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
 
 
 def parse_mesh(text: str) -> tuple[int, int]:
-    """`(2, 4)` of "2x4"; raises ValueError."""
+    """Returns (2, 4) for "2x4"; raises ValueError for a text of another form."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
         raise ValueError(f"mesh: got {text!r}, expected DATAxMODEL, two numbers of devices, such as 1x4")
@@ -69,12 +74,12 @@ def parse_mesh(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """How one model lies on a mesh; hashable, static under jit.
+    """The way one model lies on a mesh; hashable, static under jit.
 
     Attributes:
-      mesh: with the axes "data" and "model".
-      replicate: every device holds the whole model, and only rows are divided: for drafters, which are small, and would
-        spend their time in collectives.
+      mesh: the mesh, with the axes "data" and "model".
+      replicate: whether every device holds the whole model, and only rows are divided: for
+        drafters, which are small and would spend their time in collectives.
     """
 
     mesh: Mesh
@@ -83,21 +88,23 @@ class ShardingRules:
     def __post_init__(self):
         if tuple(self.mesh.axis_names) != AXES:
             raise ValueError(f"mesh: got the axes {tuple(self.mesh.axis_names)}, expected {AXES}")
-        # jax.make_mesh's axes are explicit; here the compiler is told by constraints.
+        # The axes that jax.make_mesh makes are explicit; here the compiler learns layouts from
+        # constraints.
         object.__setattr__(self, "mesh", Mesh(self.mesh.devices, AXES))
 
     @property
     def rows(self) -> int:
-        """Parts that the rows are divided into."""
+        """Number of parts into which the rows are divided."""
         return self.mesh.shape["data"]
 
     @property
     def parts(self) -> int:
-        """Parts that the model is divided into."""
+        """Number of parts into which the model is divided."""
         return 1 if self.replicate else self.mesh.shape["model"]
 
     def sharding(self, *axes: str | None) -> NamedSharding:
-        """That of an array with these logical axes; of none: whole on every device."""
+        """Returns the sharding of an array with these logical axes; without any, the array is whole
+        on every device."""
         names = [RULES[axis] if axis else None for axis in axes]
         return NamedSharding(self.mesh, PartitionSpec(*(self._kept(name) for name in names)))
 
@@ -105,24 +112,33 @@ class ShardingRules:
         return None if name == "model" and self.replicate else name
 
     def of_parameter(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """That of the parameter `name` (T5X's, `/`-joined); a vocabulary of no whole number of parts is not divided."""
+        """Returns the sharding of the parameter `name`, which is T5X's name, `/`-joined.
+
+        A vocabulary whose size the number of parts does not divide is whole on every device.
+        """
         axes = _PARAMETERS.get("/".join(name.split("/")[-2:]), ())
         return self.sharding(
             *(None if axis == "vocab" and size % self.parts else axis for axis, size in zip(axes, shape))
         )
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """`x` under jit, laid out so."""
+        """Returns `x` with the sharding of these logical axes; under jit."""
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
 
     def locally(self, function: Callable, axes: tuple, result: tuple) -> Callable:
-        """`function` of what each device has of its arguments; `axes`: the logical axes of each,
-        `result`: of its result."""
+        """Returns a function that applies `function` on each device to the device's parts of the
+        arguments.
+
+        Args:
+          axes: the logical axes of each argument.
+          result: the logical axes of the result.
+        """
         spec = lambda axes: self.sharding(*axes).spec
         return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(result))
 
     def put(self, tree):
-        """`tree` with every array that is not yet on this mesh whole on each of its devices."""
+        """Returns `tree` with every array that is not yet on this mesh copied whole to each of its
+        devices."""
         whole = self.sharding()
 
         def put(leaf):
@@ -137,7 +153,8 @@ class ShardingRules:
         return jax.tree.map(put, tree)
 
     def check(self, config: Any) -> None:
-        """Raises ValueError where a network of this configuration cannot be divided so."""
+        """Checks that a network of this configuration can be divided so; raises ValueError
+        otherwise."""
         for name in ("num_heads", "mlp_dim"):
             if getattr(config, name) % self.parts:
                 raise ValueError(
@@ -146,21 +163,23 @@ class ShardingRules:
                 )
 
     def check_rows(self, name: str, rows: int) -> None:
-        """Raises ValueError where so many rows cannot be divided."""
+        """Checks that `rows` rows can be divided; raises ValueError otherwise. `name` is the
+        argument to blame."""
         if rows % self.rows:
             raise ValueError(f"{name}: got {rows} rows, expected a multiple of the mesh's data axis, {self.rows}")
 
 
 def row_parts(rules: ShardingRules | None) -> int:
-    """What rows that are decoded together must be a multiple of."""
+    """Returns the number of which the number of rows decoded together must be a multiple."""
     return 1 if rules is None else rules.rows
 
 
 def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    """An array on the mesh, of which a process reads what its own devices hold, and that once.
+    """Makes an array on the mesh, of which each process reads, once, only what its own devices
+    hold.
 
     Args:
-      load: the part of the array in a box, which is a slice of every axis.
+      load: returns the part of the array in a box, which is a tuple of one slice for each axis.
     """
     held = [
         [slice(*index.indices(size)) for index, size in zip(indices, shape)]
@@ -177,9 +196,11 @@ def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[
 
 
 def pinned(tree, rules: ShardingRules | None):
-    """`tree` under jit with its layout fixed: caches as they say themselves (`pinned`), all else whole on every device.
+    """Returns `tree` with its layout fixed: caches by their own `pinned`, all else whole on every
+    device; under jit.
 
-    Otherwise the compiler chooses one for what a program returns, and the next call of it compiles anew for that.
+    Otherwise the compiler chooses a layout for what a program returns, and the next call, which
+    gets that layout, compiles a new program.
     """
     if rules is None:
         return tree

@@ -22,26 +22,26 @@ from specdec_jax.models.t5_shapes import t5_shapes
 
 @dataclasses.dataclass(frozen=True)
 class T5Config(ModelConfig):
-    """Shape of a T5-family network; field names as in T5X.
+    """The shape of a T5-family network; the fields have T5X's names.
 
     Attributes:
       vocab_size: rows of the embedding and width V of the logits (T5: 32,128 for 32,100 pieces).
       emb_dim: width D.
       num_heads, head_dim: H heads of K features; H·K need not equal D.
       mlp_dim: hidden width of the feed-forward block.
-      mlp_activations: one, ("relu",) for 1.0, or two of a gated block, ("gelu", "linear") for 1.1,
-        ("silu", "linear") for UL2.
-      logits_via_embedding: the head is the transposed embedding (1.0).
-      scale_decoder_outputs: multiply the decoder's output by 1/√D before the head; None means as
+      mlp_activations: names of one activation, ("relu",) for 1.0, or of two for a gated block, ("gelu", "linear")
+        for 1.1, ("silu", "linear") for UL2.
+      logits_via_embedding: whether the head is the transposed embedding (1.0).
+      scale_decoder_outputs: whether the decoder's output is multiplied by 1/√D before the head; None: as
         `logits_via_embedding`.
-      num_buckets, max_distance: of the relative position bias.
-      relative_bias_per_layer: every layer has a table of that bias, as in umT5 and T5X's
-        `scalable_t5`; else one in a stack serves all its layers.
-      encoder_dim: width of another model's encoder output, which the decoder attends to: the network has no encoder of
-        its own then, `num_encoder_layers` is 0, and every call that starts from inputs is given that output instead.
-      dropout_rate: in training only.
+      num_buckets, max_distance: parameters of the relative position bias.
+      relative_bias_per_layer: whether every layer has a table of that bias, as in umT5 and T5X's `scalable_t5`;
+        else the layers of a stack share one.
+      encoder_dim: width of another model's encoder output, to which the decoder attends. The network then has no
+        encoder of its own, `num_encoder_layers` is 0, and calls that begin with inputs are given that output too.
+      dropout_rate: dropout rate in training.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
-      matmul_dtype: dtype to which the operands of the products are rounded where it differs from `dtype` (training).
+      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
     """
 
     vocab_size: int
@@ -99,8 +99,10 @@ class T5Config(ModelConfig):
 
 
 def t5_only(name: str, config: ModelConfig) -> T5Config:
-    """Returns `config`, for what only models with an encoder can do, training above all; raises
-    ValueError for another."""
+    """Returns `config` if it is a T5's, for functions that need an encoder, such as training; else raises ValueError.
+
+    `name` is the argument to blame.
+    """
     if isinstance(config, T5Config):
         return config
     kind = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
@@ -132,13 +134,14 @@ PRESETS = {
 
 @flax.struct.dataclass
 class DecoderCache:
-    """What the decoder keeps between calls.
+    """The decoder's cache, which it keeps between calls.
 
     Attributes:
       layers: the cache of each layer's self-attention.
-      cross: that of each layer's cross-attention, L for S, computed once from the encoder's output.
+      cross: keys and values of each layer's cross-attention, computed once from the encoder's output, with L for S.
       cross_mask: True at the tokens of the encoder's input.
-      position_bias: of every layer, or one that all layers share; a row slices its T queries.
+      position_bias: the bias of every layer, or one that all share: for all query positions, from which calls slice
+        theirs, or, for nodes of trees, of the last of P query positions.
     """
 
     layers: tuple[KVCache, ...]
@@ -147,11 +150,11 @@ class DecoderCache:
     position_bias: tuple[Float32[Array, "S H S"] | Float32[Array, "H P"], ...]
 
     def move_nodes(self, sources: jax.Array, starts: jax.Array) -> "DecoderCache":
-        """As `KVCache.move`, in every layer."""
+        """Does what `KVCache.move` does, in every layer."""
         return self.replace(layers=tuple(layer.move(sources, starts) for layer in self.layers))
 
     def pinned(self) -> "DecoderCache":
-        """Itself, its layout on a mesh fixed; under jit."""
+        """Returns the cache with its layout on the mesh fixed; under jit."""
         rules = self.layers[0].rules
         if rules is None:
             return self
@@ -187,7 +190,7 @@ class EncoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Encoded, mask: Mask, bias: Bias, deterministic: bool = True) -> Encoded:
-        """One layer; `bias` is None where the layer has its own."""
+        """Runs the layer; `bias` is None where the layer has its own."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         if bias is None:
             bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(x.shape[1], x.shape[1])
@@ -205,7 +208,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: Encoded, mask: Mask, deterministic: bool = True) -> Encoded:
-        """All layers and the last norm."""
+        """Runs all layers and the final norm."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         bias = None
         if not config.relative_bias_per_layer:
@@ -235,7 +238,7 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def position_bias(self, length: int) -> Float32[Array, "{length} H {length}"]:
-        """The layer's own bias."""
+        """Returns the layer's own bias for `length` positions."""
         return self.relpos_bias(length, length)
 
     def cross_cache(self, encoded: Encoded, mask: Mask | None = None) -> KVCache:
@@ -245,7 +248,7 @@ class DecoderLayer(nn.Module):
         self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias, cross: KVCache,
         cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: Nodes | None = None,
     ) -> tuple[States, KVCache]:  # fmt: skip
-        """One layer over T queries; with `cache` None over a whole sequence (training)."""
+        """Runs the layer over T queries per row; with `cache` None, over whole sequences (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes)
         x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, **more)
@@ -272,18 +275,18 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def position_biases(self, length: int) -> tuple[Float32[Array, "{length} H {length}"], ...]:
-        """The bias of every layer, or one that all layers share."""
+        """Returns the bias of every layer, or one that all layers share."""
         if not self.config.relative_bias_per_layer:
             return (self.relpos_bias(length, length),)
         return tuple(layer.position_bias(length) for layer in self.layers)
 
     def _of_layers(self, shared: list) -> list:
-        """What belongs to each bias of `position_biases`, for each layer."""
+        """Repeats a list with one element per bias of `position_biases` to one element per layer."""
         return shared if self.config.relative_bias_per_layer else shared * len(self.layers)
 
     def init_cache(self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int) -> DecoderCache:
-        """Empty self-attention caches of `slots` slots beside the cross-attention keys and values of `encoded`, each
-        input's repeated for `copies` rows."""
+        """Makes the cache: empty self-attention caches of `slots` slots, and the cross-attention keys and values of
+        `encoded`, with `copies` rows side by side for each input."""
         config, batch = self.config, encoded.shape[0] * copies
         empty = [
             KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype)) for _ in self.layers
@@ -293,7 +296,7 @@ class Decoder(nn.Module):
         return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.position_biases(slots))
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
-        """As `Network.node_cache`: `position_bias` holds `[H, P]` then, the bias of the last of P = `positions`."""
+        """Does what `Network.node_cache` does: keeps the bias of the last of P = `positions` query positions only."""
         layers = tuple(layer.widen(slots) for layer in cache.layers)
         return cache.replace(layers=layers, position_bias=tuple(b[-1] for b in self.position_biases(positions)))
 
@@ -301,8 +304,11 @@ class Decoder(nn.Module):
         self, x: States, positions: PerRow | None, cache: DecoderCache, layers: int | None = None, live: Live = None,
         nodes: Nodes | None = None,
     ) -> tuple[States, DecoderCache]:  # fmt: skip
-        """Normalised states of the first `layers` layers (None: all), and the cache after writing T tokens at
-        `positions` of every row, or where `nodes` are; the caches of the layers above stay as they are."""
+        """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
+
+        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and the new cache, in
+        which the layers that were not run stay as they are.
+        """
         mask, biases, written = None, list(cache.position_bias), list(cache.layers)
         if not self.native and nodes is not None:
             distances = nodes.distances(cache.layers[0].slots)
@@ -317,7 +323,7 @@ class Decoder(nn.Module):
         return self.decoder_norm(x), cache.replace(layers=tuple(written))
 
     def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
-        """Teacher-forced normalised states of whole sequences."""
+        """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""
         length = x.shape[1]
         biases = self._of_layers([bias.transpose(1, 0, 2)[None] for bias in self.position_biases(length)])
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
@@ -328,14 +334,14 @@ class Decoder(nn.Module):
         return self.dropout(self.decoder_norm(x), deterministic)
 
     def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
-        """The head: logits of normalised states."""
+        """Applies the head: returns the logits of normalised states `x`."""
         x = self._scaled(x)
         if not self.config.logits_via_embedding:
             return self.logits_dense(x, live)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
     def peak(self, x: States, live: Live, normalize: bool) -> Peak:
-        """As `Network.peak`, of normalised states."""
+        """Does what `Network.peak` does, for normalised states `x`."""
         return self.logits_dense.peak(self._scaled(x), live, normalize)
 
     def _scaled(self, x: States) -> States:
@@ -343,7 +349,7 @@ class Decoder(nn.Module):
 
 
 class T5(FamilyModule):
-    """The whole network; `fused` and `native`: how the decode loop's parameters are stored (`LanguageModel`)."""
+    """The whole network; `fused` and `native` say how its parameters are stored (see `ModelConfig.module`)."""
 
     config: T5Config
     fused: bool = False
@@ -357,13 +363,13 @@ class T5(FamilyModule):
         self.decoder = Decoder(self.config, self.fused, self.native)
 
     def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
-        """Encoder output of `inputs` with `mask` True at tokens."""
+        """Runs the encoder on `inputs`, with `mask` True at tokens."""
         return self.encoder(self.token_embedder(inputs, mask), mask, deterministic)
 
     def prefill(
         self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None
     ) -> DecoderCache:
-        """Runs the encoder once, or takes its output, and prepares the decoder's cache, `copies` rows for each input."""
+        """Makes the decoder's cache, and runs the encoder once for it unless its output is given as `encoded`."""
         encoded = self.encode(inputs, mask) if encoded is None else encoded
         return self.decoder.init_cache(encoded, mask, slots, copies)
 
@@ -376,13 +382,13 @@ class T5(FamilyModule):
         self, inputs: Inputs, mask: Mask, decoder_tokens: Tokens, deterministic: bool = True,
         encoded: Encoded | None = None,
     ) -> Logits:  # fmt: skip
-        """Teacher-forced logits."""
+        """Returns teacher-forced logits."""
         return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
 
     def states(
         self, inputs: Inputs, mask: Mask, decoder_tokens: Tokens, deterministic: bool = True,
         encoded: Encoded | None = None,
     ) -> States:  # fmt: skip
-        """Teacher-forced states: what `head` takes."""
+        """Returns teacher-forced states, which `head` takes."""
         encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
         return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)

@@ -4,7 +4,7 @@ from specdec_jax.models.family import ModelConfig
 
 
 def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of the `T5Config`, by its name."""
+    """Returns the shape of every parameter by its name; `config` is a `T5Config`."""
     width, inner = config.emb_dim, config.num_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
     if not config.logits_via_embedding:

@@ -1,10 +1,10 @@
-"""What a tokenizer's file may ask of the library that reads it, which cannot be interrupted while it works on a text.
+"""Checks of a tokenizer's file, which may ask much of the library that reads it.
 
-These are `tokenizers` for a tokenizer.json and `sentencepiece` for a SentencePiece model.
-
-Regular expressions backtrack: a nested quantifier can take longer than anyone waits for thirty characters. So only
-expressions are let through that take time in proportion to the text. Steps that make a text longer multiply, and a
-damaged table of characters makes the library print a stack trace: those are looked at too.
+The library, `tokenizers` for a tokenizer.json and `sentencepiece` for a SentencePiece model, cannot
+be interrupted while it works on a text. Regular expressions backtrack: on thirty characters a
+nested quantifier can take longer than anyone waits. So only expressions are accepted that take time
+in proportion to the text. Steps that make a text longer multiply their growth, and a damaged table
+of characters makes the library print a stack trace: both are checked too.
 """
 
 import base64
@@ -17,8 +17,8 @@ import numpy as np
 
 from specdec_jax.files import reading
 
-# Of published tokenizers, beyond what `_plain` lets through: GPT-2's in two spellings, GPT-4's in two (Llama 3 has the
-# first), Qwen 2's and BLOOM's.
+# Regular expressions of published tokenizers that are accepted beyond what `_plain` accepts:
+# GPT-2's in two spellings, GPT-4's in two (Llama 3 has the first), Qwen 2's and BLOOM's.
 PUBLISHED = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -30,7 +30,8 @@ PUBLISHED = {
         for digits in (r"\p{N}{1,3}", r"\p{N}")
     ),
 }  # fmt: skip
-# What `_plain` reads an expression by: a character or a class of them, and how often it may be there.
+# The parts of an expression that `_plain` knows: a character or a class of characters, and its
+# quantifier.
 _CHARACTER = re.compile(
     r"\\[pP]\{\^?\w{1,30}\}|\\[bsSdDwWnrt]|\\[^\w\s]|[^\\\[\](){}*+?|^$]"
     r"|\[\[:\^?\w{1,10}:\]\]|\[\^?(?:\\.|[^\[\]\\&^])(?:\\.|[^\[\]\\&])*\]"
@@ -38,25 +39,28 @@ _CHARACTER = re.compile(
 _QUANTIFIER = re.compile(r"[?*+]|\{\d{1,2}(?:,\d{0,2})?\}")
 _LONGEST_PATTERN = 200
 _LONGEST_WORD = 1000
-_LONGEST_REPLACEMENT = 1000  # bytes in the place of a character; of published tables 33
-_MOST_IDS = 10_000_000  # as a model's vocab_size may be
-_NORMALIZER, _DENORMALIZER, _TABLE = 3, 5, 2  # fields of a SentencePiece model, and of the first two
-# How many times as long all steps together may make a text: T5's table of characters allows 33, its marks of spaces 3,
-# and every replacement of a letter by a longer one 2 or 3. Texts are looked at again by `check_length`.
+_LONGEST_REPLACEMENT = 1000  # bytes in the place of a character; published tables have at most 33
+_MOST_IDS = 10_000_000  # the greatest vocab_size of a model
+# Numbers of fields: two of a SentencePiece model, and one of each of these two.
+_NORMALIZER, _DENORMALIZER, _TABLE = 3, 5, 2
+# The factor by which all steps together may lengthen a text: T5's table of characters allows 33,
+# its marks of spaces 3, and every replacement of a letter by a longer one 2 or 3. `check_length`
+# checks each text besides.
 _MOST_GROWTH = 10**7
 _MOST_GROWTH_DECODING = 1000
 _MOST_CHARACTERS = 10**8
-_COMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 3, "Lowercase": 2}  # Unicode's own bounds
+# The greatest growth that Unicode allows for each of these normalisations.
+_COMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 3, "Lowercase": 2}
 
 
 def check(text: str) -> int:
-    """Refuses the contents of a tokenizer.json that could keep the library busy for ever.
+    """Checks that the contents of a tokenizer.json cannot keep the library busy for ever.
 
     Returns:
-      How many times as long its steps may make a text, at most.
+      The greatest factor by which its steps may lengthen a text.
 
     Raises:
-      ValueError: what is wrong with it.
+      ValueError: they might.
     """
     content = reading.parse_json(text)
     model, added = content.get("model"), content.get("added_tokens")
@@ -72,7 +76,8 @@ def check(text: str) -> int:
 
 
 def check_length(text: str, growth: int) -> None:
-    """Refuses a text that a tokenizer which may make it `growth` times as long could not hold."""
+    """Checks the length of a text that a tokenizer may make `growth` times as long; raises
+    ValueError if too long."""
     if len(text) * growth > _MOST_CHARACTERS:
         raise ValueError(
             f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, "
@@ -81,7 +86,8 @@ def check_length(text: str, growth: int) -> None:
 
 
 def _growth_of(nodes: list, most: int) -> int:
-    """Returns how many times as long steps, nested in any way, may make a text together; refuses more than `most`."""
+    """Returns the factor by which steps, nested in any way, may lengthen a text; raises ValueError
+    above `most`."""
     growth = 1
     while nodes:
         node = nodes.pop()
@@ -96,7 +102,12 @@ def _growth_of(nodes: list, most: int) -> int:
 
 
 def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
-    """Refuses a vocabulary (pieces with their ids) of which a list of all ids would fill the memory."""
+    """Checks the ids of a vocabulary (pieces with their ids): a list of all ids must fit into
+    memory.
+
+    Raises:
+      ValueError: an id that is too large, below 0 or no integer.
+    """
     for piece, i in pieces:
         if type(i) is not int or not 0 <= i < _MOST_IDS:
             got = f"{reading.shown(piece)} with id {reading.shown(i)}"
@@ -104,7 +115,8 @@ def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _growth(step: dict) -> int:
-    """Returns how many times as long a step may make a text; refuses one that may take too much time."""
+    """Returns the factor by which a step may lengthen a text; raises ValueError if it may take too
+    much time."""
     pattern = step.get("Regex")
     if isinstance(pattern, str) and pattern not in PUBLISHED:
         if len(pattern) > _LONGEST_PATTERN or not _plain(pattern):
@@ -112,7 +124,7 @@ def _growth(step: dict) -> int:
                 f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a "
                 "well-known tokenizer, or alternatives in which nothing follows a repetition"
             )
-    # By their fields: the library takes steps that do not say their type.
+    # Steps are told apart by their fields, since the library accepts steps without a type.
     if "precompiled_charsmap" in step or step.get("type") == "Precompiled":
         return _longest_replacement(_decoded(step.get("precompiled_charsmap")))
     if "pattern" in step and isinstance(step.get("content"), str):
@@ -127,11 +139,11 @@ def _growth(step: dict) -> int:
 
 
 def _plain(pattern: str) -> bool:
-    """Whether an expression takes time in proportion to the text.
+    """Returns whether an expression surely takes time in proportion to the text.
 
-    It does where each of its alternatives is a row of characters and classes of which one may be missing and the last
-    may repeat: nothing follows a repetition that could fail and send the matcher back. A group around all of it is
-    allowed.
+    It does if each of its alternatives is a sequence of characters and classes of which at most one
+    is optional and only the last may repeat: then nothing follows a repetition that could fail and
+    make the matcher backtrack. A group around the whole expression is allowed.
     """
     if pattern.startswith("(") and pattern.endswith(")"):
         pattern = pattern[1:-1].removeprefix("?:")
@@ -165,10 +177,10 @@ def _decoded(text) -> bytes:
 
 
 def check_model(model: bytes) -> None:
-    """Refuses the contents of a SentencePiece model whose tables of characters make a text too long, or are damaged.
+    """Checks the tables of characters in the contents of a SentencePiece model.
 
     Raises:
-      ValueError: what is wrong with it.
+      ValueError: a table is damaged, or replaces a character by too many bytes.
     """
     for part, specification in _fields(model):
         if part in (_NORMALIZER, _DENORMALIZER):
@@ -178,7 +190,8 @@ def check_model(model: bytes) -> None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Numbers and contents of those fields of a protocol buffer that are messages, strings or bytes."""
+    """Yields numbers and contents of the fields of a protocol buffer that are messages, strings or
+    bytes."""
     place = 0
 
     def varint() -> int:
@@ -207,10 +220,12 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _longest_replacement(table: bytes) -> int:
-    """Returns the most bytes that SentencePiece's table puts in the place of a character; refuses a damaged one.
+    """Returns the most bytes by which SentencePiece's table replaces a character; raises ValueError
+    if it is damaged.
 
-    The table is its size, a double array (a trie in which the children of a node lie at its offset, XOR the byte), and
-    the replacements one after the other, each with a NUL at its end.
+    The table consists of the size of a double array in bytes; the double array, a trie in which the
+    child of a node for a byte lies at the node's offset XOR that byte; and the replacements, each
+    with a NUL at its end.
     """
     size = int.from_bytes(table[:4], "little")
     units = (
@@ -221,7 +236,7 @@ def _longest_replacement(table: bytes) -> int:
     children = places ^ (units.astype(np.int64) >> 10 << ((units & 0x200) >> 6).astype(np.int64))
     inner, leading = units < 0x80000000, (units & 0x100 > 0) & (units < 0x80000000)
     sound = len(units) > 0 and bool(inner[0]) and bool(np.all((children | 0xFF)[inner] < len(units)))
-    if sound:  # what leads to a replacement has its place as a child
+    if sound:  # a node that leads to a replacement has a child with the replacement's place
         starts = units[children[leading]] & 0x7FFFFFFF
         heads = np.frombuffer(texts, np.uint8)
         sound = bool(np.all(starts < len(heads))) and bool(np.all(heads[starts] & 0xC0 != 0x80))

@@ -13,16 +13,18 @@ from specdec_jax.models import tokenizer_checks
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
 _MOST_SENTINELS = 10_000
-_TOKENIZER_BYTES = 24 << 20  # of a vocabulary's file; mT5's tokenizer.json has 16 MB
-# Characters of a text that is encoded as a whole, some 300 pages; ids of thirty times as many take half a gigabyte.
+_TOKENIZER_BYTES = 24 << 20  # the most bytes of a vocabulary's file; mT5's tokenizer.json has 16 MB
+# The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take
+# half a gigabyte.
 LONGEST_TEXT = 1_000_000
 
 
 def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> None:
-    """Refuses a text that is too long to be encoded, before anything goes through it; None is none.
+    """Checks that no text is too long to be encoded; None stands for no text.
 
     Raises:
-      ValueError: the number of the text, counted from `first`, after `name`, and its length.
+      ValueError: a text is too long; the message has `name` and the text's number, counted from
+      `first`.
     """
     for number, text in enumerate(texts, first):
         if text is not None and len(text) > LONGEST_TEXT:
@@ -31,7 +33,8 @@ def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> Non
 
 
 def check_extra_ids(extra_ids, path) -> int:
-    """The number of sentinels that the file at `path` says."""
+    """Checks the number of sentinels that the file at `path` gives, and returns it; raises
+    ValueError."""
     if type(extra_ids) is not int or not 0 <= extra_ids <= _MOST_SENTINELS:
         expected = f"an integer from 0 to {_MOST_SENTINELS:,}"
         raise ValueError(f"{path}: extra_ids: got {reading.shown(extra_ids)}, expected {expected}")
@@ -39,7 +42,7 @@ def check_extra_ids(extra_ids, path) -> int:
 
 
 class Vocabulary(abc.ABC):
-    """Maps text to ids and back.
+    """The base class of vocabularies, which map text to ids and back.
 
     Attributes:
       size: number of ids; the network's logits may be wider (padding).
@@ -51,28 +54,35 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without EOS."""
+        """Returns the ids of `text`, without EOS."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; padding, EOS and ids past the vocabulary are dropped, sentinels are kept."""
+        """Returns the text of `ids`; padding, EOS and ids past the vocabulary are dropped,
+        sentinels are kept."""
 
     @abc.abstractmethod
     def piece(self, token: int) -> str:
-        """The surface form of one id, for traces; a leading space where the piece starts a word."""
+        """Returns the surface form of one id, for traces, with a leading space where the piece
+        begins a word."""
 
     def fingerprint(self) -> str:
-        """Equal for two vocabularies iff they map every id to the same piece (used to refuse mismatched pairs)."""
+        """Returns a digest, equal for two vocabularies iff they map every id to the same piece.
+
+        By it a drafter with another vocabulary than the target's is refused.
+        """
         return self._digest
 
     @functools.cached_property
     def _digest(self) -> str:
-        """Made once: every call of `generate` compares two of them, and mT5 has a quarter of a million pieces."""
+        """The fingerprint, cached: every call of `generate` compares two, and mT5 has a quarter of
+        a million pieces."""
         return hashlib.sha256(json.dumps([self.piece(i) for i in range(self.size)]).encode()).hexdigest()
 
 
 def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
-    """`text` cut around every known sentinel: even places hold text (perhaps empty), odd places sentinels."""
+    """Splits `text` around every known sentinel: even places of the result hold text, perhaps "",
+    odd ones sentinels."""
     if not sentinels or "<extra_id_" not in text:
         return [text]
     parts = [""]
@@ -85,19 +95,26 @@ def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>` is the last id.
+    """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>`
+    is the last id.
 
     Padding and EOS have the ids that the model gives them.
 
-    Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel starts a word: this is
-    what the T5 tokenisers of Hugging Face do. seqio agrees where a sentinel starts a word and is followed by a space.
+    Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel
+    begins a word, as in Hugging Face's T5 tokenisers. seqio agrees where a sentinel begins a word
+    and is followed by a space.
     """
 
     def __init__(self, model: bytes, extra_ids: int = 0):
-        """Args: model: contents of a SentencePiece model file. extra_ids: sentinels appended to its pieces.
+        """Reads a SentencePiece model.
+
+        Args:
+          model: contents of its file.
+          extra_ids: number of sentinels, whose ids follow those of its pieces.
 
         Raises:
-          ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make a text much longer.
+          ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make
+          a text much longer.
         """
         import sentencepiece
 
@@ -106,9 +123,9 @@ class SentencePieceVocabulary(Vocabulary):
         self.extra_ids = extra_ids
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self._pieces = self._processor.get_piece_size() if model else 0  # of nothing it prints that it has none
+            self._pieces = self._processor.get_piece_size() if model else 0  # asked of an empty model, it prints a line
             if self._pieces:
-                self._processor.id_to_piece(list(range(self._pieces)))  # which may be no UTF-8
+                self._processor.id_to_piece(list(range(self._pieces)))  # raises if a piece is not UTF-8
         except (RuntimeError, UnicodeDecodeError):
             self._pieces = 0
         if not self._pieces:
@@ -131,7 +148,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int, seed_size: int = 1_000_000) -> "SentencePieceVocabulary":
-        """A unigram vocabulary of `size` pieces trained on `texts`, with T5's ids for padding, EOS and unknown."""
+        """Trains a unigram vocabulary of `size` pieces on `texts`, with T5's ids for padding, EOS
+        and unknown pieces."""
         import sentencepiece
 
         out = io.BytesIO()
@@ -156,7 +174,7 @@ class SentencePieceVocabulary(Vocabulary):
             if token is not None and token < self._pieces:
                 run.append(token)
                 continue
-            if run:  # the processor strips the space of a first piece: between sentinels it is part of the text
+            if run:  # the processor strips the space of a first piece, which after a sentinel is part of the text
                 space = " " if text and self.piece(run[0]).startswith(" ") else ""
                 text, run = text + space + self._processor.decode(run), []
             if token is not None:
@@ -172,7 +190,8 @@ class SentencePieceVocabulary(Vocabulary):
 
 
 class ByteVocabulary(Vocabulary):
-    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as in Hugging Face."""
+    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as
+    in Hugging Face."""
 
     OFFSET = 3  # padding, EOS, unknown
 
@@ -207,14 +226,16 @@ class ByteVocabulary(Vocabulary):
 
 
 def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_prefix_space: bool = False) -> str:
-    """The contents of a `tokenizer.json` for GPT-2's `vocab.json` and `merges.txt`.
+    """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
 
     Args:
-      special_tokens: matched as a whole in a text; those that the vocabulary lacks get the ids after its own.
-      add_prefix_space: a text begins with a space.
+      vocab_file, merges_file: paths of the two files.
+      special_tokens: tokens that are matched as a whole; those that the vocabulary lacks get the
+        ids after its own.
+      add_prefix_space: whether a space is put before every text.
 
     Raises:
-      ValueError: files that cannot be read as such.
+      ValueError: the files cannot be read as such.
     """
     import tokenizers
 
@@ -235,7 +256,7 @@ def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_p
 
 
 class TokenizerJsonVocabulary(Vocabulary):
-    """Hugging Face's `tokenizer.json`, read by the `tokenizers` library."""
+    """The vocabulary of a Hugging Face `tokenizer.json`, read by the `tokenizers` library."""
 
     def __init__(
         self,
@@ -245,14 +266,14 @@ class TokenizerJsonVocabulary(Vocabulary):
         eos_token: str = "</s>",
         stop_ids: tuple[int, ...] = (),
     ):
-        """Reads a tokenizer; without `eos_ids` the one that ends inputs is looked for.
+        """Reads a tokenizer, and looks for the EOS id unless `eos_ids` are given.
 
         Args:
           text: contents of a `tokenizer.json`.
-          eos_ids: as the attribute; None: what the file itself puts after a text, else `eos_token`, else `</s>`, else
-            the first of `stop_ids`; then `stop_ids`.
-          eos_token: its surface form, as the tokenizer's other files say it.
-          stop_ids: ids at which the model stops: they need not be the tokenizer's.
+          eos_ids: the attribute; None: the id that the file puts after a text, else the id of
+            `eos_token`, else that of `</s>`, if there is any, and then `stop_ids`.
+          eos_token: surface form of EOS, as the tokenizer's other files give it.
+          stop_ids: ids at which the model stops, which the tokenizer need not have.
 
         Raises:
           ValueError: `text` is no tokenizer, or no end-of-sequence token is found.
@@ -282,7 +303,7 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @classmethod
     def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":
-        """Reads a file; `options` as for the class."""
+        """Reads the file at `path`; `options` as for the class."""
         text = reading.read_text(path, _TOKENIZER_BYTES)
         try:
             return cls(text, eos_ids, **options)
@@ -290,7 +311,8 @@ class TokenizerJsonVocabulary(Vocabulary):
             raise ValueError(f"{path}: {error}") from None
 
     def _appended(self) -> int | None:
-        """The one id that the file's post-processor puts after a text; None where it does something else."""
+        """Returns the one id that the file's post-processor puts after a text; None if it does
+        something else."""
         try:
             plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         except Exception as error:  # as above

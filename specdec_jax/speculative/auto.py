@@ -1,8 +1,8 @@
-"""γ by itself: a policy that weighs measured costs against each row's own acceptance, and drafts
-nothing where that is faster.
+"""The policy of `gamma="auto"`: it weighs measured costs against each row's acceptance, and may
+draft nothing.
 
-A row looks at its own past and at numbers that were fixed before it began, never at its mates: its
-draws do not depend on which rows it is decoded with.
+A row's γ depends on its own past and on numbers that were fixed before it began, never on other
+rows: so its draws do not depend on which rows it is decoded with.
 """
 
 import dataclasses
@@ -17,20 +17,22 @@ from specdec_jax.speculative.gamma import Outcome, PerInput, Policy, call_widths
 
 # G of `gamma="auto"`.
 MAXIMUM = 8
-# Tokens of a draft by which a row that drafts no more looks whether that would pay by now.
+# Tokens that a row which has stopped drafting drafts now and then, to find out whether drafting
+# would pay by now.
 PROBE = 2
-# What looking may cost, as a part of the time between two looks, before the first that fails; each
-# that fails halves it.
+# The share of time that such tries may take before the first that fails; each one that fails halves
+# it.
 _SHARE = 0.01
 
 
 class AutoState(NamedTuple):
-    """What `Auto` knows of each row.
+    """The state that `Auto` keeps of each row.
 
     Attributes:
-      examined, stood: how many drafted tokens were examined, and how many of them stood; older ones count less.
-      idle: iterations since it last drafted.
-      wait: how many of them must pass before a row that drafts no more tries again.
+      examined, stood: how many drafted tokens were examined, and how many of them stood; older ones
+        count less.
+      idle: iterations since the row last drafted.
+      wait: how many iterations a row that has stopped drafting waits before it tries again.
     """
 
     examined: Float[Array, " B"]
@@ -42,24 +44,28 @@ class AutoState(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Auto(Policy):
-    """Drafts the γ with the most expected tokens per time, (1 + α̂ + … + α̂^γ) / cost(γ); 0 where that is the best.
+    """A policy that drafts the γ, 0 included, with the most expected tokens per time: (1 + α̂ + … +
+    α̂^γ) / cost(γ).
 
-    α̂ is the row's own acceptance so far, with `weight` tokens of `acceptance` before any were
-    seen. A row that drafts nothing learns nothing; it tries `PROBE` tokens at its beginning, and
-    then so seldom that all tries together cost less than 1 % of its time: every one that fails
-    doubles the iterations until the next.
+    α̂ is the row's acceptance rate so far, in which the assumed rate `acceptance` counts for
+    `weight` tokens. A row that drafts nothing learns nothing; it tries `PROBE` tokens at its
+    beginning, and then so seldom that all tries together take less than 1 % of its time: each one
+    that fails doubles the number of iterations until the next.
 
-    The defaults were found by simulating rows of 64 tokens with α from 0 to 0.9: with target calls
-    that cost up to 1.4 at 5 positions and 1.7 at 9, and c up to 0.2, at most 1.03 of plain
-    decoding's time and 1.05 of that of the best fixed γ.
+    The defaults come from simulations of rows of 64 tokens with α from 0 to 0.9, with target calls
+    that take up to 1.4 times as long at 5 positions as at one and 1.7 times at 9, and with draft
+    steps of up to 0.2 of a target step. There a row took at most 1.03 times as long as plain
+    decoding, and 1.05 times as long as the best fixed γ.
 
     Attributes:
       maximum: G.
       costs: G + 1 numbers: the time of an iteration that drafts 0, 1, … G tokens, in any unit.
-      acceptance: α expected before anything was seen.
-      weight: how many tokens it counts for.
-      memory: factor by which what an earlier iteration showed counts less.
-      look: part of the first wait that has passed when a row begins; 1: it may look at once.
+      acceptance: acceptance rate that is assumed at first.
+      weight: how many tokens that assumption counts for.
+      memory: factor by which the observations of an iteration are multiplied at each later one that
+        drafts.
+      look: the part of the first wait that has passed when a row begins; with 1 the row may try at
+        once.
     """
 
     maximum: int = MAXIMUM
@@ -80,8 +86,8 @@ class Auto(Policy):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Positions of the target calls to compile: one call less than other policies have,
-        since each takes its time."""
+        """The numbers of positions for which target calls are compiled: other policies' but for 2,
+        to save one compilation."""
         return tuple(width for width in call_widths(self.maximum, none=True) if width != 2 or self.maximum == 1)
 
     def rows(self, batch: int) -> "Auto":
@@ -109,7 +115,7 @@ class Auto(Policy):
         return AutoState(zeros, zeros, self.look * wait, wait)
 
     def _best(self, state: AutoState) -> Int[Array, " B"]:
-        """The γ with the most expected tokens per time."""
+        """Returns the γ with the most expected tokens per time."""
         rate = (state.stood + self.weight * self.acceptance) / (state.examined + self.weight)
         tokens = jnp.cumsum(rate[:, None] ** jnp.arange(self.maximum + 1, dtype=jnp.float32), axis=1)
         return jnp.argmax(tokens / self.costs, axis=1).astype(jnp.int32)

@@ -1,16 +1,20 @@
-"""One iteration of speculative beam search: draft a tree → score its nodes in one call → step through what is scored.
+"""One iteration of speculative beam search: draft a tree → score its nodes in one call → take steps
+of the search.
 
-Its output is that of plain beam search, since every step is plain beam search's own, with the target's numbers:
+The output is that of plain beam search, since every step is one of plain beam search, with the
+target's log-probabilities:
 
-1. The drafter proposes γ levels of u nodes after the K live beams, with which they are K + u·γ nodes of one tree.
-2. The target scores all of them in one call, each seeing its own ancestors alone.
-3. Step by step the beams continue, as long as every live beam is a node that was scored: at least once, since the
-   last tokens of the live beams are among the nodes.
-4. What the steps went through stays in the caches, beam by beam; the nodes that no beam became are overwritten.
+1. The drafter proposes γ levels of u nodes after the last tokens of the K live beams. The K + γ·u
+   nodes are one tree.
+2. The target scores all nodes in one call, in which each node sees its own ancestors alone.
+3. Steps of plain beam search follow as long as every live beam is a node that was scored. There is
+   at least one, since the last tokens of the live beams are among the nodes.
+4. The keys and values of the beams that the steps went through stay in the caches; those of other
+   nodes are overwritten.
 
-Slots: a call writes its nodes from slot `starts[b]` on, first those of the live beams. The K beams of the i-th step
-after them are moved to slot `starts[b] + i·K` and what follows, so that plain search, which has no nodes but its live
-beams, leaves the same cache.
+A call writes its nodes from slot `starts[b]` on, first those of the live beams. The K beams that
+step i leads to are then copied to the slots from `starts[b] + i·K` on, with i counted from 1. So
+the cache is the one that plain search leaves, whose only nodes are its live beams.
 """
 
 from typing import NamedTuple
@@ -27,13 +31,15 @@ from specdec_jax.speculative.processors import Context
 
 
 class BeamTree(NamedTuple):
-    """Nodes of a search: the live beams' last tokens, and level by level what was drafted after them.
+    """The nodes of a search: the live beams' last tokens and, level by level, the tokens drafted
+    after them.
 
     Attributes:
-      tokens: `[B, N]` int32.
-      parents: `[B, N]` int32, the number of the node before each; −1 for the live beams' own.
-      nodes: where they lie.
-      sequences: `[B, N, P]` int32 tokens by position, where a processor reads them; None: none does.
+      tokens: `[B, N]` int32, the token of each node.
+      parents: `[B, N]` int32, the number of each node's parent; −1 for the live beams' last tokens.
+      nodes: positions, slots and paths of the nodes.
+      sequences: `[B, N, P]` int32, the tokens up to each node by position; None if no processor
+        reads them.
     """
 
     tokens: jax.Array
@@ -42,7 +48,7 @@ class BeamTree(NamedTuple):
     sequences: jax.Array | None
 
     def last(self, count: int) -> "BeamTree":
-        """Returns the last `count` nodes, with slots of their own."""
+        """Returns the last `count` nodes alone, in the slots that they have in the whole tree."""
         tail = lambda x: x[:, -count:]
         starts = self.nodes.starts + self.tokens.shape[1] - count
         nodes = Nodes(starts, tail(self.nodes.positions), tail(self.nodes.paths))
@@ -50,7 +56,8 @@ class BeamTree(NamedTuple):
         return BeamTree(tail(self.tokens), tail(self.parents), nodes, sequences)
 
     def grow(self, parents: jax.Array, tokens: jax.Array) -> "BeamTree":
-        """Returns the tree with a level more: `tokens [B, u]` after the nodes `parents [B, u]`."""
+        """Returns the tree with one more level: `tokens [B, u]` after the nodes with the numbers
+        `parents [B, u]`."""
         first, width = self.tokens.shape[1], tokens.shape[1]
         positions = pick(self.nodes.positions, parents) + 1
         slots = self.nodes.starts[:, None] + first + jnp.arange(width, dtype=jnp.int32)
@@ -64,7 +71,7 @@ class BeamTree(NamedTuple):
 
 
 def live_beams(state: BeamState) -> BeamTree:
-    """Makes the tree of the live beams' last tokens alone."""
+    """Makes the tree that has only the live beams' last tokens."""
     beams, batch = state.program.beams, len(state.steps)
     positions = jnp.broadcast_to(state.positions[:, None], (batch, beams))
     tokens = jnp.take_along_axis(state.live.tokens, positions[..., None], axis=2)[..., 0]
@@ -81,7 +88,7 @@ def search(target: Network, drafter, state: BeamState) -> BeamState:
 
 
 def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
-    """One iteration for all rows; a row that is done changes in nothing that counts."""
+    """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
     program, tree, draft_state = state.program, live_beams(state), state.draft_state
     if program.gamma:
         draft_state, tree = drafter.draft_beams(draft_state, state, tree)
@@ -94,7 +101,7 @@ def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
 
     after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
     taken = after.steps - state.steps
-    if program.gamma:  # level i's beams: from where they were scored to where plain search has them
+    if program.gamma:  # the beams of every step move from the slots where they were scored to those of plain search
         sources, starts = state.starts[:, None] + levels, state.starts + program.beams
         cache, draft_state = cache.move_nodes(sources, starts), drafter.move_beams(draft_state, sources, starts)
     return pinned(
@@ -107,10 +114,12 @@ def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
 
 
 def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Array, jax.Array | None]:
-    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and those after processors, if there are any.
+    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and the same after
+    processors (None without).
 
-    Hugging Face's processors change log-probabilities and leave them as they then are; in T5X's form, which has none,
-    they change logits, as everywhere else here.
+    In Hugging Face's form, processors change log-probabilities, which are not normalised again. In
+    T5X's form, which has no processors of its own, they change logits, as in the rest of this
+    package.
     """
     program, own = state.program, jax.nn.log_softmax(logits, axis=-1)
     if not program.mode.processes:
@@ -128,12 +137,15 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
 
 
 def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """Returns the sum of log-probabilities `[B, N]` of each node's sequence, in the order in which steps add them up.
+    """Returns the sum of log-probabilities `[B, N]` of the sequence up to each node.
+
+    They are added in the order in which the steps of plain search add them, so that the sums round
+    alike.
 
     Args:
       tree: the nodes.
       scores: `[B, K]`, the sums of the live beams.
-      log_probs: `[B, N, V]`, of the nodes' next tokens.
+      log_probs: `[B, N, V]`, log-probabilities of the nodes' next tokens.
     """
     beams, count = scores.shape[1], tree.tokens.shape[1]
     sums = jnp.pad(scores, ((0, 0), (0, count - beams)))
@@ -142,14 +154,22 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
     parents = jnp.maximum(tree.parents, 0)
     flat = parents * log_probs.shape[2] + jnp.maximum(tree.tokens, 0)
     own = jnp.take_along_axis(log_probs.reshape(len(scores), -1), flat, axis=1)
-    # A level's parents come before it: as many rounds as there are levels.
+    # Round i gives level i its sums, from those of its parents on the level before: so there is one
+    # round per level.
     grow = lambda _, sums: jnp.where(tree.parents < 0, sums, pick(sums, parents) + own)
     depth = jnp.max(tree.nodes.positions - tree.nodes.positions[:, :1])
     return jax.lax.fori_loop(0, depth, grow, sums)
 
 
 def candidates(own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, program: BeamConfig) -> Candidates:
-    """Returns the continuations of each node that a step may take: no more of one beam than of all together."""
+    """Returns the best continuations of each node: (1 + E)·K of them, as many as a step takes of
+    all beams together.
+
+    Args:
+      own: `[B, N, V]`, log-probabilities under the target's own law.
+      adjusted: `[B, N, V]`, the same after processors; None without processors.
+      sums: `[B, N]`, sums of log-probabilities up to each node.
+    """
     log_probs = own if adjusted is None else adjusted
     kept = min(program.candidates, program.vocab_size)
     totals, tokens = jax.lax.top_k(log_probs + sums[..., None], kept)
@@ -158,11 +178,12 @@ def candidates(own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, prog
 
 
 def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamState, jax.Array]:
-    """Steps while every live beam is a scored node.
+    """Takes steps as long as every live beam is a node that was scored.
 
     Returns:
-      The state, and for each level of the tree the nodes that its live beams were, `[B, γ·K]`; where a row did not
-      come so far, anything.
+      The state; and, for each of γ steps, the numbers of the nodes that its K beams are, together
+      `[B, γ·K]`. They are arbitrary for steps that a row did not take, and for beams that are no
+      nodes.
     """
     program, batch, starts = state.program, len(state.steps), state.starts
     beams = program.beams
@@ -192,12 +213,17 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
 
 
 def _all_scored(same: jax.Array) -> jax.Array:
-    """`[B]`: whether each of the live beams is one of the nodes; `same [B, K, N]`."""
+    """Returns `[B]` bool: whether all live beams are nodes; `same [B, K, N]` says which node is
+    which beam."""
     return jnp.all(jnp.any(same, axis=2), axis=1)
 
 
 def _counted(state: BeamState, taken: jax.Array):
-    """Counts of the iteration: a level is examined if the step before it was taken, and stood if its own was."""
+    """Returns the statistics after the iteration.
+
+    A level of the tree counts as examined if the step that leads to it was taken, and as accepted
+    if the step after it was taken too.
+    """
     counts, gamma, integer = state.counts, state.program.gamma, lambda mask: mask.astype(jnp.int32)
     active = integer(~state.done)
     level = jnp.arange(gamma)

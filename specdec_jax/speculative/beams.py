@@ -1,15 +1,19 @@
 """One step of beam search, in T5X's form and in Hugging Face's, and the state that it works on.
 
-Wu et al. 2016 (arXiv 1609.08144, section 7), as `t5x/decoding.py` and transformers' `_beam_search` have it. With K beams
-and E ids that end a sequence a step takes the (1 + E)·K best continuations of all live beams, by the sum of their
-log-probabilities; the K best of them that do not end stay alive, and those that end compete for K places of finished
-hypotheses by that sum over a penalty for length:
+The search is that of Wu et al. 2016 (arXiv 1609.08144, section 7) as `t5x/decoding.py` and
+`_beam_search` of transformers implement it. There are K live beams and E ids that end a sequence. A
+step takes the (1 + E)·K best continuations of all live beams, by the sum of their
+log-probabilities. The K best of these that do not end are the next live beams. Those that end
+compete for the K places of finished hypotheses, by that sum divided by a length penalty, which
+differs:
 
-- "t5x": ((5 + length) / 6)^penalty, the length counted from the start of the decoder, a prefix included. A row ends
-  when its worst finished hypothesis beats what its best live beam could still come to.
-- "huggingface": length^penalty, of new tokens alone. Only the first K continuations may finish. `early_stopping` says when
-  a row ends: True as soon as there are K hypotheses; False when the best live beam, were it to end here, would not make
-  it; "never" when it cannot, whatever its length.
+- "t5x" divides by ((5 + length) / 6)^penalty, with the length counted from the start of the
+  decoder, a prefix included. A row is done when its worst finished hypothesis beats every score
+  that its best live beam could still reach.
+- "huggingface" divides by length^penalty, with the length in new tokens. Only the K best
+  continuations may finish. `early_stopping` says when a row is done: True as soon as there are K
+  hypotheses; False when the best live beam would not be among them if it ended here; "never" when
+  it would not, whatever its length.
 """
 
 from typing import Any, NamedTuple
@@ -22,12 +26,13 @@ from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.state import Counts
 
 STYLES = ("t5x", "huggingface")
-# What a hypothesis that does not count is lowered by.
+# The amount by which the score of a hypothesis that does not count is lowered, as the originals do
+# it.
 _FAR = {"t5x": 1e7, "huggingface": 1e9}
 
 
 class BeamConfig(NamedTuple):
-    """The static part of a search: what is compiled.
+    """The static settings of a search: another value of any of them compiles another program.
 
     Attributes:
       beams: K.
@@ -35,8 +40,8 @@ class BeamConfig(NamedTuple):
       mode: which processors are on; nothing is drawn.
       vocab_size: V.
       style: one of `STYLES`.
-      early_stopping: of "huggingface": False, True or "never".
-      gamma: levels of the tree that is drafted; 0 is plain search.
+      early_stopping: False, True or "never"; only "huggingface" reads it.
+      gamma: γ, levels of the tree that is drafted; 0 is plain search.
       width: u, nodes of each level.
     """
 
@@ -51,24 +56,29 @@ class BeamConfig(NamedTuple):
 
     @property
     def candidates(self) -> int:
-        """Continuations that a step looks at: enough for K live beams, whatever ends."""
+        """(1 + E)·K, continuations that a step takes: at least K of them do not end."""
         return (1 + self.ends) * self.beams
 
     @property
     def nodes(self) -> int:
-        """Positions of a call of the target: the live beams' last tokens, and the tree."""
+        """K + γ·u, nodes in a call of the target: the live beams' last tokens, and what was drafted
+        after them."""
         return self.beams + self.gamma * self.width
 
 
 class Hypotheses(NamedTuple):
-    """Sequences of a row, K of them.
+    """K sequences of each row, with their log-probabilities and scores.
 
     Attributes:
-      tokens: `[B, K, P]` int32 by position: start token and decoder prefix, or prompt; new tokens; then anything.
-      log_probs: `[B, K, P]` float32 of the new tokens, under the target's own law.
-      adjusted_log_probs: the same after processors, of which `scores` are made; None without processors.
-      lengths: `[B, K]` int32 new tokens.
-      scores: `[B, K]` float32: sums of log-probabilities of live ones, sums over the penalty of finished ones.
+      tokens: `[B, K, P]` int32, by position: start token and decoder prefix, or prompt; new tokens;
+        then anything.
+      log_probs: `[B, K, P]` float32, log-probabilities of the new tokens under the target's own
+        law.
+      adjusted_log_probs: the same after processors, of which `scores` are sums; None without
+        processors.
+      lengths: `[B, K]` int32, number of new tokens.
+      scores: `[B, K]` float32: of a live beam its sum of log-probabilities, of a finished
+        hypothesis its sum divided by the length penalty.
     """
 
     tokens: jax.Array
@@ -78,36 +88,40 @@ class Hypotheses(NamedTuple):
     scores: jax.Array
 
     def pick(self, which: jax.Array) -> "Hypotheses":
-        """Returns those with the numbers `which [B, J]`."""
+        """Returns the hypotheses with the numbers `which [B, J]`."""
         return jax.tree.map(lambda x: pick(x, which), self)
 
     def beside(self, others: "Hypotheses") -> "Hypotheses":
-        """Returns these, and then the others of the same row."""
+        """Returns these hypotheses of each row, followed by `others` of the same row."""
         return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), self, others)
 
 
 @flax.struct.dataclass
 class BeamState:
-    """What lives through a search; B rows, one for each input.
+    """The state of a search, with B rows, one for each input.
 
     Attributes:
       live: the K beams that are continued: "t5x" keeps the best last, "huggingface" first.
-      finished: the K best that have ended, in the same order.
+      finished: the K best hypotheses that have ended, in the same order.
       is_finished: `[B, K]` bool, False for a place of `finished` that nothing fills yet.
-      prefix_lengths: `[B]` int32 start token and decoder prefix, or prompt.
-      steps: `[B]` int32 new tokens of every live beam.
+      prefix_lengths: `[B]` int32, number of tokens in the start token and decoder prefix, or in the
+        prompt.
+      steps: `[B]` int32, number of new tokens of every live beam.
       limits: `[B]` int32, the most new tokens.
-      done: `[B]` bool.
-      failed: `[B]` int32, the first new token, from 1, whose law was not one of numbers; 0: none.
+      done: `[B]` bool, whether the row's search has ended.
+      failed: `[B]` int32, the number of the first new token, from 1, whose law contained NaN; 0:
+        none.
       eos_ids: `[B, E]` int32.
-      penalty: scalar float32, exponent of the length.
-      sampling: parameters of processors.
-      paths: `[B, K, P]` int32, the slots of the cache in which the ancestors of every live beam's last token lie.
-      starts: `[B]` int32, the first slot that is free; the last tokens of live beams go there, which have yet to be fed.
-      target_cache: of `Network.node_cache`.
-      draft_state: the drafter's, None without one.
-      counts: as in `state.Counts`, with levels of the tree in place of drafted tokens.
-      program: the static part.
+      penalty: scalar float32, the exponent of the length penalty.
+      sampling: traced parameters of processors.
+      paths: `[B, K, P]` int32, by position: the slots of the cache with the ancestors of each live
+        beam's last token.
+      starts: `[B]` int32, the first free slot. The last tokens of the live beams, which have yet to
+        be fed, go there.
+      target_cache: the target's cache, made by `Network.node_cache`.
+      draft_state: the drafter's own state, None without a drafter.
+      counts: statistics, with levels of the tree in the place of drafted tokens.
+      program: the static settings.
     """
 
     live: Hypotheses
@@ -130,24 +144,24 @@ class BeamState:
 
     @property
     def positions(self) -> jax.Array:
-        """`[B]`: the position of the live beams' last tokens."""
+        """`[B]`, the position of the live beams' last tokens."""
         return self.prefix_lengths + self.steps - 1
 
     def sampling_of(self, copies: int) -> SamplingRows:
-        """Returns `sampling` for `copies` rows side by side of each."""
+        """Returns `sampling` with each row's values repeated for `copies` rows side by side."""
         tables = dict(bias=self.sampling.bias, forced=self.sampling.forced)
         per_row = self.sampling.replace(bias=None, forced=None)
         return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), per_row).replace(**tables)
 
 
 class Candidates(NamedTuple):
-    """The best continuations of each of N sequences, M of each; all `[B, N, M]`.
+    """The M best continuations of each of N sequences by one token; all arrays are `[B, N, M]`.
 
     Attributes:
-      sums: the sequence's sum of log-probabilities with that of the new token.
+      sums: sums of log-probabilities of the sequences, the new token included.
       tokens: the new tokens.
-      log_probs: theirs, under the target's own law.
-      adjusted_log_probs: theirs after processors; None without.
+      log_probs: log-probabilities of the new tokens under the target's own law.
+      adjusted_log_probs: the same after processors; None without processors.
     """
 
     sums: jax.Array
@@ -156,7 +170,7 @@ class Candidates(NamedTuple):
     adjusted_log_probs: jax.Array | None
 
     def pick(self, which: jax.Array) -> "Candidates":
-        """Returns those of the sequences `which [B, J]`."""
+        """Returns the continuations of the sequences with the numbers `which [B, J]`."""
         return jax.tree.map(lambda x: pick(x, which), self)
 
 
@@ -166,7 +180,13 @@ def pick(values: jax.Array, which: jax.Array) -> jax.Array:
 
 
 def first_hypotheses(tokens: jax.Array, positions: int, program: BeamConfig) -> tuple[Hypotheses, Hypotheses]:
-    """Makes the live and the finished hypotheses of rows that begin with `tokens [B, P']`: one live beam, none finished."""
+    """Makes the live beams and finished hypotheses of rows that begin with `tokens [B, P']`.
+
+    One live beam counts; the scores of all others are lowered so far that they never win.
+
+    Args:
+      positions: P, room for the tokens of a sequence.
+    """
     batch, far = len(tokens), -_FAR[program.style]
     room = jnp.zeros((batch, program.beams, positions), jnp.int32)
     numbers, lengths = jnp.zeros(room.shape, jnp.float32), jnp.zeros(room.shape[:2], jnp.int32)
@@ -179,14 +199,15 @@ def first_hypotheses(tokens: jax.Array, positions: int, program: BeamConfig) -> 
 
 
 def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamState, jax.Array, jax.Array]:
-    """Takes one step in the rows that are `active [B]`; the others stay as they are.
+    """Takes one step in the rows where `active [B]` is True; the others stay as they are.
 
     Args:
-      state: of which the caches and paths stay as they are.
+      state: the search; its caches and paths are left to the caller.
       found: the best continuations of every live beam, `[B, K, M]`.
 
     Returns:
-      The state, and of every new live beam the beam that it continues and its new token, both `[B, K]`.
+      The state; the number of the beam that each new live beam continues, `[B, K]`; and its new
+      token, `[B, K]`.
     """
     program, live = state.program, state.live
     batch, _, kept = found.sums.shape
@@ -219,7 +240,8 @@ def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamSt
 
 
 def _extended(parents: Hypotheses, chosen: Candidates, sums: jax.Array, positions: jax.Array) -> Hypotheses:
-    """The hypotheses `parents` with one token more at `positions [B]`."""
+    """Returns the hypotheses `parents`, each with its token of `chosen` added at `positions [B]`,
+    and with `sums`."""
     here = (jnp.arange(parents.tokens.shape[-1]) == positions[:, None])[:, None]
     put = lambda old, new: None if old is None else jnp.where(here, new[..., None], old)
     return Hypotheses(
@@ -229,13 +251,22 @@ def _extended(parents: Hypotheses, chosen: Candidates, sums: jax.Array, position
 
 
 def _best(scores: jax.Array, program: BeamConfig) -> jax.Array:
-    """The places `[B, K]` of the K greatest of `scores [B, J]`, in the order of the style."""
+    """Returns the places `[B, K]` of the K greatest of `scores [B, J]`: the greatest last for
+    "t5x", else first."""
     _, order = jax.lax.top_k(scores, program.beams)
     return order[:, ::-1] if program.style == "t5x" else order
 
 
 def _finish(state: BeamState, continued: Hypotheses, finishing: jax.Array) -> tuple[Hypotheses, jax.Array]:
-    """The K best finished hypotheses, and which of them are any, when `continued [B, C]` competes with those before."""
+    """Picks the K best of the finished hypotheses so far and of the new ones.
+
+    Args:
+      continued: the C continuations of this step.
+      finishing: `[B, C]` bool, which of them end here.
+
+    Returns:
+      The hypotheses, and `[B, K]` bool: False for a place that nothing fills.
+    """
     program, far = state.program, _FAR[state.program.style]
     lengths = state.steps + 1
     if program.style == "huggingface":
@@ -252,18 +283,20 @@ def _finish(state: BeamState, continued: Hypotheses, finishing: jax.Array) -> tu
 
 
 def _penalized(lengths: jax.Array, state: BeamState) -> jax.Array:
-    """What a sum of log-probabilities is divided by at `lengths`."""
+    """Returns the length penalty at `lengths`, by which a sum of log-probabilities is divided."""
     lengths = lengths.astype(jnp.float32)
     return (lengths if state.program.style == "huggingface" else (5 + lengths) / 6) ** state.penalty
 
 
 def _is_done(state: BeamState) -> jax.Array:
-    """Which rows cannot get any better, or are as long as they may be: `[B]`."""
+    """Returns `[B]` bool: which rows cannot find a better hypothesis, or are as long as they may
+    be."""
     program = state.program
     worst = jnp.where(state.is_finished, jnp.min(state.finished.scores, axis=1, keepdims=True), -_FAR[program.style])
     at_end = state.steps >= state.limits
     if program.style == "t5x":
-        # One more than the greatest length, as T5X counts the start token here.
+        # This length is one more than the greatest that `_finish` uses: here T5X counts the start
+        # token.
         longest = _penalized(state.prefix_lengths + state.limits, state)
         return at_end | jnp.all(worst > (state.live.scores[:, -1] / longest)[:, None], axis=1)
     longest = state.steps
@@ -276,9 +309,11 @@ def _is_done(state: BeamState) -> jax.Array:
 
 
 def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
-    """The K hypotheses that a search comes to, the best first, and which of them are any, `[B, K]`.
+    """Returns the K hypotheses of a search, the best first, and `[B, K]` bool: False for a place
+    that nothing fills.
 
-    Where nothing has finished those are the live ones: "t5x" says so, and "huggingface" has finished all by then.
+    Where nothing has finished, the live beams are the result, as in T5X; in Hugging Face's form
+    something has finished whenever a search ends.
     """
     none = ~jnp.any(state.is_finished, axis=1)
     choose = lambda live, finished: jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)

@@ -1,4 +1,5 @@
-"""The base class of drafters: what an iteration and the rest of the package ask of whatever proposes tokens."""
+"""The base class of drafters: the interface by which an iteration and the rest of the package use
+them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,20 +19,25 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Proposes tokens. A drafter is a pytree: parameters are leaves, everything else is static.
+    """The base class of whatever proposes tokens: a pytree whose parameters are leaves, all else
+    static.
 
-    A subclass defines `init` and `draft`, both traced, and overrides what else is not as here.
-    Rewinding is implicit: each call is told the committed lengths.
+    A subclass defines `init` and `draft`, both traced, and overrides other methods and attributes
+    where the defaults here do not hold for it. Rejected tokens need no call that takes them back:
+    each call is told the committed lengths.
 
     Attributes:
-      reads_encoder: `init` gets the target's encoder output `[I, L, D]` as `encoded`.
-      tells_law: drafts come from laws that a policy of γ can read (`Draft.seen`).
-      varies: less than is wanted may be drafted, or nothing.
-      observes: it learns from the target's calls by `observe`, which is otherwise absent from the compiled program.
-      needs_target_state: it drafts from the target's cache or last state, so that it can only begin where the target
-        stopped.
-      scorable: the law that it draws from is its model's, so that acceptance can be had by scoring texts with both.
-      drafts_beams: it can draft for a beam search, by the methods with that word in their names.
+      reads_encoder: whether `init` gets the target's encoder output `[I, L, D]` as `encoded`.
+      tells_law: whether drafts come from laws that a policy of γ can read (`Draft.seen`).
+      varies: whether fewer tokens than wanted may be drafted, or none.
+      observes: whether it learns from the target's calls by `observe`, which is otherwise absent
+        from the compiled program.
+      needs_target_state: whether it drafts from the target's cache or last state, so that it can
+        only begin where the target stopped.
+      scorable: whether the law that it draws from is its model's, so that the acceptance rate can
+        be computed by scoring texts with both models.
+      drafts_beams: whether it can draft for a beam search, by the methods with "beams" in their
+        names.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -47,9 +53,13 @@ class Drafter:
     def init(
         self, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int
     ) -> Any:
-        """Returns the state for `inputs` and what the decoder begins with, `tokens`, B/I rows for each input.
+        """Returns the drafter's state before the first iteration, for B/I rows of each of the I
+        inputs.
 
-        That is the start token and the decoder prefix. For a decoder-only target it is the prompt, and L = 0.
+        Args:
+          inputs: ids of the encoder's inputs; L = 0 for a decoder-only target.
+          tokens: what the decoder begins with: start token and decoder prefix, or the prompt.
+          slots: S, slots of tokens and of caches.
         """
         raise NotImplementedError
 
@@ -58,39 +68,52 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
-        """Returns the state after a call of the target, where it `observes`; `state` is the one after the commit."""
+        """Returns the drafter's state after a call of the target; called only if it `observes`.
+
+        Args:
+          state: the decode loop's, after the commit.
+          scored: what the target was fed and what it returned.
+        """
         return draft_state
 
     def rewind(self, draft_state: Any, lengths: Int[Array, " B"]) -> Any:
-        """Returns the state in which nothing past the first `lengths` tokens is committed.
+        """Returns the state in which only the first `lengths` tokens of each row are committed.
 
-        For what keeps a cache. A part of a cascade that begins past the committed tokens cannot tell by itself.
+        Only a drafter with a cache of its own needs it, and only inside a cascade: a part that
+        begins past the committed tokens cannot tell which of them stood.
         """
         return draft_state
 
     def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int) -> Any:
-        """As `init`, for a search with `beams` beams of each of the rows `tokens [B, P]`; `slots` and `positions` as for
-        `Network.node_cache`."""
+        """Returns the drafter's state before the first iteration of a beam search.
+
+        Args:
+          inputs, input_lengths: as for `init`.
+          tokens: `[B, P]`, what the decoder begins with, one row for each input.
+          beams: K, beams of each row.
+          slots, positions: as for `Network.node_cache`.
+        """
         raise NotImplementedError
 
     def draft_beams(self, draft_state: Any, state: "BeamState", tree: "BeamTree") -> tuple[Any, "BeamTree"]:
-        """Grows the tree of the live beams by γ levels of u nodes, as `state.program` says."""
+        """Adds γ levels of u nodes to the tree of the live beams; `state.program` has γ and u."""
         raise NotImplementedError
 
     def move_beams(self, draft_state: Any, sources: jax.Array, starts: jax.Array) -> Any:
-        """Returns the state in which the nodes in slots `sources [B, M]` lie in the slots from `starts [B]` on."""
+        """Returns the state after the nodes in slots `sources [B, M]` were copied to the slots from
+        `starts [B]` on."""
         raise NotImplementedError
 
     # On the host.
 
     def beam_width(self, beams: int, wanted: int | None) -> int:
-        """Returns how many nodes it drafts in each level of a beam search's tree: as many as are `wanted`, or twice as
-        many as there are beams."""
+        """Returns u, how many nodes it drafts in each level of a beam search's tree: `wanted`, by
+        default 2 · `beams`."""
         return 2 * beams if wanted is None else wanted
 
     @property
     def name(self) -> str:
-        """What messages and records call it."""
+        """The drafter's name in messages and records."""
         return type(self).__name__
 
     @property
@@ -100,40 +123,43 @@ class Drafter:
 
     @property
     def second_model(self) -> LanguageModel | None:
-        """The one model that drafts beside the target, with an encoder and a cache of its own; None: there is none."""
+        """The one model that drafts beside the target, with a cache of its own; None if there is
+        none."""
         return None
 
     def steps(self) -> Mapping[str, Network]:
-        """Networks whose single steps tell what drafting costs, by name: "draft step", and
-        variants of it to compare with."""
+        """Returns the networks of which one step is timed to tell what drafting costs, by name:
+        "draft step", and variants of it to compare with."""
         return {}
 
     def identity(self) -> tuple[list[Any], Any]:
-        """Settings, and arrays in any pytree, that together decide what it drafts."""
+        """Returns the settings, and a pytree of arrays, that together decide what it drafts."""
         return [jax.tree.structure(self)], self
 
     @property
     def contents(self) -> str:
-        """Digest that tells drafters apart that may draft otherwise: kind, settings, and every number."""
+        """A digest of the drafter's class, settings and arrays: drafters that may draft different
+        tokens differ in it."""
         settings, arrays = self.identity()
         parts = [type(self).__name__, *map(str, settings)]
         return digest([*map(str.encode, parts), *(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))])
 
     def check(self, target: LanguageModel) -> None:
-        """Refuses a target that it cannot draft for.
+        """Checks that it can draft for `target`.
 
         Raises:
-          ValueError: with what was got and what was expected.
+          ValueError: it cannot; the message says why.
         """
         for model in self.models:
             check_model(target, model)
 
 
 def check_model(target: LanguageModel, model: LanguageModel) -> None:
-    """Refuses a drafting model whose vocabulary is not the target's (PITFALLS row 28), or of another kind or mesh.
+    """Checks that a drafting model has the target's vocabulary (PITFALLS row 28), kind, start token
+    and mesh.
 
     Raises:
-      ValueError: with what was got and what was expected.
+      ValueError: one of them differs; the message says which.
     """
     if decoder_only(model) != decoder_only(target):
         kinds = "a decoder-only model", "a model with an encoder"

@@ -1,7 +1,8 @@
-"""Random draws: the keys of the requests, the random words of every use, and one id out of a distribution.
+"""Random draws: keys of requests, random words for each purpose, and the draw of one id from a
+distribution.
 
-Every draw is a function of a request's key, its committed length, the offset in the draft and the use; so a request's
-sample does not depend on its batch.
+Every draw is a function of a request's key, its committed length, the offset in the draft and the
+purpose; so a request's sample does not depend on its batch.
 """
 
 import jax
@@ -10,25 +11,26 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from specdec_jax.models.axes import PerRow
 
-# Every key is brought to this kind: JAX batches the others (rbg, unsafe_rbg) by drawing for all rows from the first
-# row's key.
+# Every key is turned into this kind, since JAX batches the others (rbg, unsafe_rbg) by drawing for
+# all rows from the first row's key.
 KEY_IMPL = "threefry2x32"
 
 
 def seeded(seed) -> Key[Array, ""]:
-    """Returns the key of a seed, whatever kind of key JAX is set to make by default."""
+    """Returns the threefry key of a seed, whatever kind of key JAX is set to make by default."""
     return jax.random.key(seed, impl=KEY_IMPL)
 
 
 def threefry(key: Array) -> Key[Array, "..."]:
-    """Returns a key, or an array of them, as threefry keys; those that are threefry keys already stay what they are.
+    """Returns a key, or an array of keys, as threefry keys; threefry keys are returned as they are.
 
     Args:
-      key: typed keys of any kind, or raw ones `[..., words]`: of two words a threefry key, of four an rbg key. Of other
-        kinds than threefry all words count: the first two make a key, into which the others are folded.
+      key: typed keys of any kind, or raw ones `[..., words]` in uint32: two words are a threefry
+        key, four an rbg key. Of a key of another kind all words count: the first two make a
+        threefry key, into which the others are folded.
 
     Raises:
-      ValueError: neither.
+      ValueError: `key` holds neither typed nor raw keys.
     """
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if typed and str(jax.random.key_impl(key)) == KEY_IMPL:
@@ -51,21 +53,22 @@ def _from_words(words: UInt32[Array, "*N W"]) -> Key[Array, "*N"]:
     return keys
 
 
-# Tags that keep the uses of one row's randomness apart: never shared between uses.
+# Tags of the purposes for which one row draws; no two purposes share one, so that their draws are
+# independent.
 DRAFT, ACCEPT, RESIDUAL, BONUS, GUMBEL = range(5)
 
 
 def words(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> UInt32[Array, "B N 2"]:
-    """Returns random words, what `draw` takes.
+    """Returns pairs of random words, as `draw` takes them.
 
-    Each pair is a function of the request's key, the row's committed length at the start of the iteration, the
-    offset in the draft and the use; never of the row's place in the batch.
+    Each pair is a function of the four arguments' values for its row, never of the row's place in
+    the batch.
 
     Args:
       keys: threefry keys, one per request.
       lengths: committed lengths at the start of the iteration.
-      offsets: in the draft.
-      tag: one of DRAFT, ACCEPT, RESIDUAL, BONUS.
+      offsets: offsets in the draft, from 0.
+      tag: the purpose: DRAFT, ACCEPT, RESIDUAL or BONUS.
     """
 
     def one(key, offset):
@@ -77,16 +80,18 @@ def words(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], t
 
 
 def uniforms(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> Float[Array, "B N"]:
-    """Returns uniforms in [0, 1), multiples of 2⁻²⁴; args as for `words`."""
+    """Returns uniforms in [0, 1), which are multiples of 2⁻²⁴; the arguments are those of `words`."""
     return (words(keys, lengths, offsets, tag)[..., 1] >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def gumbel_noise(
     keys: Key[Array, " B"], positions: Int[Array, "B N"], vocab_size: int
 ) -> Float[Array, "B N {vocab_size}"]:
-    """Returns standard Gumbel noise of absolute positions: the same whenever one is visited.
+    """Returns the standard Gumbel noise of absolute positions, the same at every visit of a
+    position.
 
-    Only the coupling may key by absolute position: other verifiers condition on draws that they then discard.
+    Only Gumbel coupling may use randomness that depends on the position alone: other verifiers
+    condition on draws that they then discard.
     """
 
     def one(key, position):
@@ -102,16 +107,16 @@ _BLOCK = 128
 def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Array, " B"]:
     """Draws one id per row: a block of ids by the first random word, one of its ids by the second.
 
-    A single float32 uniform has too few bits for a large vocabulary, and float32 sums round: both would shift the
-    probabilities of 256,000 ids by 1e-5 to 1e-2 in all. Sums of integers are exact, and two words of 32 bits leave less
-    than 1e-6.
+    A single float32 uniform has too few bits for a large vocabulary, and float32 sums round: with
+    256,000 ids, both would shift the law by 1e-5 to 1e-2 in total variation. Sums of integers are
+    exact, and two words of 32 bits leave an error of less than 1e-6.
 
     Args:
-      weights: not negative, not necessarily normalised.
-      random: as from `words`.
+      weights: probabilities up to a factor; not negative.
+      random: pairs of words as from `words`.
 
     Returns:
-      Ids; −1 where no weight is positive, or one is not a number. An id of weight 0 is never drawn, an id of
+      Ids; −1 where no weight is positive, or one is NaN. An id of weight 0 is never drawn, an id of
       positive weight always can be.
     """
     batch, size = weights.shape
@@ -123,9 +128,11 @@ def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Arra
 
 
 def choose(weights: Float[Array, "B N"], word: UInt32[Array, " B"]) -> Int[Array, " B"]:
-    """Returns the place in the cumulated `weights` to which `word`, one of 2³², points.
+    """Returns the index of the weight at the fraction `word` / 2³² of the cumulative sum of
+    `weights`.
 
-    Weights count as multiples of 2⁻³¹ of their sum, rounded up, so that none that is positive is lost.
+    Weights are rounded up to multiples of 2⁻³¹ of their sum, so that no positive one becomes 0. The
+    index is −1 where the sum is not positive and finite.
     """
     total = jnp.sum(weights, axis=-1, keepdims=True)
     sound = (total > 0) & (total < jnp.inf)  # False for NaN too
@@ -137,7 +144,7 @@ def choose(weights: Float[Array, "B N"], word: UInt32[Array, " B"]) -> Int[Array
 
 
 def _high_word(a: UInt32[Array, "*N"], b: UInt32[Array, "*N"]) -> UInt32[Array, "*N"]:
-    """Returns ⌊a · b / 2³²⌋, by halves: JAX has no 64-bit integers unless asked for them."""
+    """Returns ⌊a · b / 2³²⌋, computed from 16-bit halves: JAX has no 64-bit integers by default."""
     low, high = lambda x: x & 0xFFFF, lambda x: x >> 16
     middle = high(a) * low(b) + high(low(a) * low(b))
     other = low(a) * high(b) + low(middle)

@@ -1,15 +1,14 @@
-"""How many tokens to draft: policies that adapt γ to each row while it decodes. Pure functions of per-row arrays.
+"""Policies that adapt γ, the number of tokens to draft, to each row while it decodes.
 
 No policy changes the output law. An iteration preserves the target's law whatever γ is, if γ was
-known before its draws; these are independent of all earlier ones, and so of whatever `wanted` has
-learned from them. A stop within a draft (`limit`) depends on the tokens drawn so far and on the
-laws they came from: it is a stopping time of the draft, and a draft that ends after a token that
-was drawn is one that might have had that length anyway, for every verifier. What would be biased is
-to drop a token after a look at it: the one that ends a draft stays in it.
+known before the iteration's draws; these draws are independent of all earlier ones, and so of
+whatever `wanted` has learned from them. An end within a draft (`limit`) depends on the tokens drawn
+so far and on the laws they came from: it is a stopping time of the draft, so that for every
+verifier such a draft is like one that was to have this length anyway. It would be biased to drop a
+token after a look at it: the token that ends a draft stays in it.
 
-A policy is a pytree: its numbers are traced, one or one per input, so that changing them never
-recompiles; `maximum` (G) and
-the kind of policy are static.
+A policy is a pytree of pure functions: its numbers are traced, one or one per input, so that
+changing them never recompiles; `maximum` (G) and the kind of policy are static.
 """
 
 import copy
@@ -22,20 +21,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 MAX_GAMMA = 64
-# One number, or one per input.
+# A number, or an array of one number per input.
 PerInput = Any
 
 
 class DraftSignals(NamedTuple):
-    """The laws that a draft came from, as policies read them; junk at positions that were not drafted.
+    """The numbers that policies read of a draft's laws; anything at positions that were not
+    drafted.
 
-    They are the laws drawn from, after processors, temperature and filters; where the temperature
-    is 0, which makes them one-hot, the same at temperature 1.
+    The laws q are those drawn from, after processors, temperature and filters. A row at temperature
+    0, where they would be one-hot, gives the numbers at temperature 1.
 
     Attributes:
       prob: q(x) of the drafted tokens.
       entropy: H(q) in nats.
-      evenness: H(q) / log V: 1 is uniform.
+      evenness: H(q) / log V; 1 for a uniform law.
     """
 
     prob: Float[Array, "B G"]
@@ -44,7 +44,8 @@ class DraftSignals(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One iteration: how many tokens were drafted and how many stood; what was seen."""
+    """The outcome of an iteration: numbers of tokens that were drafted and that stood, and what was
+    read of the laws."""
 
     drafted: Int[Array, " B"]
     accepted: Int[Array, " B"]
@@ -52,16 +53,19 @@ class Outcome(NamedTuple):
 
 
 def number(default: float, least: float, most: float, below: bool = False):
-    """A field of a policy: one number or one per input, from `least` to `most` (with `below`: less than that)."""
+    """Declares a field of a policy: one number, or one per input, from `least` to `most` (with
+    `below`: below `most`)."""
     return dataclasses.field(default=default, metadata={"range": (least, most, below)})
 
 
 class Policy:
-    """What all policies have. `state` is what a policy keeps for each row, `[B]` or `[B, G]` arrays.
+    """The base class of policies. A policy's `state` holds what it keeps for each row, `[B]` or
+    `[B, G]` arrays.
 
     Attributes:
-      maximum: G, the most tokens drafted in one iteration; what is compiled.
-      reads_law: whether it needs the laws that drafts come from, which not every drafter has.
+      maximum: G, the most tokens drafted in one iteration; static.
+      reads_law: whether the policy needs the laws that drafts come from, which not every drafter
+        has.
     """
 
     maximum: int
@@ -84,7 +88,8 @@ class Policy:
 
     @classmethod
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
-        """Names of what may be chosen beside `maximum`, with their ranges."""
+        """Returns the range of every field but `maximum`, by name: least, most, and whether it must
+        be below `most`."""
         return {field.name: field.metadata["range"] for field in dataclasses.fields(cls) if field.metadata}  # type: ignore[arg-type]
 
     @classmethod
@@ -92,10 +97,10 @@ class Policy:
         return isinstance(getattr(cls, name), int)
 
     def rows(self, batch: int) -> Any:
-        """The policy with one number for each of `batch` inputs.
+        """Returns the policy with one number in each field for each of `batch` inputs.
 
         Raises:
-          ValueError: another number of values than inputs.
+          ValueError: a field has neither one value nor `batch` values.
         """
         values = {}
         for name in self.numbers():
@@ -103,7 +108,7 @@ class Policy:
             if value.ndim and value.shape != (batch,):
                 raise ValueError(f"{name}: got {value.size} values, expected one or {batch} (one per input)")
             values[name] = np.broadcast_to(value, (batch,))
-        policy = copy.copy(self)  # not by its constructor, which would check all again, for every request
+        policy = copy.copy(self)  # not by its constructor, which would check all fields again for every request
         for name, value in values.items():
             object.__setattr__(policy, name, value)
         return policy
@@ -119,33 +124,38 @@ class Policy:
         return policy
 
     def init(self) -> Any:
-        """The state that rows begin with; traced."""
+        """Returns the state that rows begin with; traced."""
         return ()
 
     def wanted(self, state: Any) -> Int[Array, " B"] | int:
-        """The most to draft in the next iteration."""
+        """Returns the most tokens to draft in the next iteration."""
         return self.maximum
 
     def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"] | int:
-        """How long the draft may become, now that the token at `step` was drawn; only if
-        the policy reads laws."""
+        """Returns how long the draft may become, now that the token at offset `step` was drawn.
+
+        It is called only if the policy reads laws.
+        """
         return self.maximum
 
     def update(self, state: Any, outcome: Outcome) -> Any:
-        """The state after an iteration."""
+        """Returns the state after an iteration."""
         return state
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Heuristic(Policy):
-    """+2 after an iteration in which all that was drafted stood, −1 after one with a rejection (Gante 2023, assisted
-    generation in Hugging Face transformers).
+    """A policy that adds 2 to γ after a draft that stood as a whole, and subtracts 1 after one with
+    a rejection.
+
+    Assisted generation in Hugging Face transformers does the same (Gante 2023).
 
     Attributes:
-      maximum: G. minimum: the least γ.
-      start: γ of the first iteration, brought between the two.
-      up, down: what is added and taken away.
+      maximum: G.
+      minimum: the least γ.
+      start: γ of the first iteration, clipped to [minimum, maximum].
+      up, down: what is added and subtracted.
     """
 
     maximum: int = 8
@@ -163,11 +173,12 @@ class Heuristic(Policy):
     def update(self, state: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
         full = outcome.accepted == outcome.drafted
         changed = jnp.clip(state + jnp.where(full, self.up, -self.down), self.minimum, self.maximum)
-        return jnp.where(outcome.drafted > 0, changed, state)  # a drafter may have found nothing to propose
+        return jnp.where(outcome.drafted > 0, changed, state)  # a drafter that proposed nothing teaches nothing
 
 
 class _Average(NamedTuple):
-    """An exponential moving average `total / weight` that does not begin at 0."""
+    """An exponential moving average, `total / weight`, without the bias towards 0 of its first
+    values."""
 
     total: Float[Array, " B"]
     weight: Float[Array, " B"]
@@ -180,14 +191,17 @@ class _Average(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Entropy(Policy):
-    """γ from how sure the drafter is where a draft begins: γ_max − (γ_max − γ_min) · h, rounded (EGAG).
+    """A policy that drafts more where the drafter's first law is surer: γ = γ_max − (γ_max − γ_min)
+    · h, rounded (EGAG).
 
-    h is the entropy of the draft's first law over that of a uniform one, H(q) / log V, smoothed over iterations by an
-    exponential moving average: h ← β · h + (1 − β) · H(q) / log V. It is known before anything is drawn.
+    h is the entropy of the draft's first law, over that of a uniform law and smoothed over
+    iterations by an exponential moving average: h ← β · h + (1 − β) · H(q) / log V. It is known
+    before anything is drawn.
 
     Attributes:
-      maximum: γ_max, where h = 0. minimum: γ_min, where h = 1.
-      smoothing: β; 0 looks at the current law alone.
+      maximum: γ_max, where h = 0.
+      minimum: γ_min, where h = 1.
+      smoothing: β; 0 uses the current law alone.
     """
 
     maximum: int = 8
@@ -215,13 +229,15 @@ class Entropy(Policy):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class EntropyBound(Policy):
-    """Stops after a token whose law has 1 − √(κ · H(q)) < λ, an estimate of the least probability that the token stands
-    (AdaEDL, Agrawal et al. 2024, arXiv 2410.18351).
+    """A policy that ends a draft after a token whose law has 1 − √(κ · H(q)) < λ.
+
+    The left side estimates a lower bound of the probability that the token stands (AdaEDL, Agrawal
+    et al. 2024, arXiv 2410.18351).
 
     Attributes:
       maximum: G.
-      scale: κ; the paper takes 0.2.
-      threshold: λ; 0.4 with κ = 0.2 stops above 1.8 nats.
+      scale: κ; the paper uses 0.2.
+      threshold: λ; 0.4 with κ = 0.2 ends a draft above an entropy of 1.8 nats.
     """
 
     maximum: int = 8
@@ -237,8 +253,9 @@ class EntropyBound(Policy):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Confidence(Policy):
-    """Stops after a token with q(x) < θ (Mamou et al. 2024, arXiv 2405.04304, section 2, and
-    Hugging Face transformers).
+    """A policy that ends a draft after a token with q(x) < θ.
+
+    It is that of Mamou et al. 2024 (arXiv 2405.04304, section 2), and of Hugging Face transformers.
 
     Attributes:
       maximum: G.
@@ -255,11 +272,13 @@ class Confidence(Policy):
 
 
 class RenewalState(NamedTuple):
-    """Sums that are multiplied by `memory` every iteration.
+    """The sums that `Renewal` keeps; every iteration multiplies the old ones by `memory`.
 
     Attributes:
-      examined, stood: how often a position was examined, and how often it stood.
-      tokens, time: tokens committed, and the time it took in target steps.
+      examined, stood: how often the token at each position of a draft was examined, and how often
+        it stood.
+      tokens: tokens committed.
+      time: time that they took, in units of a target step.
     """
 
     examined: Float[Array, "B G"]
@@ -271,22 +290,25 @@ class RenewalState(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Renewal(Policy):
-    """Drafts the i-th token while Π_{j≤i} ĉ_j ≥ R · (c + δ): the tokens it is expected to yield
-    against what its time is worth (renewal reward: iterations are cycles, and R, tokens per time,
-    is greatest where the two are equal).
+    """A policy that drafts the i-th token while it is expected to yield more than its time is
+    worth.
 
-    ĉ_j is a moving average of acceptance at position j, that of all positions weighing in as
-    `weight` observations, R one of the tokens per target step's time, and δ = (v − 1) / G what one
-    more position adds to a target call. ĉ begins at `acceptance`, R at the greatest improvement
-    that it promises for a fixed γ.
+    That is while Π_{j≤i} ĉ_j ≥ R · (c + δ). In terms of renewal reward theory, iterations are
+    cycles, and R, the tokens per time, is greatest where the two sides are equal.
+
+    ĉ_j is a moving average of the acceptance at position j, in which the average over all positions
+    counts as `weight` observations; it begins at `acceptance`. R is a moving average of the tokens
+    per target step's time; it begins at the greatest value that `acceptance` promises for a fixed
+    γ. δ = (v − 1) / G is what one more position adds to a target call.
 
     Attributes:
-      maximum: G. minimum: the least γ, from which acceptance is learned.
+      maximum: G.
+      minimum: the least γ; above 0, so that acceptance is always learned.
       cost_ratio: c, the time of a draft step over that of a target step.
       verify_cost: v, the time of a target call over G + 1 positions over that of one position.
-      acceptance: α expected before anything was seen.
-      weight: how many observations it counts for.
-      memory: factor by which older iterations count less.
+      acceptance: acceptance rate that is assumed at first.
+      weight: how many observations that assumption counts for.
+      memory: factor by which the observations of an iteration are multiplied at each later one.
     """
 
     maximum: int = 8
@@ -298,7 +320,7 @@ class Renewal(Policy):
     memory: PerInput = number(0.9, 0, 1)
 
     def _step(self) -> Float[Array, " B"]:
-        """c + δ: what drafting and verifying one more token costs, in target steps."""
+        """Returns c + δ, the time to draft and verify one more token, in units of a target step."""
         return self.cost_ratio + (self.verify_cost - 1) / self.maximum
 
     def init(self) -> RenewalState:
@@ -315,7 +337,8 @@ class Renewal(Policy):
         overall = share(total(state.stood), total(state.examined), self.acceptance[:, None])
         reach = jnp.cumprod(share(state.stood, state.examined, overall), axis=1)
         worth = reach >= (state.tokens / state.time * self._step())[:, None]
-        # Each rate is at most 1, so that those that are worth it come first.
+        # Each rate is at most 1, so `reach` never rises, and the positions that are worth it come
+        # first.
         return jnp.clip(jnp.sum(worth.astype(jnp.int32), axis=1), self.minimum, self.maximum)
 
     def update(self, state: RenewalState, outcome: Outcome) -> RenewalState:
@@ -329,7 +352,7 @@ class Renewal(Policy):
         )
 
 
-# By the names of the command line.
+# Policies by their names on the command line.
 POLICIES: dict[str, type[Any]] = {
     "heuristic": Heuristic,
     "entropy": Entropy,
@@ -340,10 +363,12 @@ POLICIES: dict[str, type[Any]] = {
 
 
 def call_widths(gamma: int, none: bool) -> tuple[int, ...]:
-    """Positions of the target calls that are compiled where drafts differ in length: 1 + 2^k up to γ + 1.
+    """Returns the numbers of positions for which target calls are compiled where drafts differ in
+    length.
 
-    A call is then at most about twice as wide as it need be, and few are compiled. With `none`, for drafters that may
-    propose nothing at all, the call of plain decoding is one of them.
+    They are 1 + 2^k up to γ + 1, so that few calls are compiled and none is more than about twice
+    as wide as needed. With `none`, for drafters that may propose nothing, 1 is one of them, the
+    width of plain decoding.
     """
     widths = {1 + 2**power for power in range(gamma.bit_length()) if 2**power < gamma}
     return tuple(sorted(widths | {gamma + 1} | ({1} if none else set())))

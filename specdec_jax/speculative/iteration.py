@@ -13,7 +13,7 @@ Algorithm 1 of Leviathan, Kalman, Matias 2023 for one row, between the two calls
 ...     residual = np.maximum(p[n] - q[n], 0)  # else a correction, from what p has more than q
 ...     return n, residual / residual.sum()
 
-The compiled code does that for all rows at once, in logits; `verify` is where:
+The compiled code does the same for all rows at once, from logits, in `verify`:
 
 >>> rng = np.random.default_rng(0)
 >>> p, q = (rng.dirichlet(np.ones(5), size).astype(np.float32) for size in (3, 2))
@@ -52,9 +52,10 @@ from specdec_jax.speculative.verifier import Randomness, Verification
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
-    """One iteration for all rows; a row that is done changes in nothing that counts."""
+    """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
     program, batch = state.program, state.tokens.shape[0]
-    # Draft. At most limit − length − 1: the target adds one more, and so no row ever passes its limit.
+    # Draft at most limit − length − 1 tokens: the target adds one more, and so no row ever passes
+    # its limit.
     wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
     num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
     if drafter is not None and program.gamma:
@@ -80,8 +81,16 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
 
 
 def checked(drafter: Drafter, found, shape: tuple[int, int]) -> tuple[Any, Draft]:
-    """Returns what a drafter gave, if it is a state and a draft of `shape`, rows and γ; else
-    says so, while it is traced."""
+    """Checks, while the program is traced, that a drafter's `draft` returned a state and a `Draft`,
+    and returns both.
+
+    Args:
+      found: what `draft` returned.
+      shape: (B, G), the shape that the draft's tokens must have.
+
+    Raises:
+      ValueError: anything else was returned.
+    """
     name = type(drafter).__name__
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Draft)):
         raise ValueError(f"drafter {name}: draft returned {type(found).__name__}, expected (draft_state, Draft)")
@@ -93,9 +102,10 @@ def checked(drafter: Drafter, found, shape: tuple[int, int]) -> tuple[Any, Draft
 
 
 def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Ends drafts before the first token that came from no law of numbers, and notes where that was.
+    """Cuts drafts before the first token whose law contained NaN, and notes its slot in the state.
 
-    Where it ends does not depend on what was drawn, so that the output law stays the target's.
+    Where a draft is cut does not depend on what was drawn, so that the output law stays the
+    target's.
     """
     first = jnp.min(jnp.where(draft.tokens < 0, jnp.arange(state.program.gamma), state.program.gamma), axis=1)
     failed = (first < draft.num_drafted) & (state.draft_failed == 0)
@@ -113,15 +123,19 @@ def _no_draft(batch: int, program: StaticConfig) -> Draft:
 def _judged(
     target: Network, state: DecodeState, draft: Draft, scored: Tokens, watched: bool
 ) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
-    """Returns the state after the target's call over the T = G + 1 tokens `scored`, verification and commit, and what
-    was seen.
+    """Scores the T = G + 1 tokens `scored` in one call of the target, verifies the draft and
+    commits.
 
-    Where several widths are compiled, the narrowest that covers every row's draft is used for all
-    of it: the call costs time by the position, and so do verification and log-probabilities. What
-    was seen is `()`, or with `watched` the states and logits, 0 past that width.
+    Where several widths are compiled, all three steps use the narrowest that covers every row's
+    draft, since the time of each grows with the number of positions.
+
+    Returns:
+      The state after the commit; and `()`, or with `watched` the target's states and logits, which
+      are 0 past the width that was used.
     """
 
-    # What a row has not drafted, and all of one that is done, need not be computed.
+    # Positions that a row has not drafted, and all those of a row that is done, need not be
+    # computed.
     live = ~state.done[:, None] & (jnp.arange(scored.shape[1]) <= draft.num_drafted[:, None])
 
     def judge(state: DecodeState, width: int):
@@ -145,7 +159,8 @@ def _judged(
         return judge(state, scored.shape[1])
 
     def once(width: int, carry):
-        # A loop that runs once for the width that is needed, and never for the others: `lax.switch` copies the caches.
+        # A loop that runs once for the width that is needed and never for the others, because
+        # `lax.switch` would copy the caches.
         def body(carry):
             _, state, seen = carry
             state, found = judge(state, width)
@@ -162,7 +177,8 @@ def _judged(
 
 
 def most_probable(network: Network, states: States, live: Live = None) -> Peak:
-    """The argmax token after each of `states` and its log-probability; −1 and NaN where the logits are not numbers."""
+    """Returns the argmax token after each of `states`, and its log-probability; −1 and NaN where a
+    logit is NaN."""
     if network.skips:
         return network.peak(states, live)
     logits = network.head(states, live)
@@ -171,7 +187,15 @@ def most_probable(network: Network, states: States, live: Live = None) -> Peak:
 
 
 def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> tuple[Verification, Law | None]:
-    """The outcome, and the target's adjusted law over the scored positions (None where every token is its argmax)."""
+    """Decides which drafted tokens stand and which token follows them.
+
+    Args:
+      logits: the target's, at the last committed token and the drafted ones, T = G + 1.
+
+    Returns:
+      The outcome, and the target's law after processors, temperature and filters at the T
+      positions; None for the law where every token is its argmax.
+    """
     program, keys, lengths = state.program, state.keys, state.lengths
     tokens, width = state.tokens, program.gamma + 1
     if program.mode.reads_prefix:
@@ -192,7 +216,8 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
     if program.mode.greedy:
         assert greedy is not None
         return greedy, law
-    # Residual and bonus draws have tags of their own; which of them is used depends on the outcome alone.
+    # Words for a residual and for a bonus draw have tags of their own; which of them are used
+    # depends only on how many tokens stand.
     residual = draws.words(keys, lengths, offsets, draws.RESIDUAL)
     bonus = draws.words(keys, lengths, offsets, draws.BONUS)
     final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
@@ -210,12 +235,16 @@ def _commit(
     state: DecodeState, draft: Draft, verified: Verification,
     log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Law | None,
 ) -> DecodeState:  # fmt: skip
-    """Writes the accepted tokens and the next one, stops rows that are complete, and counts.
+    """Writes the accepted tokens and the next one, marks rows that are complete, and updates the
+    statistics.
 
-    `log_prob` gives the log-probabilities of T = G + 1 tokens under the target's own laws.
+    A row is complete at an EOS, at its limit, or where its law contains NaN. Such a law leaves the
+    token −1 with the log-probability NaN.
 
-    A row is complete at an EOS, at its limit, or where its law is not one of numbers. Such a law leaves −1 as token,
-    and NaN as its log-probability.
+    Args:
+      log_prob: returns the log-probabilities of T = G + 1 tokens under the target's own laws.
+      adjusted: the target's laws after processors, temperature and filters; None where every token
+        is the argmax.
     """
     width = state.program.gamma + 1
     active, num_accepted = ~state.done, verified.num_accepted
@@ -263,9 +292,11 @@ def _commit(
 def _write(
     buffer: Shaped[Array, "B S"], values: Shaped[Array, "B T"], starts: PerRow, counts: PerRow
 ) -> Shaped[Array, "B S"]:
-    """`buffer` with the first `counts` of `values` written from slot `starts` on.
+    """Returns `buffer` with the first `counts[b]` of row b's `values` written from slot `starts[b]`
+    on.
 
-    A select over the whole buffer: XLA expands a scatter into a loop on a CPU, which costs more than S elements do.
+    This is a select over the whole buffer, because on a CPU XLA expands a scatter into a loop,
+    which takes longer than S elements do.
     """
     offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
     spread = jnp.take_along_axis(values, jnp.clip(offsets, 0, values.shape[1] - 1), axis=1)

@@ -1,5 +1,8 @@
-"""Turns logits into the distribution that a row's next token is drawn from: processors,
-temperature, filters (`draws.py` draws)."""
+"""Turns logits into the law that a row's next token is drawn from, by processors, temperature and
+filters.
+
+The draw itself is in `draws.py`.
+"""
 
 from typing import NamedTuple
 
@@ -14,10 +17,10 @@ from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 
 
 class Law(NamedTuple):
-    """A distribution over the vocabulary at each position, not yet normalised.
+    """A distribution over the vocabulary at each position, stored as unnormalised logits.
 
-    Probabilities are asked for where they are needed (a gathered token, the one row of a rejection), so that a whole
-    `[B, T, V]` array of them is never built.
+    Probabilities are computed where they are needed (one token per position, one position of a
+    row), so that no `[B, T, V]` array of them need be built.
 
     Attributes:
       logits: float32 after every adjustment; −inf where the probability is 0.
@@ -32,34 +35,35 @@ class Law(NamedTuple):
         return cls(logits, jax.nn.logsumexp(logits, axis=-1))
 
     def log_prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
-        """Log-probability of one token per position."""
+        """Returns the log-probability of one token per position."""
         return jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0] - self.log_normalizer
 
     def prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
-        """Probability of one token per position."""
+        """Returns the probability of one token per position."""
         return jnp.exp(self.log_prob(tokens))
 
     def probs(self) -> Float[Array, "*N V"]:
-        """All probabilities."""
+        """Returns all probabilities."""
         return jnp.exp(self.logits - self.log_normalizer[..., None])
 
     def entropy(self) -> Float[Array, "*N"]:
-        """−Σ p log p, in nats."""
+        """Returns the entropy −Σ p log p, in nats."""
         finite = jnp.where(self.logits > -jnp.inf, self.logits, 0)
         return self.log_normalizer - jnp.sum(self.probs() * finite, axis=-1)
 
     def row(self, position: Int[Array, " B"]) -> Float[Array, "B V"]:
-        """Probabilities at `position` of a law over `[B, T, V]`."""
+        """Returns each row's probabilities at `position`, of a law over `[B, T, V]`."""
         logits = jnp.take_along_axis(self.logits, position[:, None, None], axis=1)[:, 0]
         log_normalizer = jnp.take_along_axis(self.log_normalizer, position[:, None], axis=1)
         return jnp.exp(logits - log_normalizer)
 
 
 class PointMass(NamedTuple):
-    """The law of a drafter that does not sample: probability 1 at its token; has what verifiers ask of a `Law`.
+    """The law of a drafter that does not sample: probability 1 at its token. Verifiers can use it
+    as a `Law`.
 
     Attributes:
-      tokens: one at each position.
+      tokens: the token with probability 1 at each position.
       vocab_size: V.
     """
 
@@ -67,16 +71,16 @@ class PointMass(NamedTuple):
     vocab_size: int
 
     def prob(self, tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:
-        """Probability of one token per position."""
+        """Returns the probability of one token per position."""
         return (tokens == self.tokens).astype(jnp.float32)
 
     def row(self, position: Int[Array, " B"]) -> Float[Array, "B V"]:
-        """Probabilities at `position`."""
+        """Returns each row's probabilities at `position`."""
         token = jnp.take_along_axis(self.tokens, position[:, None], axis=1)
         return (jnp.arange(self.vocab_size) == token).astype(jnp.float32)
 
     def law(self) -> Law:
-        """The same as a `Law` over `[B, G, V]`."""
+        """Returns the same law as a `Law` over `[B, G, V]`."""
         one_hot = jnp.arange(self.vocab_size) == self.tokens[..., None]
         return Law(jnp.where(one_hot, 0.0, -jnp.inf), jnp.zeros(self.tokens.shape))
 
@@ -84,12 +88,14 @@ class PointMass(NamedTuple):
 def process(
     logits: Float[Array, "B T V"], context: Context, rows: SamplingRows, mode: SamplingMode
 ) -> Float[Array, "B T V"]:
-    """Logits after the processors: float32 where one is on, else untouched.
+    """Applies the processors that are on; returns float32 logits, or `logits` itself if none is on.
+
+    Where processors leave no id at all, the logits are returned without them.
 
     Args:
-      logits: of the tokens after each prefix of `context`.
-      context: the prefixes; read by some of the processors only.
-      rows: the traced parameters.
+      logits: logits of the token after each prefix of `context`.
+      context: the prefixes, which only some of the processors read.
+      rows: the processors' traced parameters.
       mode: which processors are on.
     """
     if not mode.processes:
@@ -107,18 +113,21 @@ def process(
         processed = processors.forbid_early_end(processed, context, rows.min_new_tokens)
     if mode.forced:
         processed = processors.force(processed, context, rows.forced)
-    # Not the other way round: NaN must pass, so that it is noticed.
+    # Compared with −inf, and not with what is greater: so NaN passes through, and is noticed later.
     return jnp.where(jnp.max(processed, axis=-1, keepdims=True) == -jnp.inf, original, processed)
 
 
 def standardize(
     logits: Float[Array, "B T V"], context: Context, rows: SamplingRows, mode: SamplingMode, soften: bool = False
 ) -> Law:
-    """The law that a row samples from; args as for `process`. With `soften` temperature 0 counts as 1."""
+    """Returns the law that a row samples from, after processors, temperature and filters.
+
+    The arguments are those of `process`; with `soften`, temperature 0 counts as 1.
+    """
     logits = process(logits, context, rows, mode)
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     temperature = rows.temperature[:, None, None]
-    # The maximum is taken out first: divided by a tiny temperature it would overflow.
+    # The maximum is subtracted before the division, which by a tiny temperature would overflow.
     adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
     if mode.top_k:
         adjusted = _keep_top_k(adjusted, rows.top_k)
@@ -133,9 +142,9 @@ def standardize(
 
 
 def argmax(logits: Num[Array, "*N V"]) -> Int[Array, "*N"]:
-    """Returns the first index of the maximum over the last axis; −1 where a logit is not a number.
+    """Returns the first index of the maximum over the last axis; −1 where a logit is NaN.
 
-    Two passes are some six times faster than `jnp.argmax`.
+    The two passes here are together some six times as fast as `jnp.argmax`.
     """
     size = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)  # NaN if any logit is
@@ -148,7 +157,7 @@ _FEW = 64
 
 
 def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float[Array, "B T V"]:
-    """−inf below the k-th largest logit of each position; 0 keeps all."""
+    """Sets logits below the k-th largest of each position to −inf; k = 0 keeps all."""
     few = min(_FEW, logits.shape[-1])
 
     def by_selection(logits):
@@ -165,13 +174,15 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
     def by_either(logits):
         return jax.lax.cond(jnp.all(top_k <= few), by_selection, by_bisection, logits)
 
-    # On a CPU selecting a few takes a third of bisection's time; a TPU's compiler makes a whole
-    # sort of it. k is traced.
+    # On a CPU the selection of a few logits takes a third of bisection's time; the TPU's compiler
+    # turns it into a whole sort. k is traced, so which of the two it allows is known only at run
+    # time.
     return jax.lax.platform_dependent(logits, cpu=by_either, default=by_bisection)
 
 
 def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
-    """−inf outside the nucleus: the fewest most probable ids whose mass reaches `top_p`."""
+    """Sets logits outside the nucleus to −inf: the fewest most probable ids whose mass reaches
+    `top_p`."""
     probs = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
     mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
@@ -182,16 +193,21 @@ def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Flo
 
 
 def _ordered_bits(x: Float[Array, "*N"]) -> Int[Array, "*N"]:
-    """Signed integers in the same order as the floats `x`."""
+    """Returns signed integers that are ordered as the floats `x` are."""
     integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
     bits = jax.lax.bitcast_convert_type(x, integer)
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
 def _largest_threshold(enough, ordered: Int[Array, "*N V"]) -> Int[Array, "*N 1"]:
-    """The largest integer t for which `enough(t)` still holds (it holds for all smaller t); bisection, no sort.
+    """Returns the largest integer t for which `enough(t)` holds, found by bisection.
 
-    A sort of the vocabulary costs milliseconds on a CPU and is the dearest operation of the loop on a TPU.
+    A sort of the vocabulary would take milliseconds on a CPU, and more than any other operation of
+    the loop on a TPU.
+
+    Args:
+      enough: a function that is True up to some t and False above it.
+      ordered: the integers between whose least and greatest t is looked for.
     """
     low = jnp.min(ordered, axis=-1, keepdims=True)
     high = jnp.max(ordered, axis=-1, keepdims=True)

@@ -1,4 +1,5 @@
-"""Makes the state that the decode loop starts from: encoders once, the prompt or decoder prefix fed."""
+"""Makes the state that the decode loop starts from: runs each encoder once and feeds the prompt or
+decoder prefix."""
 
 from typing import Any
 
@@ -20,14 +21,17 @@ def prefill(
     keys: Key[Array, " B"], rows: SamplingRows, settings: Settings | None, limits: Int[Array, " B"],
     eos_ids: Int[Array, "B E"], gamma: Int[Array, " B"], done: Bool[Array, " B"], policy: Policy | None = None,
 ) -> DecodeState:  # fmt: skip
-    """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts from.
+    """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts
+    from.
 
     Args:
-      slots: S.
-      inputs: I is a divisor of B: every input is encoded once for its B/I rows, which lie side by
-        side; L = 0 for a decoder-only target.
-      tokens: start token and decoder prefix, or the prompt, padded. prefix_lengths: at least 1.
-      keys, rows, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
+      slots: S, slots of tokens and of the caches.
+      inputs: ids of the inputs; L = 0 for a decoder-only target. I divides B: every input is
+        encoded once for its B/I rows, which lie side by side.
+      tokens: start token and decoder prefix, or the prompt, padded.
+      prefix_lengths: how many of `tokens` count in each row, at least 1.
+      rows: traced parameters of sampling.
+      keys, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
     batch, prefix = tokens.shape
     shared = {}
@@ -53,9 +57,10 @@ def fill_cache(
     network: Network, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int,
     **encoded: Float[Array, "I L D"],
 ) -> Any:  # fmt: skip
-    """The cache of `network` for B rows that have been fed all but the last of `tokens`; args as for `prefill`.
+    """Returns the cache of `network` for B rows that have been fed all but the last of `tokens`.
 
-    `encoded` is that of `Network.prefill`, if it is given at all.
+    The arguments are those of `prefill`; `encoded`, which may be left out, is passed on to
+    `Network.prefill`.
     """
     copies = len(tokens) // len(inputs)
     if copies > 1 and not inputs.shape[1]:  # a prompt is read once, like an encoder's input, for all of its rows

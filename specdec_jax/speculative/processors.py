@@ -1,7 +1,9 @@
-"""Processors: what changes logits before temperature and filters, each a pure function of a row's prefix.
+"""Processors: functions that change logits before temperature and filters, from a row's prefix
+alone.
 
-Both models' logits pass through the same processors. Nothing is remembered from step to step: a drafted token that is
-rejected leaves no trace in what is penalised (PITFALLS row 22), since every position is computed from its own prefix.
+The logits of both models pass through the same processors. Nothing is remembered from step to step:
+every position is computed from its own prefix, so that a rejected token leaves no trace in what is
+penalised (PITFALLS row 22).
 """
 
 from collections.abc import Callable
@@ -15,13 +17,14 @@ Processor = Callable[[Int[Array, "N S"], Int[Array, " N"], Float[Array, "N V"]],
 
 
 class Context(NamedTuple):
-    """The prefixes that T positions of logits follow: that of position t holds `lengths[b] + t` tokens.
+    """The prefixes that T positions of logits follow: the prefix of position t is the first
+    `lengths[b] + t` tokens.
 
     Attributes:
-      tokens: start token and decoder prefix, or prompt; committed and drafted tokens.
-      lengths: tokens before the first of the T positions.
-      starts: start token and decoder prefix, or prompt: how many of them are not new.
-      eos_ids: padded with −1.
+      tokens: start token and decoder prefix, or prompt; then committed and drafted tokens.
+      lengths: number of tokens before the first of the T positions.
+      starts: number of tokens that are not new: start token and decoder prefix, or prompt.
+      eos_ids: EOS ids, padded with −1.
     """
 
     tokens: Int[Array, "B S"]
@@ -30,17 +33,17 @@ class Context(NamedTuple):
     eos_ids: Int[Array, "B E"]
 
     def prefix_lengths(self, positions: int) -> Int[Array, "B {positions}"]:
-        """Those of T = `positions`."""
+        """Returns the prefix lengths of T = `positions` positions."""
         return self.lengths[:, None] + jnp.arange(positions)
 
 
 def penalize_repetition(
     logits: Float[Array, "B T V"], context: Context, penalty: Float[Array, " B"]
 ) -> Float[Array, "B T V"]:
-    """Divides the positive and multiplies the negative logits of ids in the prefix (CTRL, arXiv
-    1909.05858, section 4.1).
+    """Divides positive and multiplies negative logits of ids in the prefix by `penalty`.
 
-    As in Hugging Face's, the prefix includes the start token, or the prompt. 1 changes nothing.
+    This is the penalty of CTRL (arXiv 1909.05858, section 4.1). As in Hugging Face transformers,
+    the prefix includes the start token, or the prompt. A penalty of 1 changes nothing.
     """
     live = _live(context, logits.shape[1])
     ids = jnp.broadcast_to(context.tokens[:, None], live.shape)
@@ -51,7 +54,11 @@ def penalize_repetition(
 
 
 def forbid_repeated_ngrams(logits: Float[Array, "B T V"], context: Context, size: int) -> Float[Array, "B T V"]:
-    """−inf for ids that would complete an n-gram of `size` ids which the prefix holds already, start token included."""
+    """Sets the logits of ids that would repeat an n-gram of the prefix to −inf.
+
+    Args:
+      size: n; the start token belongs to the prefix.
+    """
     tokens, lengths = context.tokens, context.prefix_lengths(logits.shape[1])
     windows = tokens.shape[1] - size + 1
     if windows <= 0:
@@ -67,7 +74,7 @@ def forbid_repeated_ngrams(logits: Float[Array, "B T V"], context: Context, size
 def forbid_early_end(
     logits: Float[Array, "B T V"], context: Context, min_new_tokens: Int[Array, " B"]
 ) -> Float[Array, "B T V"]:
-    """−inf for the EOS ids until a row has `min_new_tokens` new tokens before one."""
+    """Sets the logits of the EOS ids to −inf until a row has `min_new_tokens` new tokens."""
     ids = jnp.arange(logits.shape[-1])
     is_eos = jnp.any(ids == context.eos_ids[:, :, None], axis=1)
     early = _new_tokens(context, logits.shape[1]) < min_new_tokens[:, None]
@@ -75,7 +82,8 @@ def forbid_early_end(
 
 
 def force(logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]) -> Float[Array, "B T V"]:
-    """All mass on `forced[i]` at the i-th new token, where that is an id; −1 forces nothing."""
+    """Leaves only the id `forced[i]` for the i-th new token, from 0; where it is −1, nothing is
+    forced."""
     new = _new_tokens(context, logits.shape[1])
     ids = jnp.where(new < len(forced), forced[jnp.minimum(new, len(forced) - 1)], -1)[..., None]
     only = jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf)
@@ -83,9 +91,13 @@ def force(logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " 
 
 
 def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Processor) -> Float[Array, "B T V"]:
-    """Applies a user's function, which gets every prefix with what follows it blanked.
+    """Applies a user's function, which gets every prefix with zeros after it.
 
-    +inf means that nothing else may be chosen: the ids that have it share all the mass evenly, at any temperature.
+    The function may return +inf for ids: then only these may be chosen, all with the same
+    probability.
+
+    Raises:
+      ValueError: the function returns logits of another shape.
     """
     batch, positions, vocab = logits.shape
     prefixes = jnp.where(_live(context, positions), context.tokens[:, None], 0)
@@ -100,12 +112,12 @@ def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Proces
 
 
 def _new_tokens(context: Context, positions: int) -> Int[Array, "B {positions}"]:
-    """How many new tokens each prefix holds."""
+    """Returns how many new tokens each prefix holds."""
     return context.prefix_lengths(positions) - context.starts[:, None]
 
 
 def _live(context: Context, positions: int) -> Bool[Array, "B {positions} S"]:
-    """Which slots belong to the prefix of each position."""
+    """Returns which slots belong to the prefix of each position."""
     return jnp.arange(context.tokens.shape[1]) < context.prefix_lengths(positions)[..., None]
 
 
@@ -113,6 +125,7 @@ def _put(
     logits: Float[Array, "B T V"], ids: Int[Array, "B T N"], where: Bool[Array, "B T N"],
     values: Float[Array, "B T N"] | float,
 ) -> Float[Array, "B T V"]:  # fmt: skip
-    """`logits` with `values` at `ids`, `where` that is True; equal ids have equal values."""
+    """Returns `logits` with `values` put at `ids`, but only where `where` is True; equal ids must
+    have equal values."""
     row, position = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
     return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(values, mode="drop")

@@ -1,5 +1,8 @@
-"""Settings of sampling: what a user gives (`SamplingConfig`), what is compiled (`SamplingMode`),
-what each row has (`SamplingRows`)."""
+"""Settings of sampling: as a user gives them (`SamplingConfig`), and their static and traced parts.
+
+The static part, for which a program is compiled, is `SamplingMode`; the traced part, with one value
+per row, is `SamplingRows`.
+"""
 
 import dataclasses
 import functools
@@ -15,26 +18,32 @@ from specdec_jax.speculative.processors import Processor
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How to choose tokens. Fields marked * are one value, or one per input; the others hold for the batch.
+    """The rule by which tokens are chosen. Fields marked * take one value, or one per input; the
+    others one for all.
 
-    The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask; repetition penalty;
-    n-grams; the own processor; minimum length; forced tokens. Where they leave no id at all they are not applied.
+    The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask;
+    repetition penalty; n-grams; `processor`; minimum length; forced tokens. Where they leave no id
+    at all they are not applied.
 
     Attributes:
       temperature: * 0 is argmax; otherwise logits are divided by it.
       top_k: * keep the k most probable ids (and those tied with the k-th); 0 keeps all.
-      top_p: * keep the fewest most probable ids whose mass reaches p, after top-k (and those tied
+      top_p: * after top-k, keep the fewest most probable ids whose mass reaches p (and those tied
         with the last); 1 keeps all.
-      min_p: * keep the ids with at least this share of the greatest probability, after top-p; 0 keeps all.
-      repetition_penalty: * divides the positive and multiplies the negative logits of ids in the prefix; 1 is none.
-      no_repeat_ngram: forbid ids that would repeat an n-gram of this size in the decoder's tokens; 0 is none.
-      min_new_tokens: * new tokens before the first EOS.
+      min_p: * after top-p, keep the ids with at least this share of the greatest probability; 0
+        keeps all.
+      repetition_penalty: * divide the positive and multiply the negative logits of ids in the
+        prefix by it; 1: none.
+      no_repeat_ngram: forbid ids that would repeat an n-gram of this size in the decoder's tokens;
+        0 forbids none.
+      min_new_tokens: * least number of new tokens before an EOS.
       logit_bias: id -> number added to its logit.
       forbidden_tokens: ids that are never chosen.
       vocabulary_mask: `[V]` bool, True for ids that may be chosen; None allows all.
       forced_tokens: place among the new tokens, from 0 -> the id that must stand there.
-      processor: a function of (prefix tokens `[N, S]`, 0 past the prefix; lengths `[N]`; logits `[N, V]`) that returns
-        the logits to use, for grammars and the like; traced by JAX, so a new function compiles anew.
+      processor: a function of (prefix tokens `[N, S]`, 0 past the prefix; lengths `[N]`; logits
+        `[N, V]`) that returns the logits to use, for grammars and the like. JAX traces it, so a new
+        function compiles a new program.
 
     Raises:
       ValueError: a field outside its range.
@@ -80,7 +89,7 @@ class SamplingConfig:
 
     @functools.cached_property
     def mode(self) -> "SamplingMode":
-        """Which adjustments are on: the static part."""
+        """The static part: which processors and filters are on."""
         return SamplingMode(
             greedy=bool(np.all(np.equal(self.temperature, 0))),
             top_k=bool(np.any(np.greater(self.top_k, 0))),
@@ -95,10 +104,11 @@ class SamplingConfig:
         )
 
     def rows(self, batch: int, vocab_size: int) -> "SamplingRows":
-        """The traced part: one value per row `[batch]`, and tables over the vocabulary.
+        """Returns the traced part: one value per row `[batch]`, and tables over the vocabulary.
 
         Raises:
-          ValueError: another number of values than rows, or ids outside the vocabulary.
+          ValueError: a field has neither one value nor `batch` values, or an id is outside the
+          vocabulary.
         """
         values = {}
         for name, dtype in _PER_ROW.items():
@@ -111,7 +121,7 @@ class SamplingConfig:
         return SamplingRows(**values, bias=bias, forced=self._forced(vocab_size) if mode.forced else None)
 
     def _bias(self, vocab_size: int) -> Float32[np.ndarray, " V"]:
-        """What is added: the biases, −inf at what is forbidden."""
+        """Returns what is added to the logits: the biases, and −inf for ids that are forbidden."""
         bias = np.zeros(vocab_size, np.float32)
         for token, value in (self.logit_bias or {}).items():
             bias[_checked("logit_bias", token, vocab_size)] = value
@@ -129,7 +139,10 @@ class SamplingConfig:
         return bias
 
     def _forced(self, vocab_size: int) -> Int32[np.ndarray, " F"]:
-        """−1 where nothing is forced; a multiple of 8, so that another number rarely compiles anew."""
+        """Returns the forced id of each new token, −1 where none is.
+
+        F is a multiple of 8, so that another number of places rarely compiles a new program.
+        """
         places = self.forced_tokens or {}
         forced = np.full(-(-(max(places) + 1) // 8) * 8, -1, np.int32)
         for place, token in places.items():
@@ -146,7 +159,7 @@ _PER_ROW = {
 def _fits(test, value) -> bool:
     try:
         return bool(test(value))
-    except (TypeError, ValueError):  # no number at all
+    except (TypeError, ValueError):  # `value` is not a number
         return False
 
 
@@ -157,7 +170,8 @@ def _checked(name: str, token: int, vocab_size: int) -> int:
 
 
 class SamplingMode(NamedTuple):
-    """Static part of a `SamplingConfig`: what the compiled loop contains."""
+    """The static part of a `SamplingConfig`: which processors and filters the compiled loop
+    contains."""
 
     greedy: bool = True
     top_k: bool = False
@@ -177,13 +191,13 @@ class SamplingMode(NamedTuple):
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether a law depends on the tokens before it beyond what the model makes of them."""
+        """Whether a processor reads the tokens of the prefix."""
         return self.repetition or self.ngram > 0 or self.processor is not None
 
 
 @flax.struct.dataclass
 class SamplingRows:
-    """Traced part of a `SamplingConfig`; `forced` is −1 where nothing is forced."""
+    """The traced part of a `SamplingConfig`; `forced` is −1 where nothing is forced."""
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]

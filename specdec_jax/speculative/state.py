@@ -1,4 +1,4 @@
-"""What lives through the decode loop, and what drafters and verifiers hand to each other."""
+"""The state of the decode loop, and what drafters and verifiers hand to each other."""
 
 from typing import Any, NamedTuple
 
@@ -15,14 +15,15 @@ from specdec_jax.speculative.verifiers import VERIFIERS
 
 
 class StaticConfig(NamedTuple):
-    """The static part of a decode: what is compiled.
+    """The static settings of a decode loop: another value of any of them compiles another program.
 
     Attributes:
       gamma: G, the most tokens drafted in one iteration; 0 is plain decoding.
       mode: which sampling adjustments are on.
-      vocab_size: V, width of the target's logits; a drafter's laws are brought to it.
+      vocab_size: V, width of the target's logits; a drafter's laws are padded or cut to it.
       verifier: decides which drafted tokens stand.
-      widths: positions of the target calls that are compiled, ascending, the last one G + 1; () is G + 1 alone.
+      widths: the numbers of positions for which a target call is compiled, ascending, the last one
+        G + 1; () means G + 1 alone.
     """
 
     gamma: int
@@ -33,12 +34,14 @@ class StaticConfig(NamedTuple):
 
     @property
     def strict_argmax(self) -> bool:
-        """Whether every token is the target's argmax: then no law over the vocabulary is ever built."""
+        """Whether every token is the target's argmax: then no law over the vocabulary is ever
+        built."""
         return self.mode.greedy and not self.verifier.softens
 
     @property
     def commits_argmax(self) -> bool:
-        """Whether every token is the argmax of the target's own logits, so that of these only the greatest matters."""
+        """Whether every token is the argmax of the target's own logits, so that of these only the
+        greatest matters."""
         return self.strict_argmax and not self.mode.processes and self.verifier.judge_greedy is None
 
     @property
@@ -49,16 +52,17 @@ class StaticConfig(NamedTuple):
 
 @flax.struct.dataclass
 class Counts:
-    """What happened, per row.
+    """Statistics of each row, summed over its iterations.
 
     Attributes:
       target_calls: target calls in which the row took part.
-      draft_calls: drafter calls in which the row took part, catching up included.
+      draft_calls: calls of the drafter's model in which the row took part, those to catch up
+        included.
       drafted: tokens drafted.
       accepted: drafted tokens that stood and were committed.
-      examined_by_position: how often the i-th drafted token was examined: up to and with the first rejection, nothing
-        after an EOS.
-      accepted_by_position: how often it stood.
+      examined_by_position: how often the i-th drafted token was examined. An iteration examines the
+        tokens up to and including its first rejection, and none after an EOS.
+      accepted_by_position: how often the i-th drafted token stood.
     """
 
     target_calls: Int[Array, " B"]
@@ -76,31 +80,35 @@ class Counts:
 
 @flax.struct.dataclass
 class DecodeState:
-    """What lives through the loop. B rows; S slots of tokens, G + 1 more than any row's limit.
+    """The state of the decode loop, with B rows and S slots of tokens: G + 1 slots more than any
+    row's limit.
 
     Attributes:
-      tokens: start token and decoder prefix, or the prompt, then committed tokens; anything after a row's length.
-      lengths: committed tokens, start token and prefix included.
-      done: the row is complete.
-      starts: start token and prefix, or prompt: how many of the tokens are not new.
-      log_probs: float32 under the target's own law (temperature 1, no filter), at the committed slots.
-      adjusted_log_probs: the same under the law after processors and filters; None where it is 0 throughout (argmax).
+      tokens: start token and decoder prefix, or the prompt, then committed tokens; anything after a
+        row's length.
+      lengths: number of committed tokens, start token and prefix included.
+      done: whether the row is complete.
+      starts: number of tokens that are not new: start token and prefix, or the prompt.
+      log_probs: log-probabilities of the committed tokens under the target's own law (temperature
+        1, no processor or filter), float32, each in its token's slot.
+      adjusted_log_probs: the same under the law after processors, temperature and filters; None
+        where every token is the argmax, whose log-probability is 0 under that law.
       keys: one per request.
-      sampling: sampling parameters.
-      settings: of a lossy verifier, else None.
+      sampling: traced parameters of sampling.
+      settings: parameters of the verifier; None if it has none.
       limits: the length at which a row stops.
       eos_ids: ids that stop a row, padded with −1.
       gamma: tokens to draft per iteration, at most G.
-      policy: drafts fewer now and then, by numbers of its own for each row; None drafts γ.
-      policy_state: what it keeps.
+      policy: chooses how many tokens, up to `gamma`, each row drafts; None: always `gamma`.
+      policy_state: what the policy keeps from iteration to iteration.
       target_cache: the target's cache; its live part ends one slot before a row's last token.
       draft_state: the drafter's own state, None without a drafter.
       counts: statistics.
       last_draft: tokens drafted in the last iteration.
       last_drafted, last_accepted: how many were drafted and how many stood in the last iteration.
-      last_seen: the laws of the last draft as the policy reads them; None if it reads none.
-      draft_failed: the first slot for which the drafter's law was not one of numbers; 0: none yet.
-      program: the static part.
+      last_seen: what the policy reads of the last draft's laws; None if it reads none.
+      draft_failed: the first slot at which the drafter's law contained NaN; 0: none yet.
+      program: the static settings.
     """
 
     tokens: Int[Array, "B S"]
@@ -129,16 +137,18 @@ class DecodeState:
 
 
 class Draft(NamedTuple):
-    """What a drafter proposes.
+    """The tokens that a drafter proposes, and how it came to them.
 
     Attributes:
-      tokens: −1 where the law to draw from is not one of numbers (NaN): there the draft ends.
-      num_drafted: how many of them count; at most the number asked for.
-      law: the law over `[B, G, V]` that they were really drawn from, a `PointMass` if they were not drawn; None where
-        `StaticConfig.asks_draft_law` is False.
-      calls: of the drafter's model that the row took part in.
-      seen: of the laws, where the policy of γ reads them.
-      target_cache: the target's cache, if the drafter has written to it: to slots that the target's call overwrites.
+      tokens: the proposed tokens; −1 where the law to draw from contains NaN, and there the draft
+        ends.
+      num_drafted: how many of `tokens` count; at most the number asked for.
+      law: the law over `[B, G, V]` that the tokens were really drawn from; a `PointMass` if they
+        were not drawn; None where `StaticConfig.asks_draft_law` is False.
+      calls: calls of the drafter's model in which the row took part.
+      seen: what a policy of γ reads of the laws, if there is one that does.
+      target_cache: the target's cache, if the drafter has written to it. It may write only to slots
+        that the target's call overwrites.
     """
 
     tokens: Int[Array, "B G"]
@@ -159,14 +169,14 @@ class Draft(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What the target made of the last committed token and the draft, T = G + 1: what a drafter may learn from.
+    """One call of the target, as a drafter may learn from it: T = G + 1 positions.
 
     Attributes:
-      tokens: those fed.
-      states: the target's last ones, which its head takes.
+      tokens: the tokens fed: the last committed one and the draft.
+      states: the target's last hidden states, which its head takes.
       logits: float32, before any processor.
-      num_new: tokens committed; the tokens fed at the first `num_new` positions are in the output, what
-        follows was refused. 0 for a row that is done.
+      num_new: number of tokens committed. The tokens fed at the first `num_new` positions are in
+        the output, the others were rejected. 0 for a row that is done.
     """
 
     tokens: Int[Array, "B T"]
@@ -176,12 +186,17 @@ class Scored(NamedTuple):
 
 
 def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
-    """Room for what `policy` reads of a draft's laws; None if it reads none."""
+    """Makes zeros in the place of what `policy` reads of a draft's laws; None if it reads none."""
     if policy is None or not policy.reads_law:
         return None
     return DraftSignals(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)
 
 
 def context(state: DecodeState, tokens: Int[Array, "B S"] | None = None, ahead: Int[Array, ""] | int = 0) -> Context:
-    """The prefixes after `ahead` of the tokens that follow the committed ones in `tokens`."""
+    """Returns the prefixes that end `ahead` tokens past the committed ones.
+
+    Args:
+      tokens: committed tokens and, after them, drafted ones; None: `state.tokens`.
+      ahead: how many drafted tokens the first prefix includes.
+    """
     return Context(state.tokens if tokens is None else tokens, state.lengths + ahead, state.starts, state.eos_ids)

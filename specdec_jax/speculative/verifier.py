@@ -1,4 +1,5 @@
-"""What a verifier is: how many drafted tokens stand, and which token follows them, as an iteration asks it."""
+"""The form of a verifier, the rule that says how many drafted tokens stand and which token follows
+them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,18 +10,18 @@ from jaxtyping import Array, Float, Int, UInt32
 from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative.laws import Law
 
-# What a verifier is asked for, per row, by the name of the parameter.
+# Values of a verifier's parameters, one per row, by the parameter's name.
 Settings = dict[str, Float[Array, " B"]]
 Drafted = Int[Array, "B G"]
 
 
 class Verification(NamedTuple):
-    """Outcome of one iteration.
+    """The outcome of one iteration.
 
     Attributes:
-      num_accepted: τ, drafted tokens that stand, at most `num_drafted`.
-      next_token: the token after them: the correction at a rejection, else the bonus token; −1 where the target's law
-        there is not one of numbers.
+      num_accepted: τ, how many drafted tokens stand, at most `num_drafted`.
+      next_token: the token after them: the correction at a rejection, else the bonus token; −1
+        where the target's law contains NaN.
     """
 
     num_accepted: PerRow
@@ -31,10 +32,10 @@ class Randomness(NamedTuple):
     """The randomness of one iteration.
 
     Attributes:
-      accept: uniforms in [0, 1).
-      final: random words, the n-th two for the token that follows n accepted ones (residual or bonus).
-      noise: standard Gumbel noise of the absolute positions, shared with the drafter; None but for
-        `verify_coupled`.
+      accept: uniforms in [0, 1), one per drafted token.
+      final: random words; pair n draws the token that follows n accepted ones (residual or bonus).
+      noise: standard Gumbel noise of the absolute positions, shared with the drafter; None unless
+        the verifier is `coupled`.
     """
 
     accept: Float[Array, "B G"]
@@ -42,35 +43,42 @@ class Randomness(NamedTuple):
     noise: Float[Array, "B G+1 V"] | None = None
 
 
-# What the draft's law and the settings are, or None, depends on what the verifier declares.
+# The draft's law and the settings are `Any`: they may be None, which depends on what the verifier
+# declares.
 Judge = Callable[[Law, Any, Drafted, PerRow, Randomness, Any], Verification]
 JudgeGreedy = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A rule that decides which drafted tokens stand. Static: a part of what is compiled.
+    """A rule that decides which drafted tokens stand; static, so that another rule compiles another
+    program.
 
     Attributes:
-      name: what messages and records call it.
-      judge: the rule above temperature 0, a pure function `(target, draft, draft_tokens, num_drafted, randomness,
-        settings) -> Verification`, where p is the target's law and q the drafter's:
+      name: its name in messages and records.
+      judge: the rule above temperature 0, a pure function `(target, draft, draft_tokens,
+        num_drafted, randomness, settings) -> Verification`. Its arguments, with p the target's law
+        and q the drafter's:
 
-          target: `Law` over `[B, G + 1, V]`.
-          draft: `Law` over `[B, G, V]` from which the tokens were really drawn, `PointMass` where they were not drawn,
-            None unless it `reads_draft_law`.
-          draft_tokens: a row examines the first `num_drafted` of them; the rest may be anything.
-          settings: of its `parameters`, None without any.
-      exact: the output law is the target's.
-      reads_draft_law: q enters the rule.
-      coupled: drafter and target share the noise of absolute positions (`Randomness.noise`).
-      has_rate: accepted over examined tokens is an acceptance rate; not where a draft is judged as a whole.
-      softens: at temperature 0 too it may let tokens stand that are not the most probable.
-      sampled_only: it means nothing at temperature 0.
+          target: p, a `Law` over `[B, G + 1, V]`.
+          draft: q, the `Law` over `[B, G, V]` from which the tokens were really drawn, or a
+            `PointMass` where they were not drawn; None unless the verifier `reads_draft_law`.
+          draft_tokens: `[B, G]`; a row examines the first `num_drafted` of them, the rest may be
+            anything.
+          settings: values of its `parameters`; None if it has none.
+      exact: whether the output law is the target's.
+      reads_draft_law: whether the rule depends on q.
+      coupled: whether drafter and target share the noise of absolute positions
+        (`Randomness.noise`).
+      has_rate: whether accepted over examined tokens is an acceptance rate; False where a draft is
+        judged as a whole.
+      softens: whether tokens may stand at temperature 0 that are not the most probable.
+      sampled_only: whether the rule is meaningless at temperature 0.
       judge_greedy: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
         settings) -> Verification`, for processed logits and uniforms `accept`; None: a token stands
         iff it is the target's argmax.
-      parameters: names of what can be asked of it, with their defaults; None must be given.
+      parameters: names and defaults of its parameters; the user must give one whose default is
+        None.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""Verifiers: how many drafted tokens stand, and which token follows them. Pure functions.
+"""Verifiers: pure functions that decide how many drafted tokens stand and which token follows them.
 
-Convention: p is the target's law (`target`), q the drafter's (`draft`); γ = G drafted positions. `Verifier.judge` says
-what the arguments are. A new verifier is a function like these and a row of the table `VERIFIERS`.
+p is the target's law (`target`), q the drafter's (`draft`), and there are γ = G drafted positions.
+`Verifier.judge` describes the arguments. A new verifier is a function like these and a row of the
+table `VERIFIERS`. Sections are those of Leviathan et al. 2023.
 """
 
 import jax.numpy as jnp
@@ -16,11 +17,14 @@ from specdec_jax.speculative.verifier import Drafted, Randomness, Settings, Veri
 def verify_greedy(
     target_tokens: Int[Array, "B T"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow
 ) -> Verification:
-    """T = 0: both laws are one-hot, so a drafted token stands iff it is the target's argmax (section 2.2).
+    """Verifies at temperature 0: both laws are one-hot, so a drafted token stands iff it is the
+    target's argmax.
+
+    This is section 2.2.
 
     Args:
-      target_tokens: argmax of the target at each of T = G + 1 positions.
-      num_drafted: drafted tokens of each row (at most G).
+      target_tokens: the target's argmax at each of T = G + 1 positions.
+      num_drafted: number of drafted tokens of each row, at most G.
     """
     return _leading(target_tokens[:, :-1] == draft_tokens, num_drafted, target_tokens)
 
@@ -28,14 +32,16 @@ def verify_greedy(
 def verify_greedy_leniently(
     logits: Float[Array, "B T V"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow, lenience: Float[Array, " B"]
 ) -> Verification:
-    """T = 0 with lenience l (section A.5): a drafted token x stands iff p(x) ≥ l · max p, p before it is made one-hot.
+    """Verifies at temperature 0 with lenience l (section A.5): a drafted token x stands iff p(x) ≥
+    l · max p.
 
-    (The paper prints ≤, which would accept the improbable.) So every token has at least l times the probability of the
-    most probable one after the same prefix. l = 1 is greedy decoding.
+    p is the law at temperature 1, before it is made one-hot. (The paper prints ≤, which would
+    accept the improbable.) Every token of the output then has at least l times the probability of
+    the most probable one after the same prefix. l = 1 is greedy decoding.
 
     Args:
-      logits: processed, temperature 1, T = G + 1.
-      lenience: in (0, 1].
+      logits: processed logits at temperature 1, T = G + 1.
+      lenience: l of each row, in (0, 1].
     """
     best = jnp.max(logits[:, :-1], axis=-1)
     drafted = jnp.take_along_axis(logits[:, :-1], draft_tokens[..., None], axis=-1)[..., 0]
@@ -47,10 +53,11 @@ def verify_greedy_leniently(
 def verify_tokens(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
 ) -> Verification:
-    """Algorithm 1 of Leviathan et al. 2023 (section 2.3): the target's law.
+    """Verifies token by token (Algorithm 1, section 2.3); the output law is the target's.
 
-    Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i), strictly, so that a token with p = 0 never stands. At the
-    first rejection the next token is drawn from norm(max(0, p − q)); if all stand, from p at the next position.
+    Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i); the inequality is strict, so that a
+    token with p = 0 never stands. After the first rejection the next token is drawn from
+    norm(max(0, p − q)); if all tokens stand, from p at the next position.
     """
     accepted = draws.accept * draft.prob(draft_tokens) < leading_law(target).prob(draft_tokens)
     num_accepted = count_leading(accepted, num_drafted)
@@ -61,9 +68,11 @@ def verify_leniently(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """Lenience l (section A.5), lossy: x_i stands while u_i < p_i(x_i) / (l · q_i(x_i)); otherwise as `verify_tokens`.
+    """Verifies with lenience l (section A.5), which is lossy: x_i stands while u_i < p_i(x_i) / (l
+    · q_i(x_i)).
 
-    No token gets more than p(x) / l of probability after any prefix. l = 1 is `verify_tokens`.
+    All else is as in `verify_tokens`, and l = 1 is `verify_tokens`. After any prefix no token x has
+    a probability of more than p(x) / l.
     """
     scaled = draws.accept * settings["lenience"][:, None] * draft.prob(draft_tokens)
     num_accepted = count_leading(scaled < leading_law(target).prob(draft_tokens), num_drafted)
@@ -73,12 +82,13 @@ def verify_leniently(
 def verify_blocks(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
 ) -> Verification:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444): the target's law; on average accepts
-    no fewer than tokens.
+    """Verifies a draft as a block (Sun et al. 2024, arXiv 2403.10444); the output law is the
+    target's.
 
-    π_0 = 1, π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)); for i < n, S_i = Σ_x max(π_i · p_{i+1}(x) − q_{i+1}(x), 0) and
-    h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i with u_i < h_i. The next token is drawn from
-    norm(max(π_τ · p − q, 0)), from p where τ = n.
+    On average at least as many tokens stand as with `verify_tokens`. With n drafted tokens, π_0 = 1
+    and π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)). For i < n, S_i = Σ_x max(π_i · p_{i+1}(x) −
+    q_{i+1}(x), 0) and h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i with u_i < h_i.
+    The next token is drawn from norm(max(π_τ · p − q, 0)), or from p where τ = n.
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
@@ -107,10 +117,11 @@ def verify_blocks(
 def verify_by_rejection(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
 ) -> Verification:
-    """Rejection sampling with a constant (section A.2), for comparison: the target's law, fewer tokens accepted.
+    """Verifies by rejection sampling with a constant (section A.2), for comparison; the output law
+    is the target's.
 
-    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), M_i = max_x p_i(x) / q_i(x); after a
-    rejection p itself is drawn.
+    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), where M_i = max_x p_i(x) / q_i(x). After a
+    rejection the next token is drawn from p itself. Fewer tokens stand than with `verify_tokens`.
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
@@ -128,12 +139,14 @@ def verify_by_rejection(
 def verify_coupled(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
 ) -> Verification:
-    """Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978): the target's law, and more: its very draws.
+    """Verifies by Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978); the output law is the
+    target's.
 
-    Each position's token is argmax(log p + g) with noise g that depends on the key and the absolute position alone; a
-    drafted token stands iff it is that token. So the output is that of plain sampling with the same key and the same
-    noise, whatever the drafter and γ; a model drafter that takes argmax(log q + g) is accepted with probability at
-    least (1 − D) / (1 + D), D the total variation between p and q.
+    The token of each position is argmax(log p + g) with noise g that depends on the key and the
+    absolute position alone; a drafted token stands iff it is that token. So the output is, token
+    for token, that of plain sampling with the same noise, whatever the drafter and γ. The draft of
+    a model that takes argmax(log q + g) stands with probability at least (1 − D) / (1 + D) at each
+    position, where D is the total variation between p and q.
     """
     return verify_greedy(argmax(target.logits + draws.noise), draft_tokens, num_drafted)
 
@@ -142,10 +155,12 @@ def verify_typical(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """Typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), lossy, the drafter's law does not enter.
+    """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), which is lossy
+    and ignores q.
 
-    x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))); the token after the last that stands is drawn from p: each
-    iteration's last token is the target's own, every other one has at least that probability under the target.
+    x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that stands is
+    drawn from p. So the last token of each iteration is the target's own, and every other one has
+    more than that threshold of probability under the target.
     """
     here = leading_law(target)
     threshold = jnp.minimum(
@@ -159,9 +174,10 @@ def verify_forced(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """For timing alone, where the weights mean nothing: each drafted token stands with probability α, whatever it is.
+    """Lets each drafted token stand with probability α, whatever it is: for timing alone, with
+    random weights.
 
-    What follows is corrected as by `verify_tokens`, so that an iteration costs what it costs with that.
+    The next token is drawn as in `verify_tokens`, so that an iteration takes as long as with that.
     """
     num_accepted = count_leading(draws.accept < settings["forced_alpha"][:, None], num_drafted)
     return correct(target, draft, num_accepted, num_drafted, draws.final)
@@ -171,11 +187,12 @@ def verify_greedy_forced(
     target_tokens: Int[Array, "B T"], num_drafted: PerRow, accept: Float[Array, "B T-1"],
     forced_alpha: Float[Array, " B"],
 ) -> Verification:  # fmt: skip
-    """`verify_forced` at T = 0: what follows the drafted tokens that stand is the target's argmax.
+    """Does what `verify_forced` does at temperature 0: the next token is the target's argmax.
 
     Args:
-      target_tokens: argmax of the target at each of T = G + 1 positions.
-      accept: uniforms.
+      target_tokens: the target's argmax at each of T = G + 1 positions.
+      accept: uniforms in [0, 1).
+      forced_alpha: α of each row.
     """
     return _leading(accept < forced_alpha[:, None], num_drafted, target_tokens)
 
@@ -190,7 +207,7 @@ _KNOWN = (
             logits, draft_tokens, num_drafted, settings["lenience"]
         ),
     ),
-    # Medusa's constants.
+    # The defaults are Medusa's constants.
     Verifier(
         "typical", verify_typical, exact=False, reads_draft_law=False, sampled_only=True,
         parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
@@ -198,9 +215,10 @@ _KNOWN = (
     Verifier("rejection", verify_by_rejection),
 )  # fmt: skip
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _KNOWN}
-# Their output law differs from the target's.
+# Names of the verifiers whose output law differs from the target's.
 LOSSY = tuple(name for name, verifier in VERIFIERS.items() if not verifier.exact)
-# Verifies nothing: drafts stand by coin, outputs mean nothing. For timing alone, so not among the others.
+# Not in the table above, because it is for timing alone: drafted tokens stand at random, and
+# outputs mean nothing.
 FORCED = Verifier(
     "forced", verify_forced, exact=False, parameters=(("forced_alpha", None),),
     judge_greedy=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_forced(
@@ -210,10 +228,10 @@ FORCED = Verifier(
 
 
 def verifier_of(given: str | Verifier) -> Verifier:
-    """Returns the verifier of a name, or the one that is given.
+    """Returns the verifier with the name `given`, or `given` itself if it is a verifier.
 
     Raises:
-      ValueError: no such name.
+      ValueError: there is no verifier of this name.
     """
     if isinstance(given, Verifier):
         return given
@@ -223,17 +241,17 @@ def verifier_of(given: str | Verifier) -> Verifier:
 
 
 def leading_law(target: Law) -> Law:
-    """The law over the drafted positions: without that of the bonus token."""
+    """Returns the target's law over the drafted positions, without the position of the bonus token."""
     return Law(target.logits[:, :-1], target.log_normalizer[:, :-1])
 
 
 def _at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B ..."]:
-    """Returns what is at place `index` of each row of `values`."""
+    """Returns the entry at place `index[b]` of each row b of `values`."""
     return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
 
 def count_leading(accepted: Bool[Array, "B G"], num_drafted: PerRow) -> PerRow:
-    """Number of leading True of `accepted`, at most `num_drafted`."""
+    """Counts the leading True of each row of `accepted`, at most `num_drafted`."""
     inside = jnp.arange(accepted.shape[1]) < num_drafted[:, None]
     return jnp.sum(jnp.cumprod((accepted & inside).astype(jnp.int32), axis=1), axis=1)
 
@@ -246,7 +264,7 @@ def _leading(accepted: Bool[Array, "B G"], num_drafted: PerRow, target_tokens: I
 def _excess(
     target: Law, draft: Law | PointMass, draft_tokens: Drafted, scale: Float[Array, "B G-1"]
 ) -> Float[Array, "B G-1"]:
-    """Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0) of positions 1 … G − 1."""
+    """Returns Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0) for i = 1 … G − 1."""
     here = Law(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])
     if isinstance(draft, PointMass):
         return scale * (
@@ -260,7 +278,12 @@ def correct(
     target: Law, draft: Law | PointMass, num_accepted: PerRow, num_drafted: PerRow, final: UInt32[Array, "B T 2"],
     scale: Float[Array, "B 1"] | float = 1.0,
 ) -> Verification:  # fmt: skip
-    """Draws the next token: from norm(max(scale · p − q, 0)) after a rejection, else from p."""
+    """Draws the next token: from norm(max(scale · p − q, 0)) after a rejection, else from p.
+
+    Args:
+      num_accepted: how many drafted tokens stand.
+      final: random words, as in `Randomness`.
+    """
     weights = target.row(num_accepted)
     gamma = final.shape[1] - 1
     if gamma:
