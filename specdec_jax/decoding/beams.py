@@ -88,14 +88,14 @@ class BeamOptions:
         """Refuses more beams than ids, and a vocabulary of `ends` alone."""
         if self.num_beams > vocab_size or ends >= vocab_size:
             raise ValueError(
-                f"num_beams: got {self.num_beams} for {vocab_size} ids, of which {ends} end a sequence, expected at most "
-                "as many beams as ids, and an id that ends none"
+                f"num_beams: got {self.num_beams} for {vocab_size} ids, of which {ends} end a sequence, expected at "
+                "most as many beams as ids, and an id that ends none"
             )
 
     def program(
         self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None
     ) -> BeamConfig:
-        """Returns what is compiled; arguments as in `BeamConfig`, and what drafts its `gamma` levels, if there are any."""
+        """Returns the static settings; arguments as in `BeamConfig`, and the drafter of its levels, if any."""
         width = 0
         if drafter is not None:
             width = min(drafter.beam_width(self.num_beams, self.beam_width), self.num_beams * (vocab_size - 1))

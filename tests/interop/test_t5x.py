@@ -36,18 +36,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TensorFlow's
     from t5x import decoding, models, partitioning, utils
     from t5x.examples.scalable_t5 import network as scalable_t5
-    from t5x_calls import STEPS, Ids, predict, speculative
+    from t5x_calls import STEPS, Ids, predict, speculative, standard_promotion
 
     from specdec_jax.interop import t5x as interop
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def promotion():
-    """T5X brings numbers of several dtypes together as JAX does unless it is told otherwise."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+promotion = standard_promotion
 
 
 @pytest.fixture(scope="module")

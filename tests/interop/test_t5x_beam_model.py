@@ -18,18 +18,12 @@ if importlib.util.find_spec("t5x") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TensorFlow's
     from t5x import decoding, models
-    from t5x_calls import Ids, predict, speculative
+    from t5x_calls import Ids, predict, speculative, standard_promotion
 
     from specdec_jax.interop import t5x as interop
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def promotion():
-    """T5X brings numbers of several dtypes together as JAX does unless it is told otherwise."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+promotion = standard_promotion
 
 
 @pytest.fixture(scope="module")

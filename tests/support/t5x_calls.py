@@ -4,10 +4,18 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 from specdec_jax.interop import t5x as interop
 
 STEPS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    """Lets T5X bring numbers of several dtypes together, as JAX does unless it is told otherwise."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 class Ids:

@@ -105,8 +105,7 @@ class Verifier:
         return found
 
     def decide(self, p, q, x, uniforms, final_uniforms) -> tuple[int, int]:
-        """Returns (τ, next id) for given uniforms; `final_uniforms` has one number for each place
-        of the next id."""
+        """Returns (τ, next id) for given uniforms; `final_uniforms` has one number for each place of the next id."""
         stands = [u < h for u, h in zip(uniforms, self.stand(p, q, x))]
         if self.largest:
             tau = max((i for i, yes in enumerate(stands, 1) if yes), default=0)
@@ -211,8 +210,7 @@ def coupled(p, x, noise) -> tuple[int, int]:
 
 
 def coupled_share(p: np.ndarray, q: np.ndarray) -> float:
-    """Returns the probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j,
-    q_i/q_j)."""
+    """Returns the probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j, q_i/q_j)."""
     both = np.flatnonzero((p > 0) & (q > 0))
     return float(sum(1 / np.maximum(p / p[j], q / q[j]).sum() for j in both))
 
@@ -390,8 +388,7 @@ def total_variation(a: dict, b: dict) -> float:
 
 
 def conditionals(sequences: dict[Prefix, float]):
-    """Returns (prefix, probabilities of the next id as a dict) for every prefix that a law of whole
-    sequences gives mass."""
+    """Returns (prefix, probabilities of the next id) for every prefix that a law of whole sequences gives mass."""
     masses: dict[Prefix, float] = defaultdict(float)
     for sequence, prob in sequences.items():
         for length in range(len(sequence) + 1):
