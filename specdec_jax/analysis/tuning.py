@@ -222,7 +222,7 @@ def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict
 def tune_beams(
     target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup
 ) -> dict[str, Any]:
-    """The record of a choice of levels and width of beam search's trees, by timing all of them and plain beam search."""
+    """Times every tree and plain beam search, and returns the record of the choice of levels and width."""
     widths = options.beam_width or (options.num_beams, None)
     choices = trees_of(target, drafter, sorted(set(options.gammas)), widths, [*batches, *others], options)
     measured = time_choices(target, drafter, choices, batches, options, "comparing")

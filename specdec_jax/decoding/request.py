@@ -210,7 +210,7 @@ def plan(
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
     input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None, num_beams=None,
 ) -> Plan:  # fmt: skip
-    """Checks the arguments of `generate` and returns them as a plan; refuses beam searches (`plan_decoding` takes them).
+    """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes beam searches.
 
     Args:
       batch_size: number of inputs that are decoded together; None: all.

@@ -74,8 +74,8 @@ def histories(state):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_caches_hold_what_the_live_beams_have_been_through(pair, name):
-    """After every iteration, ragged acceptance and compaction included, both models say of every live beam what they say
-    of its tokens fed at once; with NaN in all slots that no live beam's path goes through."""
+    """After every iteration the target says of every live beam what it says of its tokens fed at once, although all
+    slots that no live beam's path goes through are poisoned; acceptance is ragged."""
     target, drafter = pair(name)
     (state, job), levels = started(target, drafter, gamma=2), set()
     step = jax.jit(iterate_beams)
@@ -99,8 +99,8 @@ def whole(target, row, tokens):
 
 
 def poisoned(state):
-    """Every slot of both caches that is not on the path of a live beam holds NaN as key, and as value what XLA's product
-    by 0 forgets: a value that is not finite is never written."""
+    """Poisons every slot of both caches that is on no live beam's path: NaN as key, a huge number as value, since a
+    value that is not finite is never written."""
     slots = state.target_cache.layers[0].slots
     before = jnp.arange(state.paths.shape[2]) < state.positions[:, None, None]
     on_path = jnp.any((state.paths[..., None] == jnp.arange(slots)) & before[..., None], axis=(1, 2))

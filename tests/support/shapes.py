@@ -1,5 +1,5 @@
-"""What `--jaxtyping-packages` checks a function's calls with: shapes and dtypes of arrays, and nothing else, so that toys
-may stand in for networks and models."""
+"""Checks shapes and dtypes of arrays in calls, for `--jaxtyping-packages`, and nothing else: toys may stand in for
+networks and models."""
 
 import dataclasses
 import functools
