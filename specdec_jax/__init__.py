@@ -29,6 +29,7 @@ from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
 __version__ = "0.1.0"
@@ -36,8 +37,10 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "AssistedNGramDrafter",
+    "Chains",
     "Confidence",
     "Drafter",
+    "DynamicTree",
     "EarlyExitDrafter",
     "Entropy",
     "EntropyBound",
@@ -59,6 +62,7 @@ __all__ = [
     "SamplingConfig",
     "Stats",
     "T5Config",
+    "Tree",
     "UnsupportedCombination",
     "Verifier",
     "VerticalCascade",

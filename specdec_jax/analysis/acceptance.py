@@ -17,6 +17,7 @@ import numpy as np
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.arms import Batch
+from specdec_jax.analysis.coverage import Coverage, by_rank, coverage_at, mean_coverage
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket
@@ -50,6 +51,8 @@ class Acceptance:
         error).
       lengths: for each batch, the new tokens of its rows.
       work: by verifier and γ = 1 … G, for each batch.
+      coverage: how often the target's token is among the drafter's first choices; empty where it
+        was counted.
     """
 
     how: str
@@ -59,6 +62,7 @@ class Acceptance:
     survival: dict[str, list[tuple[float, float | None]]]
     lengths: list[np.ndarray]
     work: dict[tuple[str, int], list[Work]]
+    coverage: Coverage = dataclasses.field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """Returns the part of a record that says all this."""
@@ -75,6 +79,11 @@ class Acceptance:
                 name: formulas.tokens_by_survival([mean for mean, _ in values])
                 for name, values in self.survival.items()
             },
+            "coverage": {
+                kind: [{"covered": mean, "standard_error": error} for mean, error in values]
+                for kind, values in self.coverage.items()
+            },
+            "by_rank": {kind: by_rank(values) for kind, values in self.coverage.items()},
         }
 
 
@@ -101,6 +110,7 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
     """Decodes plainly and scores the outputs with both models."""
     config: SamplingConfig = options.sampling()
     sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
+    covered: dict[str, list[np.ndarray]] = {}
     work: dict[tuple[str, int], list[Work]] = {(name, g): [] for name in verifiers for g in range(1, gamma + 1)}
     for batch in track(batches, len(batches), "scoring"):
         result = batch.through(
@@ -115,6 +125,8 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
                 raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
             sums.append(float(agreed.overlap[row, :length].sum()))
             counts.append(int(length))
+            for kind, found in agreed.coverage.items():
+                covered.setdefault(kind, []).append(found[row, :length].sum(axis=0, dtype=np.float64))
             ended = result.finish_reasons[row] == "eos"
             for name in verifiers:
                 # At temperature 0 all verifiers are one.
@@ -126,7 +138,7 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
             work[key].append(Work(batch.padded, *(max(values) for values in zip(*rows, strict=True))))
     alpha, error = formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)
     survival = {name: _mean_survival(rows, gamma) for name, rows in survivals.items()}
-    return Acceptance("scored", alpha, error, sum(counts), survival, lengths, work)
+    return Acceptance("scored", alpha, error, sum(counts), survival, lengths, work, mean_coverage(covered, counts))
 
 
 def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
@@ -257,10 +269,12 @@ class Agreement(NamedTuple):
       overlap: Σ min(p, q) over the vocabulary, the probability that a drafted token is accepted; at
         temperature 0 whether the argmax is the same.
       log_ratio: log q(y) − log p(y) of the token y of the output.
+      coverage: what `coverage_at` returns, `[B, T, K]`.
     """
 
     overlap: np.ndarray
     log_ratio: np.ndarray
+    coverage: dict[str, np.ndarray]
 
 
 def agreement(
@@ -307,12 +321,12 @@ def agreement(
 @functools.partial(jax.jit, static_argnames="mode")
 def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
     prefixes = Context(fed, starts, starts, eos_ids)
-    law, draft_law = (
-        laws.standardize(values, prefixes, rows, mode)
-        for values in (logits, match_width(draft_logits, logits.shape[-1]))
-    )
+    draft_logits = match_width(draft_logits, logits.shape[-1])
+    law, draft_law = (laws.standardize(values, prefixes, rows, mode) for values in (logits, draft_logits))
+    ranked = laws.standardize(draft_logits, prefixes, rows, mode, soften=True)
     overlap = jnp.sum(jnp.minimum(law.probs(), draft_law.probs()), axis=-1)
     here, there = law.log_prob(tokens), draft_law.log_prob(tokens)
     # A sampled token has p > 0, unless two ways of computing p round differently (ties, the edge of a filter).
     here = jnp.where(here > -jnp.inf, here, there)
-    return overlap, jnp.where(there > -jnp.inf, there - here, -jnp.inf)
+    log_ratio = jnp.where(there > -jnp.inf, there - here, -jnp.inf)
+    return overlap, log_ratio, coverage_at(law, ranked, mode.greedy)

@@ -1,4 +1,4 @@
-"""Runs `specdec measure`: α, c and v of a target and a drafter on this machine."""
+"""Runs `specdec measure`: α, coverage, c and v of a target and a drafter on this machine."""
 
 import dataclasses
 import json
@@ -32,9 +32,14 @@ class MeasureOptions(DecodingOptions):
         "models' laws on the same positions; only for a drafting model in full precision without a shortlist"
     )  # fmt: skip
     repeats: int = option(3, "passes over the single steps, of which the median and the spread are reported")
-    output: str | None = option(None, "file that the JSON record is written to")
+    output: str | None = option(
+        None, "file that the JSON record is written to; of it Tree.best takes acceptance.by_rank, verify_cost and "
+        "cost_ratio"
+    )  # fmt: skip
     json: bool = option(False, "print the JSON record instead of the summary")
-    plot: str | None = option(None, "file for a plot of expected improvement, acceptance and v (.png, .pdf, .svg)")
+    plot: str | None = option(
+        None, "file for a plot of expected improvement, acceptance, v and coverage (.png, .pdf, .svg)"
+    )
 
     def check(self) -> None:
         check_measured(self)

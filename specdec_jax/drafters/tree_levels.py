@@ -1,6 +1,7 @@
 """Drafts trees of fixed shape, level by level: the laws after all nodes of a level that have
 children come from one call, and their children are chosen from them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def draft_tree(
     assert tree is not None, "a program of trees"
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     # Columns are added level by level, and put in the order of the nodes' numbers at the end.
-    tokens, live, failed = [last], [~state.done[:, None]], [jnp.zeros((batch, 1), bool)]
+    tokens, live = [last], [~state.done[:, None]]
     order, found, first = [np.zeros(1, np.int64)], [], 0
     column = np.zeros(tree.size, np.int64)
     words = _words(state, tree)
@@ -80,9 +81,7 @@ def draft_tree(
         new = chosen[:, parents, tree.ranks[children]]
         ended = jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (depth > 0)
         open_ = (there & ~ended)[:, parents] & (children <= num_wanted[:, None]) & (depth < room)[:, None]
-        # Only a law that contains NaN leaves nothing for the first child.
-        failed.append(open_ & (new < 0) & (tree.ranks[children] == 0))
-        tokens.append(jnp.maximum(new, 0))
+        tokens.append(jnp.where(open_, new, 0))
         live.append(open_ & (new >= 0))
         column[children] = so_far.shape[1] + np.arange(len(children))
         order.append(children)
@@ -93,7 +92,7 @@ def draft_tree(
     rows = lambda values: jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, tree.size))
     return TreeDraft(
         tokens=put(tokens), branches=tree.branches(batch), live=put(live), law=law, origins=rows(origins),
-        calls=jnp.zeros(batch, jnp.int32), failed=put(failed), slots=rows(np.maximum(tree.fed, 0)),
+        calls=jnp.zeros(batch, jnp.int32), slots=rows(np.maximum(tree.fed, 0)),
     ), carry  # fmt: skip
 
 
@@ -111,30 +110,32 @@ def _choose(
     """Chooses the children of the J nodes of `level`; returns the laws they were chosen from, and
     their tokens by rank, −1 where a node has none."""
     program, parents = state.program, np.asarray(tree.parents)
-    counts = np.array([np.sum(parents == number) for number in level.numbers])
-    chosen = jnp.full((*depths.shape, int(counts.max())), -1, jnp.int32)
-    law, noise, kind = None, None, "top" if program.mode.greedy else tree.kind
+    counts = [int(np.sum(parents == number)) for number in level.numbers]
     if program.mode.greedy:
         processed = at_nodes(laws.process, state, logits, depths, prefixes)
-        ranked = Law(processed, jnp.zeros(processed.shape[:-1], processed.dtype))
-    else:
-        law = at_nodes(laws.standardize, state, logits, depths, prefixes)
-        soften = lambda *arguments: laws.standardize(*arguments, soften=True)
-        ranked = at_nodes(soften, state, logits, depths, prefixes)
-        if kind == "gumbel":
-            noise = draws.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], program.vocab_size)
-    for count in np.unique(counts):
-        some = np.flatnonzero(counts == count)
-        part = lambda of: Law(of.logits[:, some], of.log_normalizer[:, some])
-        # Children of rows at temperature 0 are not drawn.
-        here = choose_children("top", part(ranked), int(count), None, None)
-        if kind != "top":
-            numbers = np.array([np.flatnonzero(parents == number) for number in level.numbers[some]])
-            own = None if words is None else words[:, numbers]
-            drawn = choose_children(kind, part(law), int(count), own, noise)
-            here = jnp.where((state.sampling.temperature == 0)[:, None, None], here, drawn)
-        chosen = chosen.at[:, some, :count].set(here) if len(some) < len(counts) else here
+        return None, choose_children("top", Law.of(processed), counts)
+    law, noise, own = at_nodes(laws.standardize, state, logits, depths, prefixes), None, None
+    if tree.kind == "gumbel":
+        noise = draws.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], program.vocab_size)
+    if words is not None:
+        own = words[:, _children(tree, level.numbers, max(counts))]
+    soften = functools.partial(laws.standardize, soften=True)
+    ranked = at_nodes(soften, state, logits, depths, prefixes)
+    chosen = choose_children("top", ranked, counts)
+    if tree.kind != "top":  # children of rows at temperature 0 are not drawn
+        drawn = choose_children(tree.kind, law, counts, own, noise)
+        chosen = jnp.where((state.sampling.temperature == 0)[:, None, None], chosen, drawn)
     return law, chosen
+
+
+def _children(tree: Tree, numbers: np.ndarray, most: int) -> np.ndarray:
+    """Returns `[J, most]`: numbers of the children of each of J nodes, less 1; 0 where there are
+    fewer."""
+    places = np.zeros((len(numbers), most), np.int32)
+    for row, number in enumerate(numbers):
+        children = np.flatnonzero(np.asarray(tree.parents) == number)
+        places[row, : len(children)] = children
+    return places
 
 
 def draft_with_model(

@@ -10,6 +10,7 @@ from specdec_jax.speculative.gamma import DraftSignals, Policy
 from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
+from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
 from specdec_jax.speculative.trees import Tree
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS
@@ -55,7 +56,8 @@ class StaticConfig(NamedTuple):
     @property
     def asks_draft_law(self) -> bool:
         """Whether the verifier looks at the law that the draft was drawn from."""
-        return not self.mode.greedy and self.verifier.reads_draft_law
+        verifier = self.verifier if self.tree is None else TREE_VERIFIERS[self.tree.judge]
+        return not self.mode.greedy and verifier.reads_draft_law
 
 
 @flax.struct.dataclass

@@ -41,13 +41,14 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
     draft_state, draft = drafter.draft_tree(state.draft_state, state, jnp.where(room > 0, wanted, 0), room)
     state = _noted(state, draft)
 
+    tokens = jnp.maximum(draft.tokens, 0)
     nodes = WindowNodes(origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1])
     cache = state.target_cache if draft.target_cache is None else draft.target_cache
-    states, cache = target.decode_nodes(draft.tokens, nodes, cache, draft.live)
+    states, cache = target.decode_nodes(tokens, nodes, cache, draft.live)
     observed = drafter.observes
     if program.commits_argmax and not observed:
-        tokens, log_probs = most_probable(target, states, draft.live)
-        verified, adjusted, logits = walk_greedy(tokens, draft), None, None
+        peaks, log_probs = most_probable(target, states, draft.live)
+        verified, adjusted, logits = walk_greedy(peaks, draft), None, None
         log_prob: Callable = lambda new: along(log_probs, verified.path)
     else:
         logits = target.head(states, draft.live)
@@ -56,7 +57,7 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
         log_prob = Law.of(logits).log_prob
         adjusted = None if law is None else Law(along(law.logits, verified.path), along(law.log_normalizer, verified.path))
     path = verified.path
-    chain = Draft(along(draft.tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls)
+    chain = Draft(along(tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls)
     after = commit(
         state.replace(target_cache=None, draft_state=None), chain,
         Verification(verified.num_accepted, verified.next_token), log_prob, adjusted, draft.num_drafted,
@@ -120,7 +121,7 @@ def verify_tree(
       for the law where every token is its argmax.
     """
     program, keys, lengths, branches = state.program, state.keys, state.lengths, draft.branches
-    prefixes = sequences(state, draft.tokens, branches.lines, branches.depths)
+    prefixes = sequences(state, jnp.maximum(draft.tokens, 0), branches.lines, branches.depths)
     greedy: TreeVerification | None = None
     if program.mode.greedy:
         processed = at_nodes(laws.process, state, logits, branches.depths, prefixes)
@@ -138,7 +139,7 @@ def verify_tree(
     if rule.coupled:
         depths = jnp.arange(program.gamma + 1)
         noise = draws.gumbel_noise(keys, lengths[:, None] + depths, program.vocab_size)
-    found = rule.judge(law, draft, program.tree, TreeRandomness(accept, final, noise), state.settings)
+    found = rule.judge(law, draft, program.tree.kind, TreeRandomness(accept, final, noise), state.settings)
     argmax = state.sampling.temperature == 0
     choose = lambda a, b: jnp.where(argmax.reshape(-1, *[1] * (a.ndim - 1)), a, b)
     return jax.tree.map(choose, greedy, found), law

@@ -12,14 +12,16 @@ priority: where fewer nodes are drafted, they are the first ones.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from specdec_jax.speculative import tree_choice
 from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.tree_choice import Node, Shares
 
 # The ways to choose a node's children from q, the drafter's law of the token after it, and the
 # verifiers under which the output law is the target's, the best of these first. Where children are
@@ -43,12 +45,54 @@ CHILDREN = {
 LOSSY_TREES = ("typical",)
 # The shares of nodes whose most probable id under the target was the drafter's first, second …
 # choice, measured with the bundled pair. They only order the nodes of a tree by priority.
-_RANK_SHARES = (0.863, 0.067, 0.022, 0.010, 0.006, 0.004, 0.003, 0.002)
+_RANK_SHARES = np.array([[0.863, 0.067, 0.022, 0.010, 0.006, 0.004, 0.003, 0.002]])
 MAX_NODES = 257
+AUTO = "auto"
+
+
+class Kinds:
+    """How the children of a tree's nodes are chosen, and how the tree is verified.
+
+    Attributes:
+      children: a key of `CHILDREN` that `allowed` has; "auto": the first of `allowed`.
+      verifier: one of those that `CHILDREN` lists, or of `LOSSY_TREES`; "auto": the first in the
+        list.
+    """
+
+    children: str
+    verifier: str
+    allowed: ClassVar[tuple[str, ...]]
+    # Why other ways to choose children are not allowed, for the message.
+    reason: ClassVar[str] = ""
+
+    def check_kinds(self) -> None:
+        """Checks `children` and `verifier`.
+
+        Raises:
+          ValueError: another name, or a pair under which the output law would not be the target's.
+        """
+        listed = lambda names: ", ".join(map(repr, (AUTO, *names)))
+        if self.children not in (AUTO, *self.allowed):
+            raise ValueError(f"children: got {self.children!r}, expected {listed(self.allowed)}{self.reason}")
+        verifiers = (*CHILDREN[self.kind], *LOSSY_TREES)
+        if self.verifier not in (AUTO, *verifiers):
+            known = any(self.verifier in exact for exact in CHILDREN.values())
+            why = f", under which the output law is the target's for children {self.kind!r}" if known else ""
+            raise ValueError(f"verifier: got {self.verifier!r}, expected {listed(verifiers)}{why}")
+
+    @property
+    def kind(self) -> str:
+        """How children are chosen, the default in place of "auto"."""
+        return self.allowed[0] if self.children == AUTO else self.children
+
+    @property
+    def judge(self) -> str:
+        """How the tree is verified, the default in place of "auto"."""
+        return CHILDREN[self.kind][0] if self.verifier == AUTO else self.verifier
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class Tree(Kinds):
     """A tree of fixed shape; static and hashable.
 
     Attributes:
@@ -63,8 +107,9 @@ class Tree:
     """
 
     parents: tuple[int, ...]
-    children: str = "auto"
-    verifier: str = "auto"
+    children: str = AUTO
+    verifier: str = AUTO
+    allowed: ClassVar[tuple[str, ...]] = ("mixed", *(kind for kind in CHILDREN if kind != "mixed"))
 
     def __post_init__(self):
         object.__setattr__(self, "parents", tuple(int(parent) for parent in self.parents))
@@ -73,7 +118,7 @@ class Tree:
         for node, parent in enumerate(self.parents, 1):
             if not 0 <= parent < node:
                 raise ValueError(f"parents: got {parent} for node {node}, expected a number from 0 to {node - 1}")
-        check_kinds(self.children, self.verifier)
+        self.check_kinds()
 
     @classmethod
     def chain(cls, length: int, **kinds: str) -> "Tree":
@@ -89,12 +134,51 @@ class Tree:
             raise ValueError(f"widths: got {widths!r}, expected integers of at least 1")
         if sum(np.cumprod([float(width) for width in widths])) >= MAX_NODES:
             raise ValueError(f"widths: got {tuple(widths)}, expected at most {MAX_NODES - 1} nodes in all")
-        ranks: list[tuple[int, ...]] = [()]
-        level = ranks
+        nodes: list[Node] = [()]
+        level = nodes
         for width in widths:
             level = [(*node, rank) for node in level for rank in range(int(width))]
-            ranks = ranks + level
-        return cls(_parents(ranks), **kinds)
+            nodes = nodes + level
+        nodes.sort(key=lambda node: (-tree_choice.value(node, _RANK_SHARES), len(node), node))
+        return cls(_parents(nodes), **kinds)
+
+    @classmethod
+    def best(
+        cls, acceptance_by_rank: Shares, nodes: int, depth: int, verify_costs: Mapping[Any, float] | None = None,
+        cost_ratio: float = 0.0, **kinds: str,
+    ) -> "Tree | None":  # fmt: skip
+        """Returns the tree that commits the most tokens per time; None where none is faster than
+        plain decoding.
+
+        The expected tokens (see `expected`) are divided by v(N) + c · D. The tree may be a chain.
+        `specdec measure --output` writes the four figures that this takes.
+
+        Args:
+          acceptance_by_rank: the share of nodes at which the target's token is the drafter's first,
+            second … choice; or a list of such lists, one for each depth, the last of which serves
+            all greater depths. Shares that grow from one rank to the next change places.
+          nodes: the greatest N, at most 257.
+          depth: the greatest D.
+          verify_costs: v(n), the time of a target call over n positions in that of a call over one,
+            by n, up to `nodes` or more; linear in between. None: 1 for every n.
+          cost_ratio: c, the time in which the drafter drafts one level, in that of a target call
+            over one position.
+          kinds: `children` and `verifier`.
+
+        Raises:
+          ValueError: shares, costs or bounds out of their ranges.
+        """
+        check_integers(2, MAX_NODES, nodes=nodes)
+        check_integers(1, MAX_NODES - 1, depth=depth)
+        found = tree_choice.fastest(acceptance_by_rank, nodes, depth, verify_costs, cost_ratio)
+        return None if found is None else cls(_parents(found), **kinds)
+
+    def expected(self, acceptance_by_rank: Shares) -> float:
+        """Returns how many tokens one call of the target is expected to commit, if a child stands
+        with the share of its rank; `acceptance_by_rank` is as in `best`."""
+        shares = tree_choice.checked(acceptance_by_rank)
+        lines = [line[1 : depth + 1] for line, depth in zip(self.lines, self.depths, strict=True)]
+        return sum(tree_choice.value(tuple(self.ranks[line]), shares) for line in lines)
 
     @property
     def size(self) -> int:
@@ -159,16 +243,6 @@ class Tree:
         """Returns the numbers of the nodes at `depth` that have children, ascending."""
         return np.intersect1d(self.level(depth), self.parents)
 
-    @property
-    def kind(self) -> str:
-        """How children are chosen, the default in place of "auto"."""
-        return "mixed" if self.children == "auto" else self.children
-
-    @property
-    def judge(self) -> str:
-        """How the tree is verified, the default in place of "auto"."""
-        return CHILDREN[self.kind][0] if self.verifier == "auto" else self.verifier
-
     def branches(self, batch: int) -> "Branches":
         """Returns the shape of the trees of `batch` rows."""
         parents = np.array((-1, *self.parents), np.int32)
@@ -177,30 +251,89 @@ class Tree:
         )
 
 
-def check_kinds(children: str, verifier: str, allowed: Sequence[str] = tuple(CHILDREN)) -> None:
-    """Checks a way to choose children, one of `allowed` or "auto", and a verifier of trees with
-    such children.
+class Chains(Tree):
+    """Several drafts of one length that are drawn independently of each other.
+
+    Two of them may begin with the same tokens. The nodes are numbered chain after chain, so that a
+    budget leaves out whole chains first.
 
     Raises:
-      ValueError: another name, or a pair under which the output law would not be the target's.
+      ValueError: more than 256 tokens in all, or children that are not drawn independently.
     """
-    if children not in (*allowed, "auto"):
-        raise ValueError(f"children: got {children!r}, expected 'auto', {', '.join(map(repr, allowed))}")
-    exact = [*CHILDREN["mixed" if children == "auto" else children], *LOSSY_TREES]
-    if verifier in ("auto", *exact):
-        return
-    known = {name for names in CHILDREN.values() for name in names}
-    why = f", under which the output law is the target's for children {children!r}" if verifier in known else ""
-    raise ValueError(f"verifier: got {verifier!r}, expected 'auto', {', '.join(map(repr, exact))}{why}")
+
+    allowed = ("iid",)
+    reason = ", since chains are drafts that are drawn independently of each other (for others give a Tree)"
+
+    def __init__(self, count: int, length: int, children: str = AUTO, verifier: str = AUTO):
+        """Describes `count` drafts of `length` tokens each; `verifier` is as for `Tree`."""
+        check_integers(1, MAX_NODES - 1, count=count)
+        check_integers(1, (MAX_NODES - 1) // count, length=length)
+        starts = range(1, count * length + 1, length)
+        parents = tuple(parent for start in starts for parent in (0, *range(start, start + length - 1)))
+        super().__init__(parents, children, verifier)
 
 
-def _parents(ranks: Sequence[tuple[int, ...]]) -> list[int]:
-    """Returns the parents of nodes that are given by the ranks on the way to them, in order of
-    priority."""
-    share = lambda node: -np.prod([_RANK_SHARES[min(rank, len(_RANK_SHARES) - 1)] for rank in node])
-    ordered = sorted(ranks, key=lambda node: (share(node), len(node), node))
-    numbers = {node: number for number, node in enumerate(ordered)}
-    return [numbers[node[:-1]] for node in ordered[1:]]
+@dataclasses.dataclass(frozen=True)
+class DynamicTree(Kinds):
+    """A tree whose shape the drafter's law decides, as in EAGLE-2 (Li et al. 2024, arXiv
+    2406.16858); static and hashable.
+
+    A node's score is the product of the drafter's probabilities of the tokens on the way to it. At
+    each level the `width` nodes of the greatest score get their `width` best children; of all the
+    nodes that were drafted, the N − 1 of the greatest score are kept. Parents score no less than
+    their children, and of equal scores the smaller number is kept, so that these are a tree.
+
+    Attributes:
+      depth: D, the number of levels.
+      width: children of a node that is expanded, and the most nodes expanded at one level.
+      nodes: N, the positions of the target's call: the last committed token and the nodes kept.
+      children: how children are chosen, "gumbel" (the default) or "top".
+      verifier: as for `Tree`.
+
+    Raises:
+      ValueError: fewer than D + 1 nodes, or more than are drafted or than 257; or children that are
+        drawn, or a verifier under which the output law would not be the target's.
+    """
+
+    depth: int
+    width: int
+    nodes: int
+    children: str = AUTO
+    verifier: str = AUTO
+    is_chain: ClassVar[bool] = False
+    allowed: ClassVar[tuple[str, ...]] = ("gumbel", "top")
+    reason: ClassVar[str] = (
+        ": where children are drawn otherwise, the output law is the target's only if the shape does not depend on them"
+    )
+
+    def __post_init__(self):
+        check_integers(1, MAX_NODES - 1, depth=self.depth)
+        check_integers(2, MAX_NODES - 1, width=self.width)
+        check_integers(self.depth + 1, min(self.drafted + 1, MAX_NODES), nodes=self.nodes)
+        self.check_kinds()
+
+    @property
+    def size(self) -> int:
+        """N, the positions of the target's call: the last committed token and the nodes kept."""
+        return self.nodes
+
+    @property
+    def drafted(self) -> int:
+        """The nodes that the drafter proposes, of which N − 1 are kept."""
+        return self.width + (self.depth - 1) * self.width**2
+
+
+def check_integers(least: int, most: int, **values: Any) -> None:
+    """Raises ValueError for the first of `values` that is no integer from `least` to `most`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+            raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}")
+
+
+def _parents(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """Returns the parents of all `nodes` but node 0, the first; they are numbered as they come."""
+    numbers = {node: number for number, node in enumerate(nodes)}
+    return tuple(numbers[node[:-1]] for node in nodes[1:])
 
 
 class Branches(NamedTuple):
@@ -223,7 +356,8 @@ class TreeDraft(NamedTuple):
     """The tree that a drafter proposes, and how it came to its tokens.
 
     Attributes:
-      tokens: the token of each node; node 0 has the last committed one.
+      tokens: the token of each node; node 0 has the last committed one. −1 where no id was left to
+        choose; for a first child that means that the law contained NaN.
       branches: the shape.
       live: False for nodes that are not there, whose descendants are not there either: those past
         a budget or a row's limit, after an EOS, or where no id was left to choose. The shape and
@@ -234,7 +368,6 @@ class TreeDraft(NamedTuple):
       calls: calls of the drafter's model in which the row took part.
       slots: the place in the drafter's own cache of each node, counted from node 0's; anything for
         nodes that were not fed. None if the drafter has no cache.
-      failed: True for nodes whose law contained NaN, so that they are not live.
       target_cache: the target's cache, if the drafter has written to it. It may write only to slots
         that the target's call overwrites.
     """
@@ -245,9 +378,13 @@ class TreeDraft(NamedTuple):
     law: Law | None
     origins: Int[Array, "B N"]
     calls: Int[Array, " B"]
-    failed: Bool[Array, "B N"]
     slots: Int[Array, "B N"] | None = None
     target_cache: Any = None
+
+    @property
+    def failed(self) -> Bool[Array, "B N"]:
+        """True for nodes whose law contained NaN."""
+        return (self.branches.ranks == 0) & (self.tokens < 0)
 
     @property
     def num_drafted(self) -> Int[Array, " B"]:

@@ -1,5 +1,7 @@
 """`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record and its figure."""
 
+import itertools
+
 import command_line
 import flax.struct
 import jax
@@ -21,6 +23,7 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import Tree
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
 pytestmark = pytest.mark.usefixtures("quick")
@@ -70,6 +73,56 @@ def test_agreement_is_that_of_the_laws_computed_one_by_one(name):
         # An output that the target cannot give counts as agreed upon where the drafter gives it.
         expected = np.where(there > 0, there / np.where(here > 0, here, np.where(there > 0, there, 1)), 0)
         np.testing.assert_allclose(np.exp(found.log_ratio[row, :length]), expected, rtol=1e-4, atol=1e-6)
+
+
+def covered_by_drawing(p, q, ranked, k: int) -> float:
+    """P(the token that is committed is a child), where S, the first k − 1 of `ranked`, are children and x is another,
+    drawn from q without S: y = x with probability min(1, p / q′), else y comes from what p has more than q′."""
+    fixed = ranked[: k - 1]
+    left = np.where(np.isin(np.arange(V), fixed), 0, q)
+    if not left.sum():
+        return p[fixed].sum()
+    left = left / left.sum()
+    rest = np.maximum(p - left, 0)
+    found = 0.0
+    for x in np.flatnonzero(left):
+        stands = min(1.0, p[x] / left[x])
+        else_child = rest[fixed].sum() + rest[x] if rest.sum() else 0.0
+        found += left[x] * (stands + (1 - stands) * else_child / (rest.sum() or 1))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(ADJUSTED))
+def test_coverage_is_that_of_the_laws_computed_one_by_one(name):
+    inputs, tokens, lengths = outputs(rows=4, longest=6)
+    found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])).coverage
+    filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
+    assert set(found) == ({"top"} if name == "argmax" else {"top", "mixed"})
+    for row, length in enumerate(lengths):
+        fed = [TARGET.start_token, *tokens[row, : max(0, length - 1)].tolist()]
+        p = slow_laws(TARGET, inputs[row], fed, **filters)
+        q = slow_laws(DRAFT, inputs[row], fed, **filters | ({"temperature": 1.0} if name == "argmax" else {}))
+        for t, k in itertools.product(range(length), (1, 2, 5, 8)):
+            ranked = [token for token in np.argsort(-q[t], kind="stable") if q[t, token] > 0]
+            assert found["top"][row, t, k - 1] == pytest.approx(p[t, ranked[:k]].sum(), abs=1e-5)
+            if "mixed" in found:
+                expected = covered_by_drawing(p[t], q[t], ranked, k)
+                assert found["mixed"][row, t, k - 1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_coverage_of_a_sample():
+    """Of one child it is α; every further child adds to it; and the record has what each one adds."""
+    drafter, batches = ModelDrafter(DRAFT), batches_of(8, 4)
+    for kind, how in (("top", options()), ("mixed", options(temperature=1.0))):
+        found = acceptance.score(TARGET, drafter, batches, ("block",), 2, how)
+        mean, error = np.transpose(found.coverage[kind])
+        assert list(found.coverage) == (["top"] if kind == "top" else ["top", "mixed"])
+        assert mean[0] == pytest.approx(found.alpha, abs=1e-6) and error[0] == pytest.approx(found.error, abs=1e-6)
+        assert np.all(np.diff(mean) >= -1e-6) and mean[0] < mean[1] and mean[-1] <= 1 + 1e-6
+        record = found.record()
+        np.testing.assert_allclose(np.cumsum(record["by_rank"][kind]), mean, atol=1e-6)
+        assert [value["covered"] for value in record["coverage"][kind]] == mean.tolist()
+        assert Tree.best(record["by_rank"][kind], 8, 4).expected(record["by_rank"][kind]) > 1 + mean[0]
 
 
 @pytest.mark.parametrize(("name", "verifier"), [("token", toy.TOKEN), ("block", toy.BLOCK)])

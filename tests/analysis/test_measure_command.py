@@ -39,6 +39,7 @@ def test_command(specdec, sentences, tmp_path, drafter):
     assert record["sentences"] == 2 and [row["gamma"] for row in record["table"]] == [1, 2]
     assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
     assert record["acceptance"]["how"] == ("scored" if drafter == "DRAFTER" else "counted")
+    assert set(record["acceptance"]["by_rank"]) == ({"top"} if drafter == "DRAFTER" else set())
     assert record["same_positions"] is None and "token verification accepted" not in out
     assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
 
@@ -69,6 +70,7 @@ def test_figure_shows_what_the_record_says(monkeypatch):
             drawn.append((how.get("label"), list(x), list(y)))
 
         def errorbar(self, x, y, errors, *_, **how):
+            assert len(x) == len(y) == len(errors)
             drawn.append((how["label"], list(x), list(y)))
 
         axhline = set = legend = lambda *_, **__: None
@@ -94,6 +96,7 @@ def test_figure_shows_what_the_record_says(monkeypatch):
     curves = {label: values for label, _, values in drawn}
     assert saved == ["figure.svg"] and curves["block"] == [0.8, 0.7, 0.3] and curves[None] == [1.0, 1.2, 1.6]
     assert curves["from α, v = 1"] == [row["theorem_3_8"] for row in record["table"]]
+    assert curves["k most probable ids"] == [0.8, 0.9]
 
 
 def test_figure_is_a_picture(tmp_path):

@@ -20,7 +20,10 @@ BENCHMARK = {
 MEASURE = {
     **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},
     "options": {"temperature": 1.0, "verifier": "token", "input_file": None, "batch_size": 1},
-    "acceptance": {"alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]}},
+    "acceptance": {
+        "alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]},
+        "coverage": {"mixed": [{"covered": 0.625, "standard_error": 0.125}, {"covered": 0.75, "standard_error": None}]},
+    },
     "verify_cost": {"1": 1.0, "2": 1.25},
     "table": [{
         "gamma": 1, "verify_cost": 1.25, "tokens": 1.625, "theorem_3_8": 1.5, "with_verify_cost": 1.24,

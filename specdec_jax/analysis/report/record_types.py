@@ -147,9 +147,15 @@ class Stands(TypedDict):
     standard_error: Positive | None
 
 
+class Covered(TypedDict):
+    covered: Share
+    standard_error: Positive | None
+
+
 class Accepted(TypedDict):
     alpha: Share | None
     by_position: dict[Verifier, list[Stands]]
+    coverage: NotRequired[dict[Literal["top", "mixed"], list[Covered]]]
 
 
 class Expected(TypedDict):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec_jax.analysis import machine
+from specdec_jax.analysis.coverage import KINDS
 from specdec_jax.analysis.machine import hardware
 from specdec_jax.analysis.tuning import Choice
 
@@ -25,6 +26,7 @@ def measure_summary(record: Mapping[str, Any]) -> str:
         f"alpha    {with_error(accepted['alpha'], accepted['standard_error'])} over {accepted['positions']} tokens "
         f"({_HOW[accepted['how']]})",
         *([f"         {same_positions(record['same_positions'])}"] if record["same_positions"] else []),
+        *coverage_lines(accepted["coverage"]),
         f"c        {record['cost_ratio']:.3f} between target calls"
         + (f", {alone:.3f} alone" if alone is not None else ", what drafting adds to an iteration"),
         f"target   {1e3 * steps['target step']['median']:.3f} ms a step",
@@ -38,6 +40,17 @@ def measure_summary(record: Mapping[str, Any]) -> str:
     }
     shown = "; ".join(f"{gamma or 'plain decoding'} ({name})" for name, gamma in named.items() if gamma is not None)
     return "\n".join([*lines, "", f"best gamma: {shown}"])
+
+
+def coverage_lines(coverage: Mapping[str, Any]) -> list[str]:
+    """Returns lines with the coverage of 1, 2 … children, by how they are chosen."""
+    if not coverage:
+        return []
+    cells = lambda values: " ".join(f"{value['covered']:.3f}" for value in values)
+    return [
+        "coverage by 1, 2 … children of a node, the share of tokens that are among them:",
+        *(f"         {cells(values)} ({KINDS[kind]})" for kind, values in coverage.items()),
+    ]
 
 
 def same_positions(found: Mapping[str, Any]) -> str:

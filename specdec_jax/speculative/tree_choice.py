@@ -1,0 +1,113 @@
+"""Chooses the shape of a tree from acceptance by rank and from what calls of the models cost.
+
+Acceptance by rank is the share of nodes at which the target's token is the drafter's first, second
+… choice. As in Sequoia (Chen et al. 2024, arXiv 2402.12374), a node's share depends on its rank
+and at most its depth. So a node stands with the probability that is the product of the shares on
+the way to it, its *value*, and the values of all nodes, 1 for node 0, add up to the tokens that one
+call of the target commits.
+
+No value exceeds that of the parent or of the sibling before. So the n nodes of the greatest values
+always are a tree, and no tree of n nodes has more. Taking nodes in this order thus gives what
+Sequoia's dynamic programme gives, for every n at once, and an order of priority too.
+"""
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# A node, given by the ranks on the way to it, from 0; () is node 0.
+Node = tuple[int, ...]
+# One share per rank; or such a list for each depth, the last of which serves all greater depths.
+Shares = Sequence[float] | Sequence[Sequence[float]]
+
+
+def checked(acceptance_by_rank: Shares) -> np.ndarray:
+    """Returns acceptance by rank as `[depths, ranks]`, one row where it is the same at all depths.
+
+    Raises:
+      ValueError: no such list, or shares that are not from 0 to 1 and at most 1 in all.
+    """
+    try:
+        shares = np.atleast_2d(np.asarray(acceptance_by_rank, float))
+    except (TypeError, ValueError):
+        shares = np.zeros(0)
+    if shares.ndim != 2 or not shares.size:
+        raise ValueError(
+            f"acceptance_by_rank: got {acceptance_by_rank!r}, expected a list of numbers, or one such list of "
+            "the same length for each depth"
+        )
+    if not (np.all(shares >= 0) and np.all(shares.sum(axis=1) <= 1 + 1e-6)):
+        raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected shares, at most 1 in all")
+    return shares
+
+
+def value(node: Node, shares: np.ndarray) -> float:
+    """Returns the probability that the tokens on the way to `node`, its own included, stand.
+
+    Args:
+      shares: `[depths, ranks]`; a rank past the last has share 0.
+    """
+    rows = shares[np.minimum(np.arange(len(node)), len(shares) - 1)]
+    return math.prod(float(row[rank]) if rank < len(row) else 0.0 for row, rank in zip(rows, node, strict=True))
+
+
+def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node, float]]:
+    """Returns up to `size` nodes of positive value at most `depth` deep, the most valuable first,
+    with their values; parents and earlier siblings come first.
+
+    Args:
+      shares: `[depths, ranks]`, descending from rank to rank.
+    """
+    waiting: list[tuple[float, Node]] = [(-1.0, ())]
+    found: list[tuple[Node, float]] = []
+    while waiting and len(found) < size:
+        negative, node = heapq.heappop(waiting)
+        found.append((node, -negative))
+        first_child, next_sibling = (*node, 0), (*node[:-1], node[-1] + 1) if node else None
+        for other in (first_child, next_sibling):
+            if other is not None and len(other) <= depth and value(other, shares) > 0:
+                heapq.heappush(waiting, (-value(other, shares), other))
+    return found
+
+
+def fastest(
+    acceptance_by_rank: Shares, nodes: int, depth: int, verify_costs: Mapping[Any, float] | None, cost_ratio: float
+) -> list[Node] | None:
+    """Returns the nodes of the tree that `Tree.best` describes, node 0 among them, in order of
+    priority; None where no tree is faster than plain decoding."""
+    # By chance a rare rank may have the greater share; then the two are taken to be the other way.
+    shares = -np.sort(-checked(acceptance_by_rank), axis=1)
+    calls, best, chosen = _call_costs(verify_costs, nodes), 1.0, None
+    if not 0 <= cost_ratio < math.inf:
+        raise ValueError(f"cost_ratio: got {cost_ratio}, expected a number of at least 0")
+    for levels in range(1, depth + 1):
+        found = most_valuable(shares, nodes, levels)
+        tokens = np.cumsum([value for _, value in found])
+        speeds = tokens / (calls[: len(found)] + cost_ratio * levels)
+        last = int(np.argmax(speeds))
+        if speeds[last] > best:
+            best, chosen = speeds[last], [node for node, _ in found[: last + 1]]
+        if max(len(node) for node, _ in found) < levels:
+            break
+    return chosen
+
+
+def _call_costs(verify_costs: Mapping[Any, float] | None, nodes: int) -> np.ndarray:
+    """Returns `[nodes]`: the cost of a target call over 1 … `nodes` positions."""
+    if verify_costs is None:
+        return np.ones(nodes)
+    costs = sorted(({1: 1.0} | {int(width): float(cost) for width, cost in verify_costs.items()}).items())
+    widths, values = np.array(costs).T
+    if widths[0] != 1 or values[0] != 1 or not np.all((values > 0) & (values < np.inf)):
+        raise ValueError(
+            f"verify_costs: got {dict(verify_costs)}, expected positive numbers by the number of positions, 1 for "
+            "one position"
+        )
+    if widths[-1] < nodes:
+        raise ValueError(
+            f"verify_costs: got costs of up to {int(widths[-1])} positions, expected up to nodes = {nodes}"
+        )
+    return np.interp(np.arange(1, nodes + 1), widths, values)
