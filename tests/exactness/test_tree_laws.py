@@ -279,16 +279,24 @@ def test_which_verifier_accepts_more(vocab, shape):
     assert np.all(np.max(gains, axis=0) > 0.02)
 
 
-@every_pair
+@pytest.mark.parametrize("kind, verifier", [pair for pair in PAIRS if pair[1] != "point"] + [("top", "point")])
 def test_acceptance_at_one_node(kind, verifier):
     """The closed forms, against enumeration."""
-    if verifier == "point" and kind != "top":
-        pytest.skip("no closed form")
     for vocab, count, zeros, seed in itertools.product((2, 3, 5), (1, 2, 3), (0.0, 0.5), range(3)):
         target, draft = toy.table_law(vocab, 100 + seed, zeros), toy.table_law(vocab, 200 + seed, zeros)
         found = ref.accepted(target, [draft], Plan((0,) * count, kind, ref.VERIFIERS[verifier]), 9)
         expected = ref.acceptance(kind, verifier, target(()), draft(()), count)
         assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_acceptance_by_shared_noise():
+    """With one child the closed form; with more children more; with all of them everything."""
+    target, draft = laws(4)
+    p, q = target(()), draft(())
+    noise = np.random.default_rng(0).gumbel(size=(20_000, 4))
+    shares = [ref.coupled_acceptance(p, q, count, noise) for count in (1, 2, 3, 4)]
+    assert shares[0] == pytest.approx(toy.coupled_share(p, q), abs=0.02)
+    assert np.all(np.diff(shares) > 0.005) and shares[3] == 1
 
 
 def test_typical_acceptance_favours_no_improbable_token():

@@ -377,3 +377,10 @@ def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
     left = lambda x: norm(without(x)) if sum(without(x)) else without(x)
     falls = [(x, b - a) for x, (a, b) in enumerate(zip(overlap, q)) if b - a > DUST]
     return sum(overlap) + sum(share * acceptance(kind, verifier, r, left(x), count - 1) for x, share in falls)
+
+
+def coupled_acceptance(p, q, count: int, noise: np.ndarray) -> float:
+    """Returns the share of `noise [samples, V]` at which the target's token is one of the drafter's `count` best."""
+    with np.errstate(divide="ignore"):
+        own, best = np.argmax(np.log(p) + noise, axis=1), np.argsort(-(np.log(q) + noise), axis=1)[:, :count]
+    return float(np.mean(np.any((best == own[:, None]) & (q[best] > 0), axis=1)))
