@@ -54,16 +54,13 @@ def rerank(
       parents: the number of each node's parent; anything for node 0.
     """
     _, kept = jax.lax.top_k(scores, tree.size)
-    ranks = np.array([0, *np.arange(tree.drafted) % tree.width], np.int32)
-    depths = np.repeat(np.arange(tree.depth + 1, dtype=np.int32), tree.levels)
-    above = jnp.take_along_axis(parents, kept, axis=1)
-    above = (
-        jnp.argmax(kept[:, None] == above[..., None], axis=-1).at[:, 0].set(-1)
-    )  # the places of parents among the kept
+    ranks = jnp.asarray([0, *np.arange(tree.drafted) % tree.width], jnp.int32)[kept]
+    depths = jnp.asarray(np.repeat(np.arange(tree.depth + 1), tree.levels), jnp.int32)[kept]
+    old = jnp.take_along_axis(parents, kept, axis=1)
+    new = jnp.argmax(kept[:, None] == old[..., None], axis=-1).at[:, 0].set(-1)
     place, lines = jnp.broadcast_to(jnp.arange(tree.size), kept.shape), []
     for depth in range(tree.depth, -1, -1):  # up from each node: itself first, then its parent, and so on
-        at_depth = jnp.asarray(depths)[jnp.take_along_axis(kept, place, axis=1)] == depth
+        at_depth = jnp.take_along_axis(depths, place, axis=1) == depth
         lines.append(jnp.where(at_depth, place, 0))
-        place = jnp.where(at_depth & (place > 0), jnp.take_along_axis(above, place, axis=1), place)
-    shape = Branches(above, jnp.asarray(ranks)[kept], jnp.asarray(depths)[kept], jnp.stack(lines[::-1], axis=-1))
-    return kept, shape
+        place = jnp.where(at_depth & (place > 0), jnp.take_along_axis(new, place, axis=1), place)
+    return kept, Branches(new, ranks, depths, jnp.stack(lines[::-1], axis=-1))
