@@ -29,7 +29,7 @@ LEVELS = 3
 # Arguments of `generate` that a beam search refuses, and the defaults at which they must be left.
 _OTHERS = {
     "verifier": "block", "lenience": None, "typical_epsilon": None, "typical_delta": None, "forced_alpha": None,
-    "num_samples": 1, "stop": (), "deadline": None,
+    "num_samples": 1, "stop": (), "deadline": None, "tree": None,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import Tree
 from specdec_jax.speculative.verifier import Verifier
 
 
@@ -29,6 +30,7 @@ def generate(
     stop: str | Sequence[str] = (), deadline: float | None = None,
     num_beams: int | None = None, length_penalty: float | None = None, beam_style: str = "t5x",
     early_stopping: bool | str = False, num_return_sequences: int = 1, beam_width: int | None = None,
+    tree: Tree | None = None,
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
@@ -62,6 +64,8 @@ def generate(
       stop: strings that stop a row; neither they nor a token that reaches into one are part of the result.
       deadline: seconds after the call at which the rows are returned as they are. The clock is read between
         iterations; compilation counts (see `warm_up`).
+      tree: a tree of drafted tokens in the place of a chain of γ, e.g. `Tree.uniform((3, 2, 1))` (`trees.py`); γ is then
+        the most nodes that are drafted, by default all, and the tree names its verifier.
       num_beams: K beams of a beam search; None: no beam search. Its other options follow: see `beams.BeamOptions`.
 
     Raises:
@@ -76,7 +80,7 @@ def generate(
         max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
         max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
         num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width,
-        early_stopping=early_stopping, num_return_sequences=num_return_sequences,
+        early_stopping=early_stopping, num_return_sequences=num_return_sequences, tree=tree,
     )  # fmt: skip
     return complete(target, job, None, begun)
 

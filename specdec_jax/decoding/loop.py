@@ -17,6 +17,7 @@ from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative import prefill
 from specdec_jax.speculative.iteration import iterate
 from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.tree_iteration import iterate_tree
 
 FOREVER = np.int32(2**31 - 1)
 # Number of iterations after which the host looks for stop strings.
@@ -44,7 +45,7 @@ def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> Deco
 
     def body(carry):
         iteration, state = carry
-        return iteration + 1, iterate(target, drafter, state)
+        return iteration + 1, (iterate if state.program.tree is None else iterate_tree)(target, drafter, state)
 
     return pinned(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
 

@@ -24,6 +24,7 @@ from specdec_jax.decoding.checks import (
 )
 from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, pad, prompt_tokens, slots
 from specdec_jax.decoding.keys import row_keys, take_keys
+from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import prefill as speculative_prefill
@@ -170,7 +171,7 @@ class Plan:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
             prefix = pad(prefix, width)
-            room = slots(width + int(max(self.limits)), self.program.gamma)
+            room = slots(width + int(max(self.limits)), self.program.drafted)
         else:
             inputs = pad(inputs, width)
         copied = lambda values: np.repeat(values, self.samples, axis=0)
@@ -209,6 +210,7 @@ def plan(
         "block", lenience=None,
     typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
     input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None, num_beams=None,
+    tree=None,
 ) -> Plan:  # fmt: skip
     """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes beam searches.
 
@@ -220,11 +222,12 @@ def plan(
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
     batch = len(lengths)
+    tree, gamma, verifier = tree_options(tree, drafter, gamma, verifier)
     measured = isinstance(gamma, str) and drafter is not None
     gamma = _number_or_policy(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
     policy = gamma if isinstance(gamma, Policy) else None
-    gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, MAX_GAMMA)
+    gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, MAX_GAMMA if tree is None else tree.size - 1)
     gammas = gammas if drafter is not None else np.zeros_like(gammas)
     if policy is not None:
         policy = policy.rows(batch) if drafter is not None else None
@@ -249,7 +252,7 @@ def plan(
     prefix, prefix_lengths, longest = _beginnings(target, tokens, lengths, decoder_prefix, limits, drafter)
     if decoder_only(target):
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
-    program = StaticConfig(width, sampling.mode, target.config.vocab_size, verifier)
+    program = StaticConfig(width if tree is None else tree.depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
     program = program._replace(widths=_widths(target, drafter, policy, program))
     keys, rules = row_keys(key, batch, samples), target.network.rules
     if rules is not None:  # once for the request, and not with every call
@@ -257,7 +260,7 @@ def plan(
     found = Plan(
         network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program,
         samples=samples,
-        slots=slots(longest, width), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
+        slots=slots(longest, program.drafted), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy,
         shared=dict(bias=rows.bias, forced=rows.forced),
@@ -334,7 +337,7 @@ def _widths(
     # than the argmax is done for all positions, which takes long beside a step in 8 bits.
     if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
         return policy.widths
-    if target.network.skips or not program.gamma or not (varies or policy is not None):
+    if target.network.skips or not program.gamma or program.tree or not (varies or policy is not None):
         return ()
     return call_widths(program.gamma, none=varies)
 

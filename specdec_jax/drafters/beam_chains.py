@@ -41,7 +41,7 @@ class ChainDrafter(Drafter):
         as_rows = DecodeState(
             tokens=flat(state.live.tokens), lengths=rows(state.positions + 1), done=rows(state.done),
             starts=rows(state.prefix_lengths), log_probs=flat(state.live.log_probs), adjusted_log_probs=None, keys=None,
-            sampling=state.sampling_of(beams), settings=None, limits=rows(state.prefix_lengths + state.limits),
+            sampling=state.sampling.repeated(beams), settings=None, limits=rows(state.prefix_lengths + state.limits),
             eos_ids=rows(state.eos_ids), gamma=zeros + program.gamma, policy=None, policy_state=None, target_cache=None,
             draft_state=None, counts=Counts.zero(batch * beams, program.gamma), last_draft=none, last_drafted=zeros,
             last_accepted=zeros, last_seen=None, draft_failed=zeros,

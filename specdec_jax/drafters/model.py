@@ -12,6 +12,7 @@ import numpy as np
 from specdec_jax.drafters.beam_levels import draft_levels
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
+from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
@@ -48,6 +49,7 @@ class ModelDrafter(Drafter):
 
     tells_law = True
     drafts_beams = True
+    drafts_trees = True
     # Whether the model attends to the target's encoder output instead of having an encoder.
     reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
     scorable: ClassVar[Any] = property(lambda self: not self.reduced)
@@ -156,6 +158,19 @@ class ModelDrafter(Drafter):
 
     def move_beams(self, draft_state, sources, starts):
         return draft_state.move_nodes(sources, starts)
+
+    def init_tree(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> Any:
+        shared = {} if encoded is None else {"encoded": encoded}
+        cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **shared)
+        return self.network.node_cache(cache, slots, slots)
+
+    def draft_tree(self, draft_state, state, num_wanted, room):
+        widened = lambda logits: self.widened(logits, state.program.vocab_size)
+        return draft_with_model(self.network, widened, draft_state, state, num_wanted, room)
+
+    def keep_path(self, draft_state, state, draft, path):
+        fed = jnp.take_along_axis(draft.slots, path[:, 1:], axis=1)
+        return draft_state.move_nodes(state.lengths[:, None] - 1 + fed, state.lengths)
 
     def rewind(self, draft_state: ModelDraftState, lengths: jax.Array) -> ModelDraftState:
         return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import flax.linen as nn
 
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Mask, Peak, PerRow, States, Tokens
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models.nodes import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class FamilyModule(nn.Module):
 
     def decode_states(
         self, tokens: Tokens, positions: PerRow | None, cache: Any, layers: int | None = None, live: Live = None,
-        nodes: Nodes | None = None,
+        nodes: AnyNodes | None = None,
     ) -> tuple[States, Any]:  # fmt: skip
         """Feeds `tokens` and returns the decoder's hidden states after the final norm, and the new
         cache.

@@ -15,7 +15,7 @@ from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, LayerNorm, product
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models.nodes import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class GPTLayer(nn.Module):
 
     def __call__(
         self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, deterministic: bool = True,
-        live: Live = None, nodes: Nodes | None = None,
+        live: Live = None, nodes: AnyNodes | None = None,
     ) -> tuple[States, KVCache]:  # fmt: skip
         """Runs the layer over T queries per row; with `cache` None, over whole sequences."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
@@ -189,7 +189,7 @@ class GPTDecoder(nn.Module):
 
     def step(
         self, x: States, positions: PerRow | None, cache: GPTCache, layers: int | None = None, live: Live = None,
-        nodes: Nodes | None = None,
+        nodes: AnyNodes | None = None,
     ) -> tuple[States, GPTCache]:  # fmt: skip
         """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
 

@@ -17,7 +17,7 @@ from specdec_jax.models import panels
 from specdec_jax.models.axes import Bias, Encoded, Live, Mask, PerRow, Seen, States
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.panels import Before, Panels
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
@@ -302,7 +302,7 @@ class Attention(nn.Module):
     def to_cache(
         self, x: States, norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias = None,
         divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
-        nodes: Nodes | None = None,
+        nodes: AnyNodes | None = None,
     ) -> tuple[States, KVCache]:  # fmt: skip
         """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and
         values.

@@ -846,7 +846,8 @@ static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
   for_heads(pool, B, H, T * (longest + 1) * K * 2, [=](int64_t b, int64_t h) {
     const int64_t begin = within(begins[b], S - T);
     float *own_keys = key + (b * H + h) * S * K, *own_values = value + (b * H + h) * S * K;
-    for (int64_t t = 0; t < T && counts(b, t); t++) {
+    for (int64_t t = 0; t < T; t++) {
+      if (!counts(b, t)) continue;
       const float* from = x + (b * T + t) * 3 * width + h * K;
       std::memcpy(own_keys + (begin + t) * K, from + width, sizeof(float) * K);
       std::memcpy(own_values + (begin + t) * K, from + 2 * width, sizeof(float) * K);

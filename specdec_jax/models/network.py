@@ -13,7 +13,7 @@ from specdec_jax.models import layouts
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.sharding import ShardingRules, pinned, read
 
 
@@ -127,15 +127,15 @@ class Network:
             self.module.apply({"params": self.params}, cache, slots, positions, method="node_cache"), self.rules
         )
 
-    def decode_nodes(self, tokens: Tokens, nodes: Nodes, cache: Any, live: Live = None) -> tuple[States, Any]:
-        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, and `live` as for
-        `decode`.
+    def decode_nodes(self, tokens: Tokens, nodes: AnyNodes, cache: Any, live: Live = None, layers: int | None = None) -> tuple[States, Any]:
+        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, `live` as for `decode`,
+        and `layers` as for `decode_states`.
 
         Returns:
           States, which `head` takes, and the new cache.
         """
         tokens, apply = self._by_rows(tokens), self.module.apply
-        states, cache = apply({"params": self.params}, tokens, None, cache, None, live, nodes, method="decode_states")
+        states, cache = apply({"params": self.params}, tokens, None, cache, layers, live, nodes, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
     def head(self, states: States, live: Live = None) -> Logits:

@@ -1,5 +1,5 @@
-"""`Nodes`: positions and slots of the tokens of a call that are nodes of a tree, not the next
-tokens of a sequence.
+"""Positions and slots of the tokens of a call that are nodes of a tree, not the next tokens of a
+sequence: `Nodes` for any tree, `WindowNodes` for one that continues a single sequence.
 
 All nodes of a tree share one row of the key/value cache. A node is written to a slot of its own,
 which does not tell its position; that is given separately, and so are the slots of its ancestors.
@@ -45,3 +45,52 @@ def node_paths(paths: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.
     """
     own = jnp.arange(paths.shape[-1], dtype=jnp.int32) == positions[..., None]
     return jnp.where(own, slots[..., None], paths)
+
+
+@flax.struct.dataclass
+class WindowNodes:
+    """T nodes of trees that begin where a sequence ends: has what `Nodes` has, made from less.
+
+    The tokens before the tree lie in the slots of their own positions. The tree lies in a window of
+    slots that begins with node 0, whose slot is its position too.
+
+    Attributes:
+      starts: `[B]` int32, the slot of the first of the T nodes, as for `Nodes`.
+      origins: `[B]` int32, slot and position of node 0.
+      depths: `[B, T]` int32, how many tokens each node stands after node 0.
+      lines: `[B, T, D + 1]` int32, by depth: the places in the window of a node's ancestors, then
+        its own, then anything.
+      span: P, an upper bound of the positions.
+    """
+
+    starts: jax.Array
+    origins: jax.Array
+    depths: jax.Array
+    lines: jax.Array
+    span: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def positions(self) -> jax.Array:
+        """`[B, T]`, as for `Nodes`."""
+        return self.origins[:, None] + self.depths
+
+    @property
+    def paths(self) -> jax.Array:
+        """`[B, T, P]`, as for `Nodes`."""
+        here = jnp.arange(self.span, dtype=jnp.int32)
+        after = here - self.origins[:, None]
+        deepest = self.lines.shape[2] - 1
+        depth = jnp.broadcast_to(jnp.clip(after, 0, deepest)[:, None], (*self.depths.shape, self.span))
+        inside = self.origins[:, None, None] + jnp.take_along_axis(self.lines, depth, axis=2)
+        return jnp.where((after >= 0)[:, None], inside, here)
+
+    def distances(self, slots: int) -> jax.Array:
+        """Does what `Nodes.distances` does, without an array over both positions and slots."""
+        place = jnp.arange(slots, dtype=jnp.int32) - self.origins[:, None]
+        ahead = self.depths[..., None] - jnp.arange(self.lines.shape[2], dtype=jnp.int32)
+        here = self.lines[:, :, :, None] == place[:, None, None]
+        inside = jnp.max(jnp.where(here & (ahead >= 0)[..., None], ahead[..., None], -1), axis=2)
+        return jnp.where((place < 0)[:, None], self.depths[..., None] - place[:, None], inside)
+
+
+AnyNodes = Nodes | WindowNodes

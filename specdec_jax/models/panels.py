@@ -20,7 +20,7 @@ from specdec_jax.files.reading import shown
 from specdec_jax.models import native
 from specdec_jax.models.axes import Live
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models.nodes import AnyNodes
 
 QUANTIZE = ("int8", "none")  # see `checkpoints.load`
 _COLUMNS = 16  # columns of a panel
@@ -225,7 +225,7 @@ def attend_to_cache(
 
 def attend_to_nodes(
     qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
-    bias: Float32[Array, "H P"] | None, nodes: Nodes, divisor: float, live: Live = None, clear: bool = True,
+    bias: Float32[Array, "H P"] | None, nodes: AnyNodes, divisor: float, live: Live = None, clear: bool = True,
 ) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
     """Does what `attend_to_cache` does, for nodes of trees, each of which attends to its ancestors
     and itself.

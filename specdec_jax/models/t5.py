@@ -15,7 +15,7 @@ from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, RMSNorm, product
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, node_biases, seen_from
 from specdec_jax.models.t5_shapes import t5_shapes
 
@@ -246,7 +246,7 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias, cross: KVCache,
-        cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: Nodes | None = None,
+        cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
     ) -> tuple[States, KVCache]:  # fmt: skip
         """Runs the layer over T queries per row; with `cache` None, over whole sequences (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
@@ -302,7 +302,7 @@ class Decoder(nn.Module):
 
     def step(
         self, x: States, positions: PerRow | None, cache: DecoderCache, layers: int | None = None, live: Live = None,
-        nodes: Nodes | None = None,
+        nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:  # fmt: skip
         """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
 

@@ -147,12 +147,6 @@ class BeamState:
         """`[B]`, the position of the live beams' last tokens."""
         return self.prefix_lengths + self.steps - 1
 
-    def sampling_of(self, copies: int) -> SamplingRows:
-        """Returns `sampling` with each row's values repeated for `copies` rows side by side."""
-        tables = dict(bias=self.sampling.bias, forced=self.sampling.forced)
-        per_row = self.sampling.replace(bias=None, forced=None)
-        return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), per_row).replace(**tables)
-
 
 class Candidates(NamedTuple):
     """The M best continuations of each of N sequences by one token; all arrays are `[B, N, M]`.

@@ -12,6 +12,7 @@ from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.trees import TreeDraft
 
 if TYPE_CHECKING:
     from specdec_jax.speculative.beam_iteration import BeamTree
@@ -38,6 +39,8 @@ class Drafter:
         be computed by scoring texts with both models.
       drafts_beams: whether it can draft for a beam search, by the methods with "beams" in their
         names.
+      drafts_trees: whether it can draft trees, by the methods `init_tree`, `draft_tree` and
+        `keep_path`.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -47,6 +50,7 @@ class Drafter:
     needs_target_state: ClassVar[bool] = False
     scorable: ClassVar[bool] = False
     drafts_beams: ClassVar[bool] = False
+    drafts_trees: ClassVar[bool] = False
 
     # Traced.
 
@@ -103,6 +107,30 @@ class Drafter:
         """Returns the state after the nodes in slots `sources [B, M]` were copied to the slots from
         `starts [B]` on."""
         raise NotImplementedError
+
+    def init_tree(self, inputs, input_lengths, tokens, slots: int, **shared) -> Any:
+        """Returns the state before the first iteration of decoding with trees; arguments as for
+        `init`."""
+        return self.init(inputs, input_lengths, tokens, slots, **shared)
+
+    def draft_tree(
+        self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"]
+    ) -> tuple[Any, TreeDraft]:
+        """Drafts the tree `state.program.tree` after each row's committed tokens.
+
+        Args:
+          num_wanted: how many of the drafted nodes are wanted: those with the smallest numbers.
+          room: the greatest depth of a node.
+        """
+        raise NotImplementedError
+
+    def keep_path(self, draft_state: Any, state: DecodeState, draft: TreeDraft, path: Int[Array, "B D"]) -> Any:
+        """Returns the state after the nodes with the numbers `path`, by depth, were committed.
+
+        Args:
+          state: the decode loop's, before the commit.
+        """
+        return draft_state
 
     # On the host.
 

@@ -147,11 +147,11 @@ def _judged(
         if program.commits_argmax and not watched:
             tokens, log_probs = most_probable(target, states, live[:, :width])
             verified = verifiers.verify_greedy(tokens, part.tokens, part.num_drafted)
-            logits, after = None, _commit(narrow, part, verified, lambda new: log_probs, None)
+            logits, after = None, commit(narrow, part, verified, lambda new: log_probs, None)
         else:
             logits = target.head(states, live[:, :width])
             verified, adjusted = verify(narrow, part, logits)
-            after = _commit(narrow, part, verified, Law.of(logits).log_prob, adjusted)
+            after = commit(narrow, part, verified, Law.of(logits).log_prob, adjusted)
         return after.replace(program=program, last_draft=draft.tokens), (states, logits) if watched else ()
 
     widths, needed = state.program.widths, jnp.max(draft.num_drafted) + 1
@@ -231,9 +231,9 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
     return verified, law
 
 
-def _commit(
+def commit(
     state: DecodeState, draft: Draft, verified: Verification,
-    log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Law | None,
+    log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Law | None, drafted: PerRow | None = None,
 ) -> DecodeState:  # fmt: skip
     """Writes the accepted tokens and the next one, marks rows that are complete, and updates the
     statistics.
@@ -245,7 +245,10 @@ def _commit(
       log_prob: returns the log-probabilities of T = G + 1 tokens under the target's own laws.
       adjusted: the target's laws after processors, temperature and filters; None where every token
         is the argmax.
+      drafted: how many tokens were drafted in all, of which those of `draft` may be a part; None:
+        no more than its `num_drafted`.
     """
+    drafted = draft.num_drafted if drafted is None else drafted
     width = state.program.gamma + 1
     active, num_accepted = ~state.done, verified.num_accepted
     offsets = jnp.arange(width)
@@ -272,7 +275,7 @@ def _commit(
     counts = Counts(
         target_calls=counts.target_calls + integer(active),
         draft_calls=counts.draft_calls + jnp.where(active, draft.calls, 0),
-        drafted=counts.drafted + jnp.where(active, draft.num_drafted, 0),
+        drafted=counts.drafted + jnp.where(active, drafted, 0),
         accepted=counts.accepted + jnp.sum(integer(stood), axis=1),
         examined_by_position=by_position(counts.examined_by_position, examined),
         accepted_by_position=by_position(counts.accepted_by_position, stood),
@@ -284,7 +287,7 @@ def _commit(
         tokens=_write(state.tokens, new, state.lengths, num_new),
         log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
         adjusted_log_probs=adjusted_log_probs, lengths=lengths, done=done, counts=counts,
-        last_drafted=jnp.where(active, draft.num_drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
+        last_drafted=jnp.where(active, drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
         last_seen=draft.seen, policy_state=policy_state,
     )  # fmt: skip
 

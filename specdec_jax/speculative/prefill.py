@@ -38,7 +38,11 @@ def prefill(
     if drafter is not None and drafter.reads_encoder:
         shared = {"encoded": target.encode(inputs, input_lengths)}
     cache = fill_cache(target, inputs, input_lengths, tokens, slots, **shared)
-    draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
+    if program.tree is None:
+        draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
+    else:
+        cache = target.node_cache(cache, slots, slots)
+        draft_state = drafter and drafter.init_tree(inputs, input_lengths, tokens, slots, **shared)
     zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
     state = DecodeState(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),

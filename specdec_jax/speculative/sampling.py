@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import flax.struct
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
@@ -207,3 +209,8 @@ class SamplingRows:
     min_new_tokens: Int[Array, " B"]
     bias: Float[Array, " V"] | None = None
     forced: Int[Array, " F"] | None = None
+
+    def repeated(self, copies: int) -> "SamplingRows":
+        """Returns the same with each row's values repeated for `copies` rows side by side."""
+        per_row = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), self.replace(bias=None, forced=None))
+        return per_row.replace(bias=self.bias, forced=self.forced)

@@ -10,6 +10,8 @@ from specdec_jax.speculative.gamma import DraftSignals, Policy
 from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
+from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
+from specdec_jax.speculative.trees import Tree
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS
 
@@ -24,6 +26,7 @@ class StaticConfig(NamedTuple):
       verifier: decides which drafted tokens stand.
       widths: the numbers of positions for which a target call is compiled, ascending, the last one
         G + 1; () means G + 1 alone.
+      tree: the tree that is drafted, of which G is the depth; None: a chain.
     """
 
     gamma: int
@@ -31,6 +34,12 @@ class StaticConfig(NamedTuple):
     vocab_size: int
     verifier: Verifier = VERIFIERS["block"]
     widths: tuple[int, ...] = ()
+    tree: Tree | None = None
+
+    @property
+    def drafted(self) -> int:
+        """The most tokens drafted in one iteration: N − 1 in a tree of N nodes."""
+        return self.gamma if self.tree is None else self.tree.size - 1
 
     @property
     def strict_argmax(self) -> bool:
@@ -47,7 +56,8 @@ class StaticConfig(NamedTuple):
     @property
     def asks_draft_law(self) -> bool:
         """Whether the verifier looks at the law that the draft was drawn from."""
-        return not self.mode.greedy and self.verifier.reads_draft_law
+        verifier = self.verifier if self.tree is None else TREE_VERIFIERS[self.tree.judge]
+        return not self.mode.greedy and verifier.reads_draft_law
 
 
 @flax.struct.dataclass

@@ -226,6 +226,15 @@ class Tree(Kinds):
             lines[node, self.depths[node]] = node
         return lines
 
+    @functools.cached_property
+    def fed(self) -> np.ndarray:
+        """`[N]` int32, the place of each node that has children among all such nodes, by depth and
+        then by number: the order in which a drafter's model is fed them. −1 for the others."""
+        fed = np.full(self.size, -1, np.int32)
+        inner = np.concatenate([self.inner(depth) for depth in range(self.depth)])
+        fed[inner] = np.arange(len(inner))
+        return fed
+
     def level(self, depth: int) -> np.ndarray:
         """Returns the numbers of the nodes at `depth`, ascending."""
         return np.flatnonzero(self.depths == depth)
@@ -352,17 +361,20 @@ class TreeDraft(NamedTuple):
     """The tree that a drafter proposes, and how it came to its tokens.
 
     Attributes:
-      tokens: the token of each node; node 0 has the last committed one.
+      tokens: the token of each node; node 0 has the last committed one. −1 where no id was left to
+        choose; for a first child that means that the law contained NaN.
       branches: the shape.
       live: False for nodes that are not there, whose descendants are not there either: those past
         a budget or a row's limit, after an EOS, or where no id was left to choose. The shape and
-        `live` must not depend on draws of later nodes.
+        `live` must not depend on draws of later nodes. Node 0 is live unless the row is done.
       law: the laws that the tokens were chosen from, J of them; None where the verifier reads none.
       origins: number of the law that each node's token was chosen from; siblings by one drafter
         have the same. Anything for node 0.
       calls: calls of the drafter's model in which the row took part.
-      slots: the place in the drafter's own cache of each node, counted from the first slot of this
-        iteration; anything for nodes that were not fed.
+      slots: the place in the drafter's own cache of each node, counted from node 0's; anything for
+        nodes that were not fed. None if the drafter has no cache.
+      target_cache: the target's cache, if the drafter has written to it. It may write only to slots
+        that the target's call overwrites.
     """
 
     tokens: Int[Array, "B N"]
@@ -372,3 +384,14 @@ class TreeDraft(NamedTuple):
     origins: Int[Array, "B N"]
     calls: Int[Array, " B"]
     slots: Int[Array, "B N"] | None = None
+    target_cache: Any = None
+
+    @property
+    def failed(self) -> Bool[Array, "B N"]:
+        """True for nodes whose law contained NaN."""
+        return (self.branches.ranks == 0) & (self.tokens < 0)
+
+    @property
+    def num_drafted(self) -> Int[Array, " B"]:
+        """How many drafted tokens each row's tree has."""
+        return jnp.sum(self.live[:, 1:].astype(jnp.int32), axis=1)

@@ -133,7 +133,7 @@ def verify_by_rejection(
     inverse = jnp.exp(jnp.min(jnp.where(here.logits > -jnp.inf, ratio, jnp.inf), axis=-1))  # 1 / M
     accepted = draws.accept * draft.prob(draft_tokens) < here.prob(draft_tokens) * inverse
     num_accepted = count_leading(accepted, num_drafted)
-    return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
+    return Verification(num_accepted, draw(target.row(num_accepted), at(draws.final, num_accepted)))
 
 
 def verify_coupled(
@@ -167,7 +167,7 @@ def verify_typical(
         settings["typical_epsilon"][:, None], settings["typical_delta"][:, None] * jnp.exp(-here.entropy())
     )
     num_accepted = count_leading(here.prob(draft_tokens) > threshold, num_drafted)
-    return Verification(num_accepted, draw(target.row(num_accepted), _at(draws.final, num_accepted)))
+    return Verification(num_accepted, draw(target.row(num_accepted), at(draws.final, num_accepted)))
 
 
 def verify_forced(
@@ -245,7 +245,7 @@ def leading_law(target: Law) -> Law:
     return Law(target.logits[:, :-1], target.log_normalizer[:, :-1])
 
 
-def _at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B ..."]:
+def at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B ..."]:
     """Returns the entry at place `index[b]` of each row b of `values`."""
     return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
@@ -258,7 +258,7 @@ def count_leading(accepted: Bool[Array, "B G"], num_drafted: PerRow) -> PerRow:
 
 def _leading(accepted: Bool[Array, "B G"], num_drafted: PerRow, target_tokens: Int[Array, "B G+1"]) -> Verification:
     num_accepted = count_leading(accepted, num_drafted)
-    return Verification(num_accepted, _at(target_tokens, num_accepted))
+    return Verification(num_accepted, at(target_tokens, num_accepted))
 
 
 def _excess(
@@ -293,4 +293,4 @@ def correct(
         # p ≡ q up to rounding leaves no residual mass: then p itself is right.
         some = rejected & (jnp.sum(residual, axis=-1, keepdims=True) > 0)
         weights = jnp.where(some, residual, weights)
-    return Verification(num_accepted, draw(weights, _at(final, num_accepted)))
+    return Verification(num_accepted, draw(weights, at(final, num_accepted)))

@@ -1,0 +1,190 @@
+"""One iteration of speculative decoding with a tree: draft → score all nodes in one call → walk →
+commit.
+
+The target is fed the N nodes of the tree: the last committed token and the drafted ones. Node n is
+written to slot `lengths[b] − 1 + n` of the cache, has the position of its depth, and sees the
+committed tokens and its own ancestors alone. A verifier of trees then finds the path of nodes that
+stand. What is committed is that path and one more token, as if the path had been the draft; its
+keys and values are copied to the slots that follow the committed ones. For a tree with one branch
+the tokens, keys of draws and caches are those of `iteration.iterate`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from specdec_jax.models.axes import PerRow, Tokens
+from specdec_jax.models.network import Network
+from specdec_jax.models.nodes import WindowNodes
+from specdec_jax.models.sharding import pinned
+from specdec_jax.speculative import draws, laws
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.iteration import commit, most_probable
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
+from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, TreeVerification, walk_greedy
+from specdec_jax.speculative.trees import TreeDraft
+from specdec_jax.speculative.verifier import Verification
+
+
+def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> DecodeState:
+    """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
+    program, origins = state.program, state.lengths - 1
+    wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
+    # At most limit − length − 1 tokens may stand: the target adds one more, and no row passes its
+    # limit.
+    room = jnp.where(state.done, 0, state.limits - state.lengths - 1)
+    draft_state, draft = drafter.draft_tree(state.draft_state, state, jnp.where(room > 0, wanted, 0), room)
+    state = _noted(state, draft)
+
+    tokens = jnp.maximum(draft.tokens, 0)
+    nodes = WindowNodes(origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1])
+    cache = state.target_cache if draft.target_cache is None else draft.target_cache
+    states, cache = target.decode_nodes(tokens, nodes, cache, draft.live)
+    observed = drafter.observes
+    if program.commits_argmax and not observed:
+        peaks, log_probs = most_probable(target, states, draft.live)
+        verified, adjusted, logits = walk_greedy(peaks, draft), None, None
+        log_prob: Callable = lambda new: along(log_probs, verified.path)
+    else:
+        logits = target.head(states, draft.live)
+        verified, law = verify_tree(state, draft, logits)
+        logits = along(logits, verified.path)
+        log_prob = Law.of(logits).log_prob
+        adjusted = None if law is None else Law(along(law.logits, verified.path), along(law.log_normalizer, verified.path))
+    path = verified.path
+    chain = Draft(along(tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls)
+    after = commit(
+        state.replace(target_cache=None, draft_state=None), chain,
+        Verification(verified.num_accepted, verified.next_token), log_prob, adjusted, draft.num_drafted,
+    )  # fmt: skip
+    cache = _compact(cache, origins, verified)
+    draft_state = drafter.keep_path(draft_state, state, draft, path)
+    if observed:
+        fed = jnp.concatenate([draft.tokens[:, :1], chain.tokens], axis=1)
+        seen = Scored(fed, along(states, path), logits, after.lengths - state.lengths)
+        draft_state = drafter.observe(draft_state, after, seen)
+    after = after.replace(target_cache=cache, draft_state=draft_state, last_draft=chain.tokens)
+    return pinned(after, target.rules)
+
+
+def along(values: Shaped[Array, "B N ..."], path: Int[Array, "B D"]) -> Shaped[Array, "B D ..."]:
+    """Returns the entries of `values` for the nodes of each row's path."""
+    return jnp.take_along_axis(values, path.reshape(*path.shape, *[1] * (values.ndim - 2)), axis=1)
+
+
+def _noted(state: DecodeState, draft: TreeDraft) -> DecodeState:
+    """Notes the slot of the first token for which the drafter's law contained NaN."""
+    slots = state.lengths[:, None] + draft.branches.depths - 1
+    first = jnp.min(jnp.where(draft.failed, slots, state.tokens.shape[1]), axis=1)
+    failed = jnp.any(draft.failed, axis=1) & (state.draft_failed == 0)
+    return state.replace(draft_failed=jnp.where(failed, first, state.draft_failed))
+
+
+def _examined(draft: TreeDraft, verified: TreeVerification) -> PerRow:
+    """Returns at how many depths children were judged: at each node of the path that has any."""
+    end = jnp.take_along_axis(verified.path, verified.num_accepted[:, None], axis=1)
+    more = jnp.any((draft.branches.parents == end) & draft.live, axis=1)
+    return verified.num_accepted + more.astype(jnp.int32)
+
+
+def _compact(cache: Any, origins: PerRow, verified: TreeVerification) -> Any:
+    """Copies the path's keys and values to the slots that follow node 0's.
+
+    Mostly the nodes that stand are the first ones and lie there already. A loop that runs once or
+    never decides it, because `lax.cond` would copy the caches.
+    """
+    depths = jnp.arange(verified.path.shape[1], dtype=jnp.int32)
+    there = (verified.path == depths) | (depths > verified.num_accepted[:, None])
+    sources = origins[:, None] + verified.path[:, 1:]
+
+    def move(carry):
+        return jnp.zeros((), bool), carry[1].move_nodes(sources, origins + 1)
+
+    return jax.lax.while_loop(lambda carry: carry[0], move, (~jnp.all(there), cache))[1]
+
+
+def verify_tree(
+    state: DecodeState, draft: TreeDraft, logits: Float[Array, "B N V"]
+) -> tuple[TreeVerification, Law | None]:
+    """Finds the path of nodes that stand, and the token that follows it.
+
+    Args:
+      logits: the target's, at the N nodes.
+
+    Returns:
+      The outcome, and the target's law after processors, temperature and filters at the nodes; None
+      for the law where every token is its argmax.
+    """
+    program, keys, lengths, branches = state.program, state.keys, state.lengths, draft.branches
+    prefixes = sequences(state, jnp.maximum(draft.tokens, 0), branches.lines, branches.depths)
+    greedy: TreeVerification | None = None
+    if program.mode.greedy:
+        processed = at_nodes(laws.process, state, logits, branches.depths, prefixes)
+        return walk_greedy(laws.argmax(processed), draft), None
+    law = at_nodes(laws.standardize, state, logits, branches.depths, prefixes)
+    greedy = walk_greedy(laws.argmax(law.logits), draft)
+    numbers = jnp.broadcast_to(jnp.arange(program.tree.size), draft.tokens.shape)
+    accept = draws.uniforms(keys, lengths, numbers - 1, draws.ACCEPT)
+    inner = jnp.any((branches.parents[:, None] == numbers[..., None]) & draft.live[:, None], axis=2)
+    residual = draws.words(keys, lengths, numbers, draws.RESIDUAL)
+    bonus = draws.words(keys, lengths, numbers, draws.BONUS)
+    final = jnp.where(inner[..., None], residual, bonus)
+    rule = TREE_VERIFIERS[program.tree.judge]
+    noise = None
+    if rule.coupled:
+        depths = jnp.arange(program.gamma + 1)
+        noise = draws.gumbel_noise(keys, lengths[:, None] + depths, program.vocab_size)
+    found = rule.judge(law, draft, program.tree.kind, TreeRandomness(accept, final, noise), state.settings)
+    argmax = state.sampling.temperature == 0
+    choose = lambda a, b: jnp.where(argmax.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+    return jax.tree.map(choose, greedy, found), law
+
+
+def sequences(
+    state: DecodeState, tokens: Tokens, lines: Int[Array, "B J D"], depths: Int[Array, "B J"]
+) -> Int[Array, "B J S"] | None:
+    """Returns the tokens up to each of J nodes by position; None if no processor reads them.
+
+    Args:
+      tokens: the token of every node.
+      lines: the nodes' ancestors by depth, as in `Branches`.
+      depths: the nodes' depths.
+    """
+    if not state.program.mode.reads_prefix:
+        return None
+    batch, count, deepest = lines.shape
+    own = jnp.take_along_axis(tokens, lines.reshape(batch, -1), axis=1).reshape(lines.shape)
+    after = jnp.arange(state.tokens.shape[1]) - (state.lengths[:, None] - 1)
+    place = jnp.broadcast_to(jnp.clip(after, 0, deepest - 1)[:, None], (batch, count, after.shape[1]))
+    drafted = (after > 0)[:, None] & (after[:, None] <= depths[..., None])
+    return jnp.where(drafted, jnp.take_along_axis(own, place, axis=2), state.tokens[:, None])
+
+
+def at_nodes(
+    function: Callable, state: DecodeState, logits: Float[Array, "B J V"], depths: Int[Array, "B J"],
+    prefixes: Int[Array, "B J S"] | None,
+) -> Any:  # fmt: skip
+    """Applies `laws.process` or `laws.standardize` to logits of nodes, each with a prefix of its own.
+
+    Args:
+      function: takes logits `[N, T, V]`, a context, traced parameters and the mode.
+      logits: logits of the token after each node.
+      depths: the nodes' depths.
+      prefixes: as from `sequences`.
+    """
+    mode = state.program.mode
+    if not mode.processes:
+        return function(logits, context(state), state.sampling, mode)
+    batch, count, vocab = logits.shape
+    flat = lambda x: x.reshape(batch * count, *x.shape[2:])
+    repeat = lambda x: jnp.repeat(x, count, axis=0)
+    tokens = jnp.zeros((batch, count, 1), jnp.int32) if prefixes is None else prefixes
+    lengths = state.lengths[:, None] + depths
+    own = Context(flat(tokens), flat(lengths), repeat(state.starts), repeat(state.eos_ids))
+    found = function(logits.reshape(batch * count, 1, vocab), own, state.sampling.repeated(count), mode)
+    return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[2:]), found)
