@@ -31,6 +31,8 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.auto import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
+from specdec_jax.speculative.tree_text import EXPECTED, read_tree
+from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class GenerateOptions(BeamFlags, DecodingOptions):
     """Options of `specdec generate`."""
 
     gamma: int | str = option("auto", AUTO_HELP)
+    tree: str | None = option(None, f"token tree that a drafting model drafts instead of a chain: {EXPECTED}")
     batch_size: int | None = option(None, "sentences decoded together (default: 8, with --stream 1)")
     num_samples: int = option(1, "outputs for every sentence, one after the other")
     stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
@@ -75,10 +78,11 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         self.beams()
         self.check_beside_beams(
             num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
-            gamma_policy="fixed",
+            gamma_policy="fixed", tree=None,
         )  # fmt: skip
         check_gamma(self.gamma)
         self.gamma_of(self.gamma)
+        self.shape()
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
         check_text("stop", check_stop(self.stop, self.deadline))
@@ -93,6 +97,10 @@ class GenerateOptions(BeamFlags, DecodingOptions):
             got = f"batch_size={self.rows}, num_samples={self.num_samples}"
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
         self._check_task()
+
+    def shape(self) -> dict[str, Tree | DynamicTree]:
+        """Returns the argument of `generate` for a tree, none without one."""
+        return {} if self.tree is None else {"tree": read_tree(self.tree)}
 
     @property
     def outputs(self) -> int:
@@ -200,7 +208,7 @@ def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, An
     """Returns the arguments of `generate`."""
     return options.decoding() | dict(
         drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline,
-        **options.beams(),
+        **options.beams(), **options.shape(),
     )  # fmt: skip
 
 
