@@ -23,14 +23,14 @@ from specdec_jax.speculative.verifier import Verifier
 def generate(
     target: LanguageModel, inputs, *, drafter: Drafter | None = None,
     gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig = SamplingConfig(),
-    verifier: str | Verifier = "block", lenience: float | Sequence[float] | None = None,
+    tree: Tree | None = None, verifier: str | Verifier = "block", lenience: float | Sequence[float] | None = None,
     typical_epsilon: float | Sequence[float] | None = None, typical_delta: float | Sequence[float] | None = None,
-    forced_alpha: float | Sequence[float] | None = None, max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1,
+    forced_alpha: float | Sequence[float] | None = None, max_new_tokens: int | Sequence[int] = 64, key=None,
+    num_samples: int = 1,
     input_lengths=None, max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
-    stop: str | Sequence[str] = (), deadline: float | None = None,
-    num_beams: int | None = None, length_penalty: float | None = None, beam_style: str = "t5x",
-    early_stopping: bool | str = False, num_return_sequences: int = 1, beam_width: int | None = None,
-    tree: Tree | None = None,
+    stop: str | Sequence[str] = (), deadline: float | None = None, num_beams: int | None = None,
+    length_penalty: float | None = None, beam_style: str = "t5x", early_stopping: bool | str = False,
+    num_return_sequences: int = 1, beam_width: int | None = None,
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
@@ -39,34 +39,31 @@ def generate(
     Args:
       target: the model whose law is sampled.
       inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
-        them 0 is padding). For an empty string, or None, nothing is decoded. For a decoder-only target inputs are
-        prompts: they get no EOS, 0 is an id like others, and an empty prompt stands for the start token.
+        them 0 is padding). For an empty string, or None, nothing is decoded. A decoder-only target has prompts: they
+        get no EOS, 0 is an id like others, and an empty prompt stands for the start token.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       gamma: γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it (`gamma.py`), e.g.
         `Heuristic(maximum=8)`; or "auto": up to 8, as many as pay by each row's acceptance and by what iterations cost
         on this machine (the first call of a kind measures it, `costs.py`); on a mesh 4. Above temperature 0 the tokens
         that are drawn (not their law) then depend on the machine: fix γ to repeat them on another.
+      tree: a tree of drafted tokens in the place of a chain, e.g. `Tree.uniform((3, 2, 1))`: it has a verifier of its
+        own, and γ is the most nodes that are drafted, by default all.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
         "lenient" and "typical"; `verifiers.py` explains each. Or a `Verifier` of your own.
-      lenience: l in (0, 1], which "lenient" needs; one, or one per input.
-      typical_epsilon, typical_delta: ε and δ of "typical", by default 0.09 and 0.3.
-      forced_alpha: α in (0, 1], which "forced" needs; that accepts by coin, for timing, and its outputs mean nothing.
+      lenience: l in (0, 1] of "lenient". typical_epsilon, typical_delta: ε and δ of "typical", by default 0.09 and 0.3.
+      forced_alpha: α in (0, 1] of "forced", which accepts by coin, for timing: its outputs mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
       key: one key (input i gets `fold_in(key, i)`) or B keys; None: the key of seed 0. Keys of other kinds than
         threefry (such as T5X's rbg) are made into threefry keys first.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, once.
       input_lengths: `[B]`, only with an array of inputs. max_input_length: longer inputs are refused.
-      decoder_prefix: B forced beginnings of the output, given like `inputs`, without start token or EOS. They are
-        not repeated in the result; an EOS in one does not stop the row. None for a decoder-only target.
-      eos_ids: ids that stop a row; None: the model's own.
-      stop: strings that stop a row; neither they nor a token that reaches into one are part of the result.
-      deadline: seconds after the call at which the rows are returned as they are. The clock is read between
-        iterations; compilation counts (see `warm_up`).
-      tree: a tree of drafted tokens in the place of a chain of γ, e.g. `Tree.uniform((3, 2, 1))` (`trees.py`); γ is then
-        the most nodes that are drafted, by default all, and the tree names its verifier.
-      num_beams: K beams of a beam search; None: no beam search. Its other options follow: see `beams.BeamOptions`.
+      decoder_prefix: B forced beginnings of the output, without start token or EOS, which the result does not repeat.
+      eos_ids: ids that stop a row; None: the model's own. stop: strings that stop a row; neither they nor a token that
+        reaches into one are part of the result.
+      deadline: seconds after the call, compilation included (see `warm_up`), at which the rows are returned as they are.
+      num_beams: K beams of a beam search; None: none. For what follows it see `beams.BeamOptions`.
 
     Raises:
       UnsupportedCombination: options that make no sense together (a ValueError).

@@ -206,11 +206,10 @@ def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
 
 
 def plan(
-    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", sampling=SamplingConfig(), verifier=
-        "block", lenience=None,
-    typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64, key=None, num_samples=1,
-    input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(), deadline=None, num_beams=None,
-    tree=None,
+    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", tree=None, sampling=SamplingConfig(),
+    verifier="block", lenience=None, typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64,
+    key=None, num_samples=1, input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(),
+    deadline=None, num_beams=None,
 ) -> Plan:  # fmt: skip
     """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes beam searches.
 
@@ -226,11 +225,7 @@ def plan(
     measured = isinstance(gamma, str) and drafter is not None
     gamma = _number_or_policy(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
-    policy = gamma if isinstance(gamma, Policy) else None
-    gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, MAX_GAMMA if tree is None else tree.size - 1)
-    gammas = gammas if drafter is not None else np.zeros_like(gammas)
-    if policy is not None:
-        policy = policy.rows(batch) if drafter is not None else None
+    policy, gammas = _gammas(gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1)
     limits = check_per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
     samples = int(check_per_row("num_samples", num_samples, 1, 1, 2**20)[0])
     if drafter is not None:
@@ -243,8 +238,7 @@ def plan(
     verifier = verifier_of(verifier)
     settings = verifier_settings(
         verifier, sampling, width, batch, lenience=lenience, typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta,
-        forced_alpha=forced_alpha,
+        typical_delta=typical_delta, forced_alpha=forced_alpha,
     )  # fmt: skip
     check_limits(sampling, limits, samples)
     stop = check_stop(stop, deadline, target)
@@ -252,7 +246,9 @@ def plan(
     prefix, prefix_lengths, longest = _beginnings(target, tokens, lengths, decoder_prefix, limits, drafter)
     if decoder_only(target):
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
-    program = StaticConfig(width if tree is None else tree.depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
+    program = StaticConfig(
+        width if tree is None else tree.depth, sampling.mode, target.config.vocab_size, verifier, (), tree
+    )
     program = program._replace(widths=_widths(target, drafter, policy, program))
     keys, rules = row_keys(key, batch, samples), target.network.rules
     if rules is not None:  # once for the request, and not with every call
@@ -262,10 +258,18 @@ def plan(
         samples=samples,
         slots=slots(longest, program.drafted), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
-        rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy,
-        shared=dict(bias=rows.bias, forced=rows.forced),
+        rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip
     return _by_costs(found, together * samples, first) if measured else found
+
+
+def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.ndarray]:
+    """Returns the policy of γ for `batch` rows, if there is one, and `[batch]`, the most tokens that each drafts."""
+    policy = gamma if isinstance(gamma, Policy) else None
+    gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, most)
+    if drafter is None:
+        return None, np.zeros_like(gammas)
+    return None if policy is None else policy.rows(batch), gammas
 
 
 def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> tuple[Any, np.ndarray, np.ndarray]:

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA
-from specdec_jax.speculative.trees import Tree
+from specdec_jax.speculative.trees import AUTO, Tree
 from specdec_jax.speculative.verifier import Verifier
 
+# What `generate` takes where no verifier is named.
+_UNSET = "block"
 # The verifiers of chains whose statistics and parameters those of trees have; "token" for others.
 _CHAIN_FORMS = {"traversal": "block", "gumbel": "gumbel", "typical": "typical"}
 
@@ -41,11 +43,11 @@ def tree_options(tree: Tree | None, drafter: Drafter | None, gamma, verifier: st
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
-    if tree.is_chain and tree.children == tree.verifier == "auto" and tree.depth <= MAX_GAMMA:
+    if tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA:
         return TreeOptions(None, tree.depth if automatic else gamma, verifier)
     if isinstance(drafter, Drafter) and not drafter.drafts_trees:
         raise UnsupportedCombination(f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None")
-    if verifier != "block":
+    if verifier != _UNSET:
         raise UnsupportedCombination(
             f"verifier: got {verifier!r} beside a tree, expected the default: a tree has a verifier of its own"
         )

@@ -159,9 +159,8 @@ class ModelDrafter(Drafter):
     def move_beams(self, draft_state, sources, starts):
         return draft_state.move_nodes(sources, starts)
 
-    def init_tree(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> Any:
-        shared = {} if encoded is None else {"encoded": encoded}
-        cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **shared)
+    def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> Any:
+        cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **encoded)
         return self.network.node_cache(cache, slots, slots)
 
     def draft_tree(self, draft_state, state, num_wanted, room):

@@ -117,6 +117,7 @@ def _choose(
     law, noise, own = at_nodes(laws.standardize, state, logits, depths, prefixes), None, None
     if tree.kind == "gumbel":
         noise = draws.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], program.vocab_size)
+        noise = jnp.broadcast_to(noise, logits.shape)
     if words is not None:
         own = words[:, _children(tree, level.numbers, max(counts))]
     soften = functools.partial(laws.standardize, soften=True)
@@ -156,7 +157,7 @@ def draft_with_model(
     Returns:
       The cache, and the draft.
     """
-    origins, span, deepest = state.lengths - 1, state.tokens.shape[1], state.program.gamma
+    origins, span, columns = state.lengths - 1, state.tokens.shape[1], state.program.gamma + 1
 
     def logits_of(level: Level, cache):
         if level.depth:
@@ -166,18 +167,17 @@ def draft_with_model(
         first = jnp.maximum(origins - 1, 0)  # at position 0 the second token is fed needlessly
         fed = jnp.take_along_axis(state.tokens, first[:, None] + jnp.arange(2), axis=1)
         depths = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), fed.shape)
-        lines = np.zeros((2, deepest + 1), np.int32)
+        lines = np.zeros((2, columns), np.int32)
         lines[1, 1] = 1
-        nodes = WindowNodes(first, first, depths, jnp.broadcast_to(lines, (*fed.shape, deepest + 1)), span)
+        nodes = WindowNodes(first, first, depths, jnp.broadcast_to(lines, (*fed.shape, columns)), span)
         live = jnp.broadcast_to(level.live, fed.shape)
         states, cache = network.decode_nodes(fed, nodes, cache, live)
         states = jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1)
         return widened(network.head(states, level.live)), cache
 
     draft, cache = draft_tree(state, num_wanted, room, logits_of, cache)
-    levels = sum(jnp.any(draft.live[:, state.program.tree.level(depth)], axis=1).astype(jnp.int32)
-                 for depth in range(1, state.program.gamma + 1))
-    return cache, draft._replace(calls=levels)
+    deepest = jnp.max(jnp.where(draft.live, draft.branches.depths, 0), axis=1)
+    return cache, draft._replace(calls=deepest)
 
 
 def _fed(level: Level, starts, origins, span: int) -> WindowNodes:

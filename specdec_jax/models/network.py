@@ -127,7 +127,9 @@ class Network:
             self.module.apply({"params": self.params}, cache, slots, positions, method="node_cache"), self.rules
         )
 
-    def decode_nodes(self, tokens: Tokens, nodes: AnyNodes, cache: Any, live: Live = None, layers: int | None = None) -> tuple[States, Any]:
+    def decode_nodes(
+        self, tokens: Tokens, nodes: AnyNodes, cache: Any, live: Live = None, layers: int | None = None
+    ) -> tuple[States, Any]:
         """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, `live` as for `decode`,
         and `layers` as for `decode_states`.
 

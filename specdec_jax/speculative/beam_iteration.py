@@ -131,7 +131,9 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
     context = Context(flat(tokens), flat(tree.nodes.positions) + 1, rows(state.prefix_lengths), rows(state.eos_ids))
     huggingface = program.style == "huggingface"
     given = own if huggingface else logits
-    processed = laws.process(given.reshape(batch * count, 1, vocab), context, state.sampling.repeated(count), program.mode)
+    processed = laws.process(
+        given.reshape(batch * count, 1, vocab), context, state.sampling.repeated(count), program.mode
+    )
     processed = processed.reshape(batch, count, vocab)
     return own, processed if huggingface else jax.nn.log_softmax(processed, axis=-1)
 

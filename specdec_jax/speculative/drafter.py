@@ -108,10 +108,10 @@ class Drafter:
         `starts [B]` on."""
         raise NotImplementedError
 
-    def init_tree(self, inputs, input_lengths, tokens, slots: int, **shared) -> Any:
+    def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> Any:
         """Returns the state before the first iteration of decoding with trees; arguments as for
         `init`."""
-        return self.init(inputs, input_lengths, tokens, slots, **shared)
+        return self.init(inputs, input_lengths, tokens, slots, **encoded)
 
     def draft_tree(
         self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"]

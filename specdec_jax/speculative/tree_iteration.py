@@ -55,7 +55,9 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
         verified, law = verify_tree(state, draft, logits)
         logits = along(logits, verified.path)
         log_prob = Law.of(logits).log_prob
-        adjusted = None if law is None else Law(along(law.logits, verified.path), along(law.log_normalizer, verified.path))
+        adjusted = (
+            None if law is None else Law(along(law.logits, verified.path), along(law.log_normalizer, verified.path))
+        )
     path = verified.path
     chain = Draft(along(tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls)
     after = commit(
@@ -122,7 +124,7 @@ def verify_tree(
     """
     program, keys, lengths, branches = state.program, state.keys, state.lengths, draft.branches
     prefixes = sequences(state, jnp.maximum(draft.tokens, 0), branches.lines, branches.depths)
-    greedy: TreeVerification | None = None
+    assert program.tree is not None, "a program of trees"
     if program.mode.greedy:
         processed = at_nodes(laws.process, state, logits, branches.depths, prefixes)
         return walk_greedy(laws.argmax(processed), draft), None

@@ -303,7 +303,7 @@ def verify_traversal(
         number = jnp.where(moving, jnp.where(enters, child, above), size)
         put = lambda values, new: values.at[rows, number].set(jnp.where(enters, entered, new), mode="drop")
         law = jnp.where(enters[:, None], target.row(child), jnp.where(some[:, None], excess, here))
-        slot = jnp.where(moving, level + enters, levels)
+        slot = jnp.where(moving, level + enters.astype(level.dtype), levels)
         return (
             moving, jnp.where(moving, number, node), left & (jnp.arange(size) != child[:, None]),
             put(alpha, left_alpha), put(scale, left_scale), weights.at[rows, slot].set(law, mode="drop"),
