@@ -16,14 +16,14 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.trees import Tree
+from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
 
 def generate(
     target: LanguageModel, inputs, *, drafter: Drafter | None = None,
     gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig = SamplingConfig(),
-    tree: Tree | None = None, verifier: str | Verifier = "block", lenience: float | Sequence[float] | None = None,
+    tree: Tree | DynamicTree | None = None, verifier: str | Verifier = "block", lenience: float | Sequence[float] | None = None,
     typical_epsilon: float | Sequence[float] | None = None, typical_delta: float | Sequence[float] | None = None,
     forced_alpha: float | Sequence[float] | None = None, max_new_tokens: int | Sequence[int] = 64, key=None,
     num_samples: int = 1,

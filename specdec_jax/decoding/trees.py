@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA
-from specdec_jax.speculative.trees import AUTO, Tree
+from specdec_jax.speculative.trees import AUTO, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
 # What `generate` takes where no verifier is named.
@@ -23,12 +23,14 @@ class TreeOptions(NamedTuple):
       verifier: as for `generate`.
     """
 
-    tree: Tree | None
+    tree: Tree | DynamicTree | None
     gamma: Any
     verifier: str | Verifier
 
 
-def tree_options(tree: Tree | None, drafter: Drafter | None, gamma, verifier: str | Verifier) -> TreeOptions:
+def tree_options(
+    tree: Tree | DynamicTree | None, drafter: Drafter | None, gamma, verifier: str | Verifier
+) -> TreeOptions:
     """Returns the options with a tree in the place of γ, or as they are where `tree` is None.
 
     Raises:
@@ -38,7 +40,7 @@ def tree_options(tree: Tree | None, drafter: Drafter | None, gamma, verifier: st
     """
     if tree is None:
         return TreeOptions(None, gamma, verifier)
-    if not isinstance(tree, Tree):
+    if not isinstance(tree, Tree | DynamicTree):
         raise ValueError(f"tree: got {tree!r}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))")
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")

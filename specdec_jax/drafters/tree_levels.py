@@ -17,7 +17,7 @@ from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_iteration import at_nodes, sequences
-from specdec_jax.speculative.trees import Tree, TreeDraft
+from specdec_jax.speculative.trees import Branches, DynamicTree, Tree, TreeDraft
 
 
 class Level(NamedTuple):
@@ -25,17 +25,18 @@ class Level(NamedTuple):
 
     Attributes:
       depth: their depth; 0 is node 0 alone.
-      numbers: `[J]`, their numbers in the tree; static.
+      numbers: `[J]`, their numbers in a tree of fixed shape; static. None for other trees.
       first: the place of the first of them in the order in which nodes are fed; static.
-      lines: `[J, D + 1]`, by depth: the places of their ancestors in that order; static.
+      lines: `[J, D + 1]`, or `[B, J, D + 1]`, by depth: the places of their ancestors, then their
+        own, in that order.
       tokens: their tokens.
       live: False for nodes that are not there.
     """
 
     depth: int
-    numbers: np.ndarray
+    numbers: np.ndarray | None
     first: int
-    lines: np.ndarray
+    lines: Any
     tokens: Int[Array, "B J"]
     live: Bool[Array, "B J"]
 
@@ -47,7 +48,7 @@ LogitsOf = Callable[[Level, Any], tuple[Float[Array, "B J V"], Any]]
 def draft_tree(
     state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"], logits_of: LogitsOf, carry: Any,
 ) -> tuple[TreeDraft, Any]:  # fmt: skip
-    """Drafts the tree `state.program.tree`; arguments as for `Drafter.draft_tree`.
+    """Drafts the tree `state.program.tree`; the arguments are those of `Drafter.draft_tree` and:
 
     Args:
       logits_of: gives the drafter's logits, as wide as the target's vocabulary, level by level.
@@ -56,8 +57,14 @@ def draft_tree(
     Returns:
       The draft, whose `calls` are 0, and the last carry.
     """
+    draft = _grow if isinstance(state.program.tree, DynamicTree) else _draft_fixed
+    return draft(state, num_wanted, room, logits_of, carry)
+
+
+def _draft_fixed(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> tuple[TreeDraft, Any]:
+    """Does what `draft_tree` does, for a tree of fixed shape."""
     program, tree, batch = state.program, state.program.tree, len(state.lengths)
-    assert tree is not None, "a program of trees"
+    assert isinstance(tree, Tree)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     # Columns are added level by level, and put in the order of the nodes' numbers at the end.
     tokens, live = [last], [~state.done[:, None]]
@@ -74,13 +81,15 @@ def draft_tree(
         first += len(inner)
         lines = jnp.broadcast_to(jnp.asarray(column[tree.lines[inner]], jnp.int32), (batch, len(inner), tree.depth + 1))
         depths = jnp.full((batch, len(inner)), depth, jnp.int32)
-        law, chosen = _choose(state, tree, level, logits, depths, sequences(state, so_far, lines, depths), words)
+        own = None if words is None else words[:, tree.children_of(inner) - 1]
+        counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
+        law, _, chosen = _choose(state, counts, depth, logits, sequences(state, so_far, lines, depths), own)
         if program.asks_draft_law:
             found.append(law)
         parents = np.searchsorted(inner, np.asarray(tree.parents)[children - 1])
         new = chosen[:, parents, tree.ranks[children]]
-        ended = jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (depth > 0)
-        open_ = (there & ~ended)[:, parents] & (children <= num_wanted[:, None]) & (depth < room)[:, None]
+        open_ = (there & ~_ended(state, level))[:, parents]
+        open_ &= (children <= num_wanted[:, None]) & (depth < room)[:, None]
         tokens.append(jnp.where(open_, new, 0))
         live.append(open_ & (new >= 0))
         column[children] = so_far.shape[1] + np.arange(len(children))
@@ -104,39 +113,125 @@ def _words(state: DecodeState, tree: Tree) -> jax.Array | None:
     return draws.words(state.keys, state.lengths, offsets, draws.DRAFT)
 
 
+def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
+    """Returns which nodes end a row, so that nothing follows them; a committed EOS does not."""
+    return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
+
+
 def _choose(
-    state: DecodeState, tree: Tree, level: Level, logits, depths, prefixes, words
-) -> tuple[Law | None, Int[Array, "B J K"]]:
-    """Chooses the children of the J nodes of `level`; returns the laws they were chosen from, and
-    their tokens by rank, −1 where a node has none."""
-    program, parents = state.program, np.asarray(tree.parents)
-    counts = [int(np.sum(parents == number)) for number in level.numbers]
+    state: DecodeState, counts: list[int], depth: int, logits, prefixes, words
+) -> tuple[Law | None, Law, Int[Array, "B J K"]]:
+    """Chooses the children of J nodes at `depth`; `counts` says how many each has.
+
+    Returns:
+      The laws that the children were drawn from, None at temperature 0; the laws by which they are
+      ranked; and their tokens by rank, −1 where a node has none.
+    """
+    program = state.program
+    depths = jnp.full(logits.shape[:2], depth, jnp.int32)
     if program.mode.greedy:
-        processed = at_nodes(laws.process, state, logits, depths, prefixes)
-        return None, choose_children("top", Law.of(processed), counts)
-    law, noise, own = at_nodes(laws.standardize, state, logits, depths, prefixes), None, None
-    if tree.kind == "gumbel":
-        noise = draws.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], program.vocab_size)
-        noise = jnp.broadcast_to(noise, logits.shape)
-    if words is not None:
-        own = words[:, _children(tree, level.numbers, max(counts))]
-    soften = functools.partial(laws.standardize, soften=True)
-    ranked = at_nodes(soften, state, logits, depths, prefixes)
+        ranked = Law.of(at_nodes(laws.process, state, logits, depths, prefixes))
+        return None, ranked, choose_children("top", ranked, counts)
+    law, noise, kind = at_nodes(laws.standardize, state, logits, depths, prefixes), None, program.children
+    ranked = at_nodes(functools.partial(laws.standardize, soften=True), state, logits, depths, prefixes)
     chosen = choose_children("top", ranked, counts)
-    if tree.kind != "top":  # children of rows at temperature 0 are not drawn
-        drawn = choose_children(tree.kind, law, counts, own, noise)
-        chosen = jnp.where((state.sampling.temperature == 0)[:, None, None], chosen, drawn)
-    return law, chosen
+    if kind == "top":
+        return law, ranked, chosen
+    # Children of rows at temperature 0 are not drawn.
+    argmax = (state.sampling.temperature == 0)[:, None, None]
+    if kind == "gumbel":
+        noise = draws.gumbel_noise(state.keys, (state.lengths + depth)[:, None], program.vocab_size)
+        noise = jnp.broadcast_to(noise, logits.shape)
+        ranked = Law.of(jnp.where(argmax, ranked.logits, law.logits + noise))
+    return law, ranked, jnp.where(argmax, chosen, choose_children(kind, law, counts, words, noise))
 
 
-def _children(tree: Tree, numbers: np.ndarray, most: int) -> np.ndarray:
-    """Returns `[J, most]`: numbers of the children of each of J nodes, less 1; 0 where there are
-    fewer."""
-    places = np.zeros((len(numbers), most), np.int32)
-    for row, number in enumerate(numbers):
-        children = np.flatnonzero(np.asarray(tree.parents) == number)
-        places[row, : len(children)] = children
-    return places
+def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> tuple[TreeDraft, Any]:
+    """Does what `draft_tree` does, for a tree whose shape the drafter's law decides (EAGLE-2, Li et
+    al. 2024, arXiv 2406.16858).
+
+    Nodes are drafted as columns, level by level; a node's score is the sum of log-probabilities on
+    the way to it, with Gumbel children under law q times their noise. Of all columns the N − 1 with
+    the greatest scores become the tree's nodes, in this order.
+    """
+    tree, batch = state.program.tree, len(state.tokens)
+    assert isinstance(tree, DynamicTree)
+    width = tree.width
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    zeros = jnp.zeros((batch, 1), jnp.int32)
+    # By column: token, whether it is there, score, parent's column, the columns of its line, place
+    # among the nodes that were fed.
+    tokens, live, scores, parents, places = last, ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
+    lines = jnp.zeros((batch, 1, tree.depth + 1), jnp.int32)
+    inner, depths, ranks = zeros, [0], [0]
+    for depth in range(tree.depth):
+        count = inner.shape[1]
+        first = 1 + (depth - 1) * width if depth else 0
+        places = _put(places, inner, first + jnp.arange(count, dtype=jnp.int32))
+        of = functools.partial(_pick, which=inner)
+        line = of(lines)
+        level = Level(
+            depth, None, first, _pick(places, line.reshape(batch, -1)).reshape(line.shape), of(tokens), of(live)
+        )
+        logits, carry = logits_of(level, carry)
+        _, ranked, chosen = _choose(
+            state,
+            [width] * count,
+            depth,
+            logits,
+            sequences(state, jnp.maximum(tokens, 0), line, jnp.full(inner.shape, depth, jnp.int32)),
+            None,
+        )
+        open_ = level.live & ~_ended(state, level) & (depth < room)[:, None]
+        gained = jnp.take_along_axis(ranked.logits, jnp.maximum(chosen, 0), axis=2) - ranked.log_normalizer[..., None]
+        # A node that failed stays beside its parent, to be noticed.
+        gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
+        total = jnp.where(open_[..., None], of(scores)[..., None] + gained, -jnp.inf).reshape(batch, -1)
+        new = tokens.shape[1] + jnp.arange(count * width, dtype=jnp.int32)
+        add = lambda old, values: jnp.concatenate([old, values.reshape(batch, count * width, *old.shape[2:])], axis=1)
+        each = lambda values: jnp.repeat(values, width, axis=1)
+        own = jnp.arange(tree.depth + 1) == depth + 1
+        lines = add(lines, jnp.where(own, new[:, None], each(line)))
+        live = add(live, open_[..., None] & (chosen >= 0))
+        tokens = add(tokens, jnp.where(open_[..., None], chosen, 0))
+        scores, parents, places = add(scores, total), add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
+        depths, ranks = depths + [depth + 1] * (count * width), ranks + list(range(width)) * count
+        inner = new[0] + jax.lax.top_k(total, width)[1].astype(jnp.int32)
+    return _kept(state, num_wanted, tokens, live, scores, parents, lines, places, depths, ranks), carry
+
+
+def _kept(state, num_wanted, tokens, live, scores, parents, lines, places, depths, ranks) -> TreeDraft:
+    """Returns the tree of the columns with the greatest scores; arguments by column, as in `_grow`.
+
+    Of equal scores the column that comes first is kept, so that parents come before their children.
+    """
+    batch, size = len(tokens), state.program.tree.size
+    best = 1 + jax.lax.top_k(scores[:, 1:], size - 1)[1].astype(jnp.int32)
+    kept = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), best], axis=1)
+    numbers = _put(jnp.zeros_like(tokens), kept, jnp.arange(size, dtype=jnp.int32))
+    of = functools.partial(_pick, which=kept)
+    line = of(lines)
+    rows = lambda values: jnp.take(jnp.asarray(values, jnp.int32), kept)
+    branches = Branches(
+        jnp.where(of(parents) < 0, -1, _pick(numbers, jnp.maximum(of(parents), 0))), rows(ranks), rows(depths),
+        _pick(numbers, line.reshape(batch, -1)).reshape(line.shape),
+    )  # fmt: skip
+    there = of(live) & (jnp.arange(size) <= num_wanted[:, None])
+    return TreeDraft(
+        tokens=of(tokens), branches=branches, live=there, law=None, origins=jnp.zeros_like(kept),
+        calls=jnp.zeros(batch, jnp.int32), slots=of(places),
+    )  # fmt: skip
+
+
+def _pick(values: jax.Array, which: jax.Array) -> jax.Array:
+    """Returns the entries `which [B, J]` of `values [B, C, …]`."""
+    return jnp.take_along_axis(values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1)
+
+
+def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns `values [B, C]` with `new [J]` at the entries `which [B, J]`."""
+    here = jnp.arange(values.shape[1])[:, None] == which[:, None]
+    return jnp.where(jnp.any(here, axis=2), jnp.max(jnp.where(here, new, 0), axis=2), values)
 
 
 def draft_with_model(
@@ -183,5 +278,5 @@ def draft_with_model(
 def _fed(level: Level, starts, origins, span: int) -> WindowNodes:
     shape = level.tokens.shape
     depths = jnp.full(shape, level.depth, jnp.int32)
-    lines = jnp.broadcast_to(jnp.asarray(level.lines, jnp.int32), (*shape, level.lines.shape[1]))
+    lines = jnp.broadcast_to(jnp.asarray(level.lines, jnp.int32), (*shape, level.lines.shape[-1]))
     return WindowNodes(starts, origins, depths, lines, span)

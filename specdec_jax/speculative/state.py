@@ -11,7 +11,7 @@ from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
-from specdec_jax.speculative.trees import Tree
+from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS
 
@@ -34,12 +34,18 @@ class StaticConfig(NamedTuple):
     vocab_size: int
     verifier: Verifier = VERIFIERS["block"]
     widths: tuple[int, ...] = ()
-    tree: Tree | None = None
+    tree: Tree | DynamicTree | None = None
 
     @property
     def drafted(self) -> int:
         """The most tokens drafted in one iteration: N − 1 in a tree of N nodes."""
         return self.gamma if self.tree is None else self.tree.size - 1
+
+    @property
+    def children(self) -> str:
+        """How the children of a tree's nodes are chosen."""
+        assert self.tree is not None
+        return self.tree.kind
 
     @property
     def strict_argmax(self) -> bool:

@@ -243,6 +243,14 @@ class Tree(Kinds):
         """Returns the numbers of the nodes at `depth` that have children, ascending."""
         return np.intersect1d(self.level(depth), self.parents)
 
+    def children_of(self, nodes: np.ndarray) -> np.ndarray:
+        """Returns `[J, K]`: the numbers of the children of `nodes [J]` by rank; 0 past the last."""
+        found = np.zeros((len(nodes), self.width), np.int32)
+        for row, node in enumerate(nodes):
+            children = 1 + np.flatnonzero(np.asarray(self.parents) == node)
+            found[row, : len(children)] = children
+        return found[:, : np.max(np.sum(found > 0, axis=1), initial=1)]
+
     def branches(self, batch: int) -> "Branches":
         """Returns the shape of the trees of `batch` rows."""
         parents = np.array((-1, *self.parents), np.int32)

@@ -14,7 +14,7 @@ from specdec_jax.decoding.request import prepare
 from specdec_jax.models import panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.trees import CHILDREN, Tree
+from specdec_jax.speculative.trees import CHILDREN, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT = 24, 10
@@ -82,6 +82,7 @@ TREES = {
     "random": random_tree(1),
     "chain": Tree.chain(4, children="top"),
     "late branch": Tree((0, 1, 2, 2, 2, 4), children="top"),
+    "dynamic": DynamicTree(3, 3, 9),
 }
 
 
@@ -152,6 +153,15 @@ def test_gumbel_trees_equal_plain_sampling(children, seed):
     tree = random_tree(seed, children=children, verifier="gumbel")
     for gamma in ("auto", [1, 4, 7, 11]):
         assert_same(run(tree=tree, gamma=gamma, sampling=MIXED, eos_ids=(1, 5)), expected)
+
+
+@pytest.mark.parametrize("tree", [DynamicTree(3, 2, 8), DynamicTree(4, 3, 12, "top", "gumbel"), DynamicTree(1, 4, 5)])
+def test_gumbel_trees_of_any_shape_equal_plain_sampling(tree):
+    expected = run(speculative=False, sampling=MIXED, verifier="gumbel", eos_ids=(1, 5))
+    for gamma in ("auto", [1, 4, 3, 2]):
+        found = run(tree=tree, gamma=gamma, sampling=MIXED, eos_ids=(1, 5))
+        assert_same(found, expected)
+        assert found.stats.accepted > 0
 
 
 @pytest.mark.parametrize("children, verifier", [(kind, rule) for kind in CHILDREN for rule in CHILDREN[kind]])
