@@ -42,7 +42,8 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         if self.tree is not None:
-            return f"tree of {read_tree(self.tree).size}"
+            tree = read_tree(self.tree)
+            return f"{'dynamic ' * isinstance(tree, trees.DynamicTree)}tree of {tree.size}"
         return f"gamma {self.gamma}, {self.verifier}" if self.gamma else "plain"
 
     def arguments(self, drafter, options) -> dict[str, Any]:
@@ -93,6 +94,9 @@ def best_trees(
     """Returns the best tree of each size whose call was timed, with the expected seconds of its
     iterations; none of a size for which nothing but a chain is worth its draft.
 
+    After it comes the tree of this size and depth that the drafter's law shapes, of which no more
+    is expected.
+
     Args:
       accepted: the measured acceptance, scored.
       depth: the greatest depth.
@@ -110,7 +114,9 @@ def best_trees(
         tree = trees.Tree.best(shares, nodes, depth, {2: v, nodes: v}, step / plain)
         if tree is not None and not tree.is_chain:
             calls = sum(int(lengths.max()) for lengths in accepted.lengths) / tree.expected(shares)
-            found[Choice(tree.depth, "block", text_of(tree))] = calls * (v * plain + tree.depth * step)
+            width = next(w for w in range(max(2, tree.width), nodes) if w + (tree.depth - 1) * w**2 >= tree.size - 1)
+            for shape in (tree, trees.DynamicTree(tree.depth, width, tree.size)):
+                found[Choice(tree.depth, "block", text_of(shape))] = calls * (v * plain + tree.depth * step)
     return found
 
 

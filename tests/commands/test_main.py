@@ -97,7 +97,7 @@ def test_json(generate, pair):
         assert len(stats["examined_by_position"]) == 2
 
 
-@pytest.mark.parametrize("form", ["widths:2,1", "parents:0,0,1:drawn:recursive", "chains:2,2"])
+@pytest.mark.parametrize("form", ["widths:2,1", "parents:0,0,1:drawn:recursive", "dynamic:2,2,4"])
 def test_a_tree(generate, pair, tmp_path, form):
     """Drafts so many nodes, and gives the same outputs, in a file too."""
     arguments = [f"--tree={form}", "--gamma=auto", *SENTENCES]

@@ -104,9 +104,11 @@ def test_the_best_tree_of_every_size():
     shares = [0.5, 0.3, 0.1]
     times = {f"call over {width}": Spread(v, v, v) for width, v in {1: 2.0, 5: 2.2, 9: 6.0}.items()}
     found = tuning.best_trees(scored(shares), 3, times, plain=0.01, step=0.001)
-    (choice, seconds), *others = found.items()
+    (choice, seconds), (dynamic, same) = found.items()
     tree = read_tree(choice.tree)
-    assert not others and str(choice) == "tree of 5" and (choice.gamma, choice.verifier) == (tree.depth, "block")
+    assert str(choice) == "tree of 5" and (choice.gamma, choice.verifier) == (tree.depth, "block")
+    assert str(dynamic) == "dynamic tree of 5" and same == seconds and dynamic.gamma == tree.depth
+    assert read_tree(dynamic.tree) == trees.DynamicTree(tree.depth, 2, 5)
     assert tree == trees.Tree.best(shares, 5, 3, {2: 1.1, 5: 1.1}, 0.1) and not tree.is_chain
     assert seconds == pytest.approx(16 / tree.expected(shares) * (1.1 * 0.01 + tree.depth * 0.001))
 
@@ -115,8 +117,8 @@ def test_the_drawn_child_counts_above_temperature_0():
     accepted = scored([0.9, 0.0])
     accepted.coverage["mixed"] = [(0.5, None), (0.9, None)]
     times = {f"call over {width}": Spread(1.0, 1.0, 1.0) for width in (1, 3)}
-    (choice,) = tuning.best_trees(accepted, 1, times, 0.01, 0.0)
-    assert read_tree(choice.tree).parents == (0, 0)
+    choice, dynamic = tuning.best_trees(accepted, 1, times, 0.01, 0.0)
+    assert read_tree(choice.tree).parents == (0, 0) and dynamic.tree == "dynamic:1,2,3"
 
 
 def test_no_tree_where_a_chain_is_best_or_no_call_was_timed():
