@@ -39,7 +39,6 @@ BAD = {
     "gamma": (["generate", "PAIR", "--gamma=-1", "hello"], "gamma: got -1, expected"),
     "tree": (["generate", "PAIR", "--tree=3,2", "hello"], "tree: got '3,2', expected widths:3,2,1"),
     "children of a tree": (["generate", "PAIR", "--tree=widths:2:all", "hello"], "children: got 'all', expected"),
-    "tree with a policy": (["generate", "PAIR", "--tree=widths:2", "--gamma_policy=heuristic", "hello"], "with a tree"),
     "tree and beams": (["generate", "PAIR", "--tree=widths:2", "--num_beams=2", "hello"], "tree: got 'widths:2' with "
                                                                                           "num_beams, expected none"),
     "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
