@@ -3,7 +3,7 @@
     pip install '.[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=4,3,2,1 # a tree of 65 nodes in the place of γ
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=widths:4,3,2,1  # a tree of 65 nodes in the place of γ
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
@@ -33,7 +33,6 @@ from specdec_jax.analysis.report import paper
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
-from specdec_jax.decoding.trees import parse_tree
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import layouts
@@ -43,11 +42,12 @@ from specdec_jax.models.t5 import PRESETS, T5
 from specdec_jax.speculative import laws
 from specdec_jax.speculative import state as speculative_state
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.tree_text import read_tree
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
 _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0)
-_TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as 3,2,1.")
+_TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1.")
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
@@ -223,7 +223,7 @@ def times() -> dict:
 
 def report() -> dict:
     """Compiles both programs and returns what the compiler says about them, in GB."""
-    tree = None if _TREE.value is None else parse_tree(_TREE.value)
+    tree = None if _TREE.value is None else read_tree(_TREE.value)
     batch, gamma = _BATCH.value, _GAMMA.value if tree is None else tree.depth
     target = place(abstract_network(_TARGET.value))
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None

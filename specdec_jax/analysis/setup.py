@@ -119,9 +119,12 @@ class TuneSetup(BeamSetup, Protocol):
     Attributes:
       gammas: the γ to choose from.
       verifiers: the verifiers to choose from.
+      tree_nodes: the sizes of trees to choose from, in positions of a target call; (): no trees.
     """
 
     @property
     def gammas(self) -> tuple[int, ...]: ...
     @property
     def verifiers(self) -> tuple[str, ...]: ...
+    @property
+    def tree_nodes(self) -> tuple[int, ...]: ...

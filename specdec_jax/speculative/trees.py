@@ -326,9 +326,14 @@ class DynamicTree(Kinds):
         return self.nodes
 
     @property
+    def levels(self) -> tuple[int, ...]:
+        """How many nodes are drafted at each depth, node 0 among them."""
+        return (1, self.width, *(self.width**2,) * (self.depth - 1))
+
+    @property
     def drafted(self) -> int:
         """The nodes that the drafter proposes, of which N − 1 are kept."""
-        return self.width + (self.depth - 1) * self.width**2
+        return sum(self.levels) - 1
 
 
 def check_integers(least: int, most: int, **values: Any) -> None:
