@@ -115,7 +115,7 @@ class GenerateOptions(BeamFlags, DecodingOptions):
                 if getattr(self, name):
                     raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} without a task, expected --task")
             return
-        alone = dict(input_file=None, json=False, stream=False, num_samples=1, num_return_sequences=1)
+        alone = dict(input_file=None, json=False, stream=False, num_samples=1)
         for name, usual in alone.items():
             if getattr(self, name) != usual:
                 raise UnsupportedCombination(
@@ -218,10 +218,10 @@ def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding
     outputs = decode_all(
         target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
     )
-    total, quiet = len(job.inputs) * options.outputs, sys.stdout.isatty()
-    with Progress("sentences", total, lines=False, quiet=quiet) as progress:
-        for number, output in enumerate(outputs):
-            yield from job.lines(number // options.outputs, [output])
+    by_input = zip(*[outputs] * options.outputs)
+    with Progress("sentences", len(job.inputs), lines=False, quiet=sys.stdout.isatty()) as progress:
+        for number, rows_of_one in enumerate(by_input):
+            yield from job.lines(number, rows_of_one)
             progress.advance()
 
 
