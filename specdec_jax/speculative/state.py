@@ -27,6 +27,8 @@ class StaticConfig(NamedTuple):
       widths: the numbers of positions for which a target call is compiled, ascending, the last one
         G + 1; () means G + 1 alone.
       tree: the tree that is drafted, of which G is the depth; None: a chain.
+      lag: the most committed tokens that a drafter of trees may not have been fed: the last one, and
+        the one before it if it was a leaf. In a merged tree it is all that an iteration commits.
     """
 
     gamma: int
@@ -35,6 +37,7 @@ class StaticConfig(NamedTuple):
     verifier: Verifier = VERIFIERS["block"]
     widths: tuple[int, ...] = ()
     tree: Tree | DynamicTree | None = None
+    lag: int = 2
 
     @property
     def drafted(self) -> int:
