@@ -77,6 +77,7 @@ def draft_tree(
 
     def children_of(level: Level, carry):
         logits, carry = logits_of(level, carry)
+        assert level.numbers is not None
         own = None if words is None else words[:, tree.children_of(level.numbers) - 1]
         law, _, chosen = _choose(state, level, logits, own)
         return law, chosen, carry
@@ -144,9 +145,7 @@ def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
     return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
 
 
-def _choose(
-    state: DecodeState, level: Level, logits, words
-) -> tuple[Law | None, Law, Int[Array, "B J K"]]:
+def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law | None, Law, Int[Array, "B J K"]]:
     """Chooses the children of the nodes of `level`.
 
     Returns:

@@ -40,9 +40,9 @@ class StaticConfig(NamedTuple):
     lag: int = 2
 
     @property
-    def drafted(self) -> int:
-        """The most tokens drafted in one iteration: N − 1 in a tree of N nodes."""
-        return self.gamma if self.tree is None else self.tree.size - 1
+    def reach(self) -> int:
+        """The most slots past a row's last committed token that a call writes."""
+        return self.gamma if self.tree is None else self.tree.window - 1
 
     @property
     def children(self) -> str:

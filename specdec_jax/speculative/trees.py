@@ -41,6 +41,8 @@ CHILDREN = {
     "drawn": ("traversal", "recursive", "gumbel", "point"),
     "iid": ("kseq", "recursive", "traversal", "gumbel", "point"),
 }
+# The kinds of a drafter that chooses children by itself and tells no law.
+POINTS = {"top": CHILDREN["top"]}
 # Verifiers whose output law is not the target's, which take any children.
 LOSSY_TREES = ("typical",)
 # The shares of nodes whose most probable id under the target was the drafter's first, second …
@@ -185,6 +187,8 @@ class Tree(Kinds):
         """N, the positions of the target's call: the last committed token and the drafted ones."""
         return len(self.parents) + 1
 
+    window = size  # the slots that calls over its nodes write
+
     @functools.cached_property
     def depths(self) -> np.ndarray:
         """`[N]` int32, how many drafted tokens lead to each node, its own included."""
@@ -324,6 +328,12 @@ class DynamicTree(Kinds):
     def size(self) -> int:
         """N, the positions of the target's call: the last committed token and the nodes kept."""
         return self.nodes
+
+    @property
+    def window(self) -> int:
+        """The slots that calls over its nodes write: those of the N nodes, or of all that a drafter
+        expands where these are more."""
+        return max(self.nodes, 1 + (self.depth - 1) * self.width)
 
     @property
     def drafted(self) -> int:
