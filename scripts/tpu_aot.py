@@ -3,6 +3,7 @@
     pip install '.[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=4,3,2,1 # a tree of 65 nodes in the place of γ
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
@@ -32,6 +33,7 @@ from specdec_jax.analysis.report import paper
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.trees import parse_tree
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import layouts
@@ -45,6 +47,7 @@ from specdec_jax.speculative.sampling import SamplingConfig
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
 _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0)
+_TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as 3,2,1.")
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
@@ -220,12 +223,13 @@ def times() -> dict:
 
 def report() -> dict:
     """Compiles both programs and returns what the compiler says about them, in GB."""
-    batch, gamma = _BATCH.value, _GAMMA.value
+    tree = None if _TREE.value is None else parse_tree(_TREE.value)
+    batch, gamma = _BATCH.value, _GAMMA.value if tree is None else tree.depth
     target = place(abstract_network(_TARGET.value))
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None
     config = SamplingConfig(temperature=_TEMPERATURE.value)
-    program = speculative_state.StaticConfig(gamma, config.mode, target.vocab_size)
-    room = slots(_NEW.value + 1, gamma)
+    program = speculative_state.StaticConfig(gamma, config.mode, target.vocab_size, tree=tree)
+    room = slots(_NEW.value + 1, program.drafted)
     row = jnp.zeros(batch, jnp.int32)
     arguments = place(
         jax.eval_shape(
@@ -250,7 +254,7 @@ def report() -> dict:
     return {
         "what": "compiler's memory analysis, ahead of time; not a measurement",
         "topology": _TOPOLOGY.value, "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
-        "gamma": gamma, "batch_size": batch, "dtype": "bfloat16", "weights_gb": round(weights, 3),
+        "gamma": gamma, "tree": _TREE.value, "nodes": tree and tree.size, "batch_size": batch, "dtype": "bfloat16", "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
         "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
         "mesh": _MESH.value, "collectives": collectives(text),

@@ -16,6 +16,7 @@ from specdec_jax.commands.beam_options import BeamFlags
 from specdec_jax.commands.journal import Journal
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option, same_file
 from specdec_jax.commands.sentences import check_text, read_sentences
+from specdec_jax.commands.tree_options import TreeFlags
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination, check_limits, check_prompts, check_stop
 from specdec_jax.decoding.inputs import encode
@@ -31,10 +32,11 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.auto import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
+from specdec_jax.speculative.gamma import MAX_GAMMA
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(BeamFlags, DecodingOptions):
+class GenerateOptions(BeamFlags, TreeFlags, DecodingOptions):
     """Options of `specdec generate`."""
 
     gamma: int | str = option("auto", AUTO_HELP)
@@ -75,9 +77,10 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         self.beams()
         self.check_beside_beams(
             num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
-            gamma_policy="fixed",
+            gamma_policy="fixed", tree=None,
         )  # fmt: skip
-        check_gamma(self.gamma)
+        tree = self.tree_of()
+        check_gamma(self.gamma, MAX_GAMMA if tree is None else tree.size - 1)
         self.gamma_of(self.gamma)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
@@ -200,7 +203,7 @@ def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, An
     """Returns the arguments of `generate`."""
     return options.decoding() | dict(
         drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline,
-        **options.beams(),
+        tree=options.tree_of(), **options.beams(),
     )  # fmt: skip
 
 
@@ -258,7 +261,7 @@ def _write_file(
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
     checked = plan_decoding(target, inputs, batch_size=rows, **how)  # refuses bad arguments before there is a journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)
-    found = {"costs": _costs(checked)} if how["gamma"] == "auto" else {}
+    found = {"costs": _costs(checked)} if how["gamma"] == "auto" and how["tree"] is None else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:
         if found:  # the costs that the job began with, so that every input gets what it would have got then
             how |= _by_costs(journal.found["costs"], options)

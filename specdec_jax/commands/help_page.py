@@ -21,7 +21,7 @@ GROUPS = {
         "report", "picture", "stream", "source_files", "validation_files", "data_dir", "output_dir", "max_sources",
     ),
     "drafting and verifying": (
-        "gamma", "gamma_max", "gamma_policy", "gamma_settings", "verifier", "choose_verifier", "lenience",
+        "gamma", "gamma_max", "gamma_policy", "gamma_settings", "tree", "tree_children", "tree_verifier", "verifier", "choose_verifier", "lenience",
         "typical_epsilon", "typical_delta",
     ),
     "sampling and lengths": (

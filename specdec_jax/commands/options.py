@@ -294,12 +294,12 @@ def _settings(name: str, items: Sequence[str]) -> dict[str, Any]:
     return {key: int(value) if value.is_integer() else value for key, value in pairs}
 
 
-def check_gamma(gamma: int | str) -> None:
+def check_gamma(gamma: int | str, most: int = MAX_GAMMA) -> None:
     """Raises ValueError for a γ that is out of range."""
     if gamma == "auto":
         return
-    if isinstance(gamma, str) or not 0 <= gamma <= MAX_GAMMA:
-        raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {MAX_GAMMA}, or auto")
+    if isinstance(gamma, str) or not 0 <= gamma <= most:
+        raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {most}, or auto")
 
 
 def at_least(minimum: int, **values: int) -> None:

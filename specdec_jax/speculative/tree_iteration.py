@@ -64,7 +64,9 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
         state.replace(target_cache=None, draft_state=None), chain,
         Verification(verified.num_accepted, verified.next_token), log_prob, adjusted, draft.num_drafted,
     )  # fmt: skip
-    cache = _compact(cache, origins, verified)
+    # The path's keys and values go to the slots that follow node 0's. Mostly they lie there already,
+    # but to decide that would copy the caches: a few rows cost less to move.
+    cache = cache.move_nodes(origins[:, None] + path[:, 1:], origins + 1)
     draft_state = drafter.keep_path(draft_state, state, draft, path)
     if observed:
         fed = jnp.concatenate([draft.tokens[:, :1], chain.tokens], axis=1)
@@ -92,22 +94,6 @@ def _examined(draft: TreeDraft, verified: TreeVerification) -> PerRow:
     end = jnp.take_along_axis(verified.path, verified.num_accepted[:, None], axis=1)
     more = jnp.any((draft.branches.parents == end) & draft.live, axis=1)
     return verified.num_accepted + more.astype(jnp.int32)
-
-
-def _compact(cache: Any, origins: PerRow, verified: TreeVerification) -> Any:
-    """Copies the path's keys and values to the slots that follow node 0's.
-
-    Mostly the nodes that stand are the first ones and lie there already. A loop that runs once or
-    never decides it, because `lax.cond` would copy the caches.
-    """
-    depths = jnp.arange(verified.path.shape[1], dtype=jnp.int32)
-    there = (verified.path == depths) | (depths > verified.num_accepted[:, None])
-    sources = origins[:, None] + verified.path[:, 1:]
-
-    def move(carry):
-        return jnp.zeros((), bool), carry[1].move_nodes(sources, origins + 1)
-
-    return jax.lax.while_loop(lambda carry: carry[0], move, (~jnp.all(there), cache))[1]
 
 
 def verify_tree(

@@ -232,8 +232,8 @@ def verify_k_sequences(
     """
 
     def step(node, children):
-        count = jnp.maximum(jnp.sum(children, axis=1, keepdims=True), 1).astype(jnp.float32)
         p, q = target.row(node), draft.law.row(at(draft.origins, _first(children)))
+        count = jnp.maximum(jnp.sum(children, axis=1, keepdims=True), 1).astype(p.dtype)
 
         def shares(rho):
             overlap = jnp.minimum(q, p / rho)
@@ -247,7 +247,6 @@ def verify_k_sequences(
             enough = some <= middle * beta
             return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
-        count = count.astype(p.dtype)
         _, rho = jax.lax.fori_loop(0, _HALVINGS, halve, (jnp.ones_like(count), count))
         overlap, beta, some = shares(rho)
         residual = jnp.maximum(p - overlap * jnp.where(beta > 0, some / beta, 0), 0)

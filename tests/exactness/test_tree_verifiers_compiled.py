@@ -1,0 +1,172 @@
+"""The compiled verifiers of trees take the decisions that were enumerated, and those of a chain where a tree is one."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+import tree_reference as ref
+from enumerations import DELTA, EPSILON, as_law, float64
+from tree_inputs import cases, committed, drafted, randomness
+
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.tree_children import choose_children
+from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, walk_greedy
+from specdec_jax.speculative.trees import CHILDREN, LOSSY_TREES, Tree, TreeDraft
+from specdec_jax.speculative.verifier import Randomness
+from specdec_jax.speculative.verifiers import VERIFIERS
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+EOS = 3
+# Rows of one batch may have different trees, of as many nodes and as deep.
+TREES = [Tree((0, 0, 1, 0, 1, 2, 1, 3, 3, 6)), Tree((0, 1, 2, 0, 1, 2, 4, 4, 0, 5))]
+REFERENCES = ref.VERIFIERS | {"typical": ref.typical(EPSILON, DELTA)}
+WITH_UNIFORMS = ("mixed", "recursive", "kseq", "traversal")
+
+
+def judge(name, kind, draft, target, draws):
+    asked = {"typical_epsilon": EPSILON, "typical_delta": DELTA}
+    asked = {key: jnp.full(len(draft.tokens), value, target.logits.dtype) for key, value in asked.items()}
+    verify = jax.jit(TREE_VERIFIERS[name].judge, static_argnums=2)
+    return jax.device_get(verify(target, draft, kind, draws, asked))
+
+
+def stacked(*parts):
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_jax_takes_the_enumerated_decisions(kind, dtype):
+    """On a grid of uniforms, 0 included, with branches cut by EOS, budget and limit. A comparison with ≤ would not."""
+    batches = [cases(tree, 100, seed) for seed, tree in enumerate(TREES)]
+    rows = [(tree, row) for tree, batch in zip(TREES, batches) for row in batch]
+    with float64(dtype == "float64"):
+        draft, target = stacked(*(drafted(kind, tree, batch, EOS, dtype) for tree, batch in zip(TREES, batches)))
+        draws = randomness([row for _, row in rows], dtype)
+        for name in (*CHILDREN[kind], *LOSSY_TREES):
+            found = judge(name, kind, draft, target, draws)
+            plans = {tree: ref.Plan(tree.parents, kind, REFERENCES[name]) for tree in TREES}
+            expected = [row.decide(plans[tree], EOS) for tree, row in rows]
+            assert committed(draft, found) == expected
+            assert {len(tokens) for tokens in expected} >= {1, 2, 3}, "nearly every number of accepted tokens occurs"
+            if name in WITH_UNIFORMS:
+                below = copy.deepcopy(rows)
+                for _, row in below:
+                    row.uniforms["accept"][row.uniforms["accept"] == 0] = -1e-9
+                assert expected != [row.decide(plans[tree], EOS) for tree, row in below]
+
+
+@pytest.mark.parametrize(
+    "kind, name", [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")]
+)
+def test_jax_judges_children_of_two_drafters_by_their_own_laws(kind, name):
+    tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
+    rows = cases(tree, 100)
+    draft, target = drafted(kind, tree, rows, EOS, "float32", origins)
+    found = judge(name, kind, draft, target, randomness(rows, "float32"))
+    plan = ref.Plan(tree.parents, kind, REFERENCES[name], origins)
+    assert committed(draft, found) == [row.decide(plan, EOS) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["top", "iid"])
+def test_jax_walks_at_temperature_0(kind):
+    rows = cases(TREES[0], 50)
+    draft, target = drafted(kind, TREES[0], rows, EOS, "float32")
+    found = jax.jit(walk_greedy)(laws.argmax(target.logits), draft)
+    plan = ref.Plan(TREES[0].parents, kind, ref.walk(ref.greedy))
+    assert committed(draft, found) == [row.decide(plan, EOS) for row in rows]
+
+
+# --- A tree with one branch ---
+
+GAMMA, BATCH, SIZE = 3, 600, 9
+
+
+def chain(kind):
+    """Random laws with ties and zeros, equal ones among them, and drafts of every length, as chain and as tree."""
+    rng = np.random.default_rng(0)
+    weights = rng.choice([0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, BATCH, GAMMA + 1, SIZE)) * rng.random(SIZE)
+    weights[..., 3] += 1e-3
+    p, q = weights / weights.sum(axis=-1, keepdims=True)
+    q = np.where(rng.random((BATCH, 1, 1)) < 0.3, p, q)[:, :GAMMA]
+    target, law = as_law(p, "float32"), as_law(q, "float32")
+    noise = jnp.asarray(rng.gumbel(size=p.shape), jnp.float32)
+    words = rng.integers(0, 2**32, (BATCH, GAMMA, 1, 2), np.uint32)
+    tokens = jax.jit(choose_children, static_argnums=(0, 2))(kind, law, (1,) * GAMMA, words, noise[:, :-1])[..., 0]
+    wanted = rng.integers(GAMMA + 1, size=BATCH).astype(np.int32)
+    accept = np.where(rng.random((BATCH, GAMMA)) < 0.3, rng.choice([0, 1 - 2**-24]), rng.random((BATCH, GAMMA)))
+    draws = Randomness(
+        jnp.asarray(accept, jnp.float32), rng.integers(0, 2**32, (BATCH, GAMMA + 1, 2), np.uint32), noise
+    )
+    tree = Tree.chain(GAMMA, children=kind)
+    draft = TreeDraft(
+        jnp.pad(tokens, ((0, 0), (1, 0))), tree.branches(BATCH), jnp.arange(GAMMA + 1) <= wanted[:, None], law,
+        jnp.broadcast_to(jnp.maximum(jnp.arange(GAMMA + 1) - 1, 0), (BATCH, GAMMA + 1)), jnp.asarray(wanted),
+    )  # fmt: skip
+    return target, law, tokens, wanted, draws, draft
+
+
+@pytest.mark.parametrize(
+    "kind, name, same",
+    [
+        ("mixed", "mixed", "token"), ("drawn", "recursive", "token"), ("iid", "recursive", "token"),
+        ("drawn", "traversal", "block"), ("iid", "traversal", "block"), ("gumbel", "gumbel", "gumbel"),
+        ("drawn", "typical", "typical"),
+    ],
+)  # fmt: skip
+def test_one_branch_is_judged_as_the_chain(kind, name, same):
+    target, law, tokens, wanted, draws, draft = chain(kind)
+    found = judge(name, kind, draft, target, TreeRandomness(jnp.pad(draws.accept, ((0, 0), (1, 0))), *draws[1:]))
+    asked = {"typical_epsilon": EPSILON, "typical_delta": DELTA}
+    asked = {key: jnp.full(BATCH, value, jnp.float32) for key, value in asked.items()}
+    expected = jax.jit(VERIFIERS[same].judge)(target, law, tokens, wanted, draws, asked)
+    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
+    np.testing.assert_array_equal(found.next_token, expected.next_token)
+    standing = np.arange(GAMMA + 1) <= found.num_accepted[:, None]
+    np.testing.assert_array_equal(found.path[standing], np.broadcast_to(np.arange(GAMMA + 1), standing.shape)[standing])
+    assert len(np.unique(found.num_accepted)) == GAMMA + 1
+
+
+# --- NaN, and ids that are not there ---
+
+
+@pytest.mark.parametrize("name", TREE_VERIFIERS)
+def test_a_law_that_is_not_a_number_leaves_no_token(name):
+    """At node 0 there is no token; NaN in the law after a node that is not reached changes nothing."""
+    kind = next(kind for kind, names in CHILDREN.items() if name in (*names, *LOSSY_TREES))
+    rows = cases(TREES[0], 20)
+    draft, target = drafted(kind, TREES[0], rows, EOS, "float32")
+    draws = randomness(rows, "float32")
+    before = judge(name, kind, draft, target, draws)
+    put = lambda reached: Law.of(jnp.where(reached[..., None], jnp.nan, target.logits))
+    nodes = np.arange(TREES[0].size)
+    nothing = judge(name, kind, draft, put(jnp.broadcast_to(nodes == 0, draft.live.shape)), draws)
+    np.testing.assert_array_equal(nothing.num_accepted, 0)
+    np.testing.assert_array_equal(nothing.next_token, -1)
+    if name not in ("kseq", "traversal", "typical"):  # which look at other nodes too
+        reached = np.stack([np.isin(nodes, path[: n + 1]) for path, n in zip(before.path, before.num_accepted)])
+        after = judge(name, kind, draft, put(~reached), draws)
+        for a, b in zip(committed(draft, before), committed(draft, after)):
+            assert a == b
+
+
+def test_children_where_ids_are_few():
+    """−1 where no id of positive probability is left, past a node's own count, and where the law is NaN."""
+    q = np.array([[[0, 0.75, 0.25], [0.2, 0.3, 0.5], [np.nan, 0.5, 0.5]]])
+    words, noise = toy.words(np.full((1, 3, 5), 0.9)), np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32)
+    found = {
+        kind: choose_children(kind, as_law(q, "float32"), (5, 2, 1), words, noise)[0].tolist() for kind in CHILDREN
+    }
+    nothing = [-1] * 5
+    assert found == {
+        "top": [[1, 2, -1, -1, -1], [2, 1, -1, -1, -1], nothing],
+        "gumbel": [[2, 1, -1, -1, -1], [0, 2, -1, -1, -1], nothing],
+        "mixed": [[1, 2, -1, -1, -1], [2, 1, -1, -1, -1], nothing],
+        "drawn": [[2, 1, -1, -1, -1], [2, 1, -1, -1, -1], nothing],
+        "iid": [[2, 2, 2, 2, 2], [2, 2, -1, -1, -1], nothing],
+    }

@@ -1,0 +1,122 @@
+"""Drafted trees for the compiled verifiers, beside the reference's trees with the same uniforms."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+import tree_reference as ref
+from enumerations import DRAFTS, TARGETS, as_law
+
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.tree_children import choose_children
+from specdec_jax.speculative.tree_verifiers import TreeRandomness
+from specdec_jax.speculative.trees import Tree, TreeDraft
+
+V = 4
+
+
+def law_of(table):
+    """A law that depends on the prefix, with the rows of `table`."""
+    return lambda prefix: table[(len(prefix) + sum(prefix)) % len(table)]
+
+
+@dataclasses.dataclass
+class Case:
+    """One row: its laws by prefix, uniforms by purpose and node, noise by depth, and where branches are cut."""
+
+    target: object
+    drafters: list
+    uniforms: dict
+    noise: np.ndarray
+    budget: int
+    room: int
+
+    def decide(self, plan: ref.Plan, eos: int) -> tuple[int, ...]:
+        """Returns what the reference commits."""
+        chance = ref.Given(lambda key: self.uniforms[key[0]][key[1]])
+        plan = dataclasses.replace(plan, budget=self.budget)
+        tree = ref.Tree(plan, chance, (), self.target, self.drafters, self.room, {eos}, self.noise)
+        return plan.verify(tree, chance)
+
+
+def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
+    """Rows for each pair of laws, with uniforms of the grid, 0 often among them, and two drafters."""
+    rng, found = np.random.default_rng(seed), []
+    # What is left of a law is cut at any fractions, thirteenths among them.
+    grid = lambda *shape: (rng.integers(13, size=shape) + 0.3183) / 13
+    zeros = {"draft": 0.1, "accept": 0.2, "final": 0}  # after k-SEQ some weights are dust, which a 0 would draw
+    for name in DRAFTS:
+        for _ in range(size):
+            drafters = [law_of(DRAFTS[name]), law_of(DRAFTS["other laws"][::-1])]
+            uniforms = {
+                key: np.where(rng.random(tree.size) < share, 0, grid(tree.size)) for key, share in zeros.items()
+            }
+            noise = rng.gumbel(size=(tree.depth + 1, V)).astype(np.float32)
+            cuts = rng.integers(tree.size // 2, tree.size), rng.integers(tree.depth // 2, tree.depth + 1)
+            found.append(Case(law_of(TARGETS), drafters, uniforms, noise, *map(int, cuts)))
+    return found
+
+
+choose = jax.jit(choose_children, static_argnums=(0, 2))
+
+
+def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()) -> tuple[TreeDraft, Law]:
+    """Returns the draft that the package's children make, level by level, and the target's law after each node; both
+    laws are NaN after nodes that are not there."""
+    size, batch = tree.size, len(rows)
+    tokens, ways = np.full((batch, size), -1, np.int32), [{0: ()} for _ in rows]
+    live, own = np.zeros((batch, size), bool), np.zeros((batch, size), np.int32)
+    live[:, 0] = True
+    laws: list[np.ndarray] = []
+    for depth in range(tree.depth):
+        noise = np.stack([row.noise[depth] for row in rows])
+        for origin in sorted({*origins, 0}):
+            its = {node: [n for n, parent in enumerate(tree.parents, 1)
+                          if parent == node and (not origins or origins[n - 1] == origin)]
+                   for node in tree.inner(depth)}  # fmt: skip
+            its = {int(node): children for node, children in its.items() if children}
+            if not its:
+                continue
+            q = np.stack([[row.drafters[origin](way.get(node, ())) for node in its] for row, way in zip(rows, ways)])
+            counts = tuple(map(len, its.values()))
+            uniforms = np.zeros((batch, len(its), max(counts)))
+            for b, row in enumerate(rows):
+                for j, children in enumerate(its.values()):
+                    uniforms[b, j, : len(children)] = row.uniforms["draft"][children]
+            shared = np.broadcast_to(noise[:, None], q.shape).astype(dtype)
+            found = np.asarray(choose(kind, as_law(q, dtype), counts, toy.words(uniforms), shared))
+            for j, (node, children) in enumerate(its.items()):
+                own[:, children] = len(laws)
+                laws.append(np.where(live[:, [node]], q[:, j], np.nan))
+                tokens[:, children] = found[:, j, : len(children)]
+                for b, row in enumerate(rows):
+                    for child in children:
+                        ways[b][child] = (*ways[b].get(node, ()), int(tokens[b, child]))
+                        live[b, child] = (
+                            live[b, node] and tokens[b, child] >= 0 and depth < row.room and child <= row.budget
+                            and not (node and tokens[b, node] == eos)
+                        )  # fmt: skip
+    p = np.stack([[row.target(way[node]) for node in range(size)] for row, way in zip(rows, ways)])
+    p[~live] = np.nan
+    draft = TreeDraft(
+        jnp.asarray(tokens), tree.branches(batch), jnp.asarray(live), as_law(np.stack(laws, axis=1), dtype),
+        jnp.asarray(own), jnp.zeros(batch, jnp.int32),
+    )  # fmt: skip
+    return draft, as_law(p, dtype)
+
+
+def randomness(rows: list[Case], dtype) -> TreeRandomness:
+    uniforms = {key: np.stack([row.uniforms[key] for row in rows]) for key in ("accept", "final")}
+    noise = jnp.asarray(np.stack([row.noise for row in rows]), dtype)
+    return TreeRandomness(jnp.asarray(uniforms["accept"], dtype), jnp.asarray(toy.words(uniforms["final"])), noise)
+
+
+def committed(draft: TreeDraft, found) -> list[tuple[int, ...]]:
+    """Returns the tokens that each row commits."""
+    tokens, (counts, following, path) = np.asarray(draft.tokens), map(np.asarray, found)
+    return [
+        (*map(int, row[nodes[1 : count + 1]]), int(token))
+        for row, count, token, nodes in zip(tokens, counts, following, path)
+    ]
