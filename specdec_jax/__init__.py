@@ -15,6 +15,7 @@ from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.drafters.merged import MergedDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
@@ -51,6 +52,7 @@ __all__ = [
     "Heuristic",
     "HorizontalCascade",
     "LanguageModel",
+    "MergedDrafter",
     "ModelDrafter",
     "NGramDrafter",
     "NotNumbers",

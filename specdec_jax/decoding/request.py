@@ -171,7 +171,7 @@ class Plan:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
             prefix = pad(prefix, width)
-            room = slots(width + int(max(self.limits)), self.program.drafted)
+            room = slots(width + int(max(self.limits)), self.program.reach)
         else:
             inputs = pad(inputs, width)
         copied = lambda values: np.repeat(values, self.samples, axis=0)
@@ -256,7 +256,7 @@ def plan(
     found = Plan(
         network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program,
         samples=samples,
-        slots=slots(longest, program.drafted), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
+        slots=slots(longest, program.reach), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA
-from specdec_jax.speculative.trees import AUTO, DynamicTree, Tree
+from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
 # What `generate` takes where no verifier is named.
@@ -35,20 +35,27 @@ def tree_options(
 
     Raises:
       ValueError: `tree` is no tree.
-      UnsupportedCombination: no drafter, or one that drafts no trees; a policy; a verifier beside
-        the tree's own.
+      UnsupportedCombination: no drafter, or one that drafts no trees, or not this one; no tree with
+        a drafter that drafts nothing else; a policy; a verifier beside the tree's own.
     """
     if tree is None:
+        if isinstance(drafter, Drafter) and not drafter.drafts_chains:
+            raise UnsupportedCombination(f"tree: got None with {type(drafter).__name__}, expected a Tree")
         return TreeOptions(None, gamma, verifier)
     if not isinstance(tree, Tree | DynamicTree):
         raise ValueError(f"tree: got {tree!r}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))")
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
-    if tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA:
+    chains = not isinstance(drafter, Drafter) or drafter.drafts_chains
+    if chains and tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA:
         return TreeOptions(None, tree.depth if automatic else gamma, verifier)
-    if isinstance(drafter, Drafter) and not drafter.drafts_trees:
-        raise UnsupportedCombination(f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None")
+    if isinstance(drafter, Drafter):
+        if not drafter.drafts_trees:
+            raise UnsupportedCombination(
+                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None"
+            )
+        tree = _fitted(tree, drafter)
     if verifier != _UNSET:
         raise UnsupportedCombination(
             f"verifier: got {verifier!r} beside a tree, expected the default: a tree has a verifier of its own"
@@ -61,3 +68,28 @@ def tree_options(
         )
     check_per_row("gamma", gamma, 1 if hasattr(gamma, "__index__") else len(gamma), 1, tree.size - 1)
     return TreeOptions(tree, gamma, _CHAIN_FORMS.get(tree.judge, "token"))
+
+
+def _fitted(tree: Tree | DynamicTree, drafter: Drafter) -> Tree | DynamicTree:
+    """Returns the tree with what suits `drafter` in place of "auto".
+
+    Raises:
+      UnsupportedCombination: a tree that `drafter` cannot draft, or not so that the output law is
+        the target's.
+    """
+    name, kinds = type(drafter).__name__, drafter.tree_kinds
+    if isinstance(tree, DynamicTree) and not drafter.grows_trees:
+        raise UnsupportedCombination(f"tree: got {tree} with {name}, expected a Tree, whose shape is fixed")
+    if isinstance(tree, DynamicTree) or kinds is CHILDREN:
+        return tree
+    listed = lambda names: ", ".join(map(repr, names))
+    children, verifier = tree.children, tree.verifier
+    if children == AUTO:
+        children = next((kind for kind in kinds if kind in tree.allowed), tree.kind)
+    if children not in kinds:
+        raise UnsupportedCombination(f"children: got {children!r} with {name}, expected {listed(kinds)}")
+    if verifier == AUTO:
+        verifier = kinds[children][0]
+    if verifier not in (*kinds[children], *LOSSY_TREES):
+        raise UnsupportedCombination(f"verifier: got {verifier!r} with {name}, expected {listed(kinds[children])}")
+    return Tree(tree.parents, children, verifier)

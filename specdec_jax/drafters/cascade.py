@@ -1,7 +1,7 @@
 """Drafters made of drafters (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462)."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,74 +9,16 @@ import numpy as np
 
 from specdec_jax.drafters.drafting import empty_law, keys_apart
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
-from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.drafters.pair import Pair, PairState
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import verify
 from specdec_jax.speculative.laws import Law, PointMass
-from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.verifiers import VERIFIERS
 
 
-class CascadeState(NamedTuple):
-    """The states of a cascade's two drafters."""
-
-    first: Any
-    second: Any
-
-
-class _Cascade(Drafter):
-    """Two drafters as one: what both kinds of cascade share."""
-
-    parts: tuple[Any, Any]
-    number: int  # the static setting
-
-    def tree_flatten(self):
-        return self.parts, self.number
-
-    @classmethod
-    def tree_unflatten(cls, number, parts):
-        cascade = object.__new__(cls)
-        cascade.parts, cascade.number = tuple(parts), number
-        return cascade
-
-    # What the base class has as class attributes depends on the parts here.
-    reads_encoder: ClassVar[Any] = property(lambda self: any(part.reads_encoder for part in self.parts))
-    observes: ClassVar[Any] = property(lambda self: any(part.observes for part in self.parts))
-    needs_target_state: ClassVar[Any] = property(lambda self: any(part.needs_target_state for part in self.parts))
-
-    @property
-    def models(self) -> tuple[LanguageModel, ...]:
-        return tuple(model for part in self.parts for model in part.models)
-
-    def identity(self) -> tuple[list[Any], Any]:
-        return [self.number, *(part.contents for part in self.parts)], None
-
-    def check(self, target: LanguageModel) -> None:
-        for part in self.parts:
-            part.check(target)
-
-    def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> CascadeState:
-        shared = lambda part: {"encoded": encoded} if part.reads_encoder else {}
-        return CascadeState(*(part.init(inputs, input_lengths, tokens, slots, **shared(part)) for part in self.parts))
-
-    def rewind(self, draft_state: CascadeState, lengths: jax.Array) -> CascadeState:
-        """Forgets what either drafter has cached past `lengths`.
-
-        A drafter whose part begins past the committed tokens cannot see that they were rejected: it
-        is told what was drafted before its part as if it were committed, and would take what its
-        last draft put there for cached.
-        """
-        rewound = lambda part, own: part.rewind(own, lengths)
-        return CascadeState(*map(rewound, self.parts, draft_state))
-
-    def observe(self, draft_state: CascadeState, state: DecodeState, scored: Scored) -> CascadeState:
-        """Passes what the target made of the draft on to those drafters that learn from it."""
-        seen = lambda part, own: part.observe(own, state, scored)
-        return CascadeState(*map(seen, self.parts, draft_state))
-
-
 @jax.tree_util.register_pytree_node_class
-class HorizontalCascade(_Cascade):
+class HorizontalCascade(Pair):
     """One drafter for the first positions of a draft and another, cheaper one for the later
     positions, which count for less.
 
@@ -104,7 +46,7 @@ class HorizontalCascade(_Cascade):
         first, then = self.parts
         return f"{first.name}, then {then.name} (from {self.number})"
 
-    def draft(self, draft_state: CascadeState, state: DecodeState, num_wanted) -> tuple[CascadeState, Draft]:
+    def draft(self, draft_state: PairState, state: DecodeState, num_wanted) -> tuple[PairState, Draft]:
         (first, then), program = self.parts, state.program
         draft_state = self.rewind(draft_state, state.lengths)
         early = min(self.number, program.gamma)
@@ -132,7 +74,7 @@ class HorizontalCascade(_Cascade):
             law = Law(*map(joined, room, _as_law(head.law), _as_law(tail.law)))
         calls = head.calls + tail.calls
         draft = Draft(tokens, count + tail.num_drafted, law, calls, target_cache=head.target_cache)
-        return CascadeState(own, other), draft
+        return PairState(own, other), draft
 
 
 class _Loop(NamedTuple):
@@ -157,7 +99,7 @@ class _Loop(NamedTuple):
 
 
 @jax.tree_util.register_pytree_node_class
-class VerticalCascade(_Cascade):
+class VerticalCascade(Pair):
     """A model drafter that has a drafter of its own: speculative decoding inside the draft.
 
     A cheaper drafter proposes some tokens after those drafted so far; the model judges them in one
@@ -188,7 +130,7 @@ class VerticalCascade(_Cascade):
         model_drafter, inner = self.parts
         return f"{model_drafter.name} over {inner.name} ({self.number})"
 
-    def draft(self, draft_state: CascadeState, state: DecodeState, num_wanted) -> tuple[CascadeState, Draft]:
+    def draft(self, draft_state: PairState, state: DecodeState, num_wanted) -> tuple[PairState, Draft]:
         """Drafts with a loop of model calls over a fixed number of positions.
 
         A call begins at the first token that the model's cache lacks. After the target has accepted
@@ -242,7 +184,7 @@ class VerticalCascade(_Cascade):
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.drafted < loop.wanted), body, loop)
         places = jnp.minimum(state.lengths[:, None] + jnp.arange(program.gamma), state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(loop.tokens, places, axis=1)
-        return CascadeState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.law, loop.calls)
+        return PairState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.law, loop.calls)
 
 
 def _written(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
@@ -266,8 +208,8 @@ def _positive(name: str, value) -> int:
 
 def _check_drafters(**drafters) -> None:
     for name, drafter in drafters.items():
-        if not isinstance(drafter, Drafter):
-            raise ValueError(f"{name}: got {drafter!r}, expected a drafter")
+        if not isinstance(drafter, Drafter) or not drafter.drafts_chains:
+            raise ValueError(f"{name}: got {drafter!r}, expected a drafter of chains")
 
 
 def _check_behind(name: str, drafter: Drafter) -> None:

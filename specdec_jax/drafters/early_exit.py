@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
+from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
@@ -32,6 +33,9 @@ class ExitNetwork(Network):
         states, cache = self.decode_states(tokens, positions, cache, self.layers, live)
         return self.head(states, live), cache
 
+    def decode_nodes(self, tokens, nodes, cache, live=None, layers=None):
+        return super().decode_nodes(tokens, nodes, cache, live, self.layers)
+
     def head(self, states, live=None):
         return (
             super().head(states, live) if self.kernel is None else apply_kernel(states, self.kernel, jnp.float32, live)
@@ -46,7 +50,7 @@ class EarlyExitDrafter(Drafter):
     The layers below the exit compute for a token what they compute in the target's own call. So the
     drafter reads the target's cache, which lacks exactly the last committed token, and feeds that
     first: there is never anything to catch up with. The slots that it writes are overwritten by the
-    target's call.
+    target's call; in a tree, those that are not are past the committed tokens and never read.
 
     Attributes:
       model: the target; no other can be drafted for.
@@ -55,6 +59,7 @@ class EarlyExitDrafter(Drafter):
 
     tells_law = True
     needs_target_state = True
+    drafts_trees = True
 
     def __init__(self, model: LanguageModel, layers: int, head=None):
         """Args:
@@ -130,3 +135,8 @@ class EarlyExitDrafter(Drafter):
         )
         # The written cache is handed on, though the target overwrites it: to keep the old one means to copy it.
         return (), Draft(tokens, num_drafted, law, calls=num_drafted, seen=seen, target_cache=cache)
+
+    def draft_tree(self, draft_state, state, num_wanted, room):
+        widened = lambda logits: match_width(logits, state.program.vocab_size)
+        cache, draft = draft_with_model(self.network, widened, state.target_cache, state, num_wanted, room, lag=1)
+        return (), draft._replace(target_cache=cache)

@@ -1,7 +1,7 @@
 """Drafts several tokens in one call, with heads on the target's own last state.
 
 This is blockwise parallel decoding (Stern et al. 2018) with Medusa's heads (Cai et al. 2024, arXiv
-2401.10774), and with a single draft instead of a tree.
+2401.10774), which draft a single sequence or, as Medusa does, a tree.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import numpy as np
 
 from specdec_jax.checkpoints import leaves, own
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law
+from specdec_jax.drafters.tree_levels import draft_tree
 from specdec_jax.models import heads, parameters
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
 from specdec_jax.models.language_model import LanguageModel
@@ -43,7 +44,8 @@ class HeadsDrafter(Drafter):
     A head does not see the tokens in between, so its law is the same whatever the heads before it
     drew. The law passes through the target's processors, temperature and filters before the token
     is drawn. One call of the heads serves a whole draft of at most N tokens. The first iteration of
-    a request drafts nothing, since there is no state before the first call of the target.
+    a request drafts nothing, since there is no state before the first call of the target. In a tree
+    all nodes of depth i have the law of head i; nodes deeper than N are not drafted.
 
     Attributes:
       network: the heads, and the target's own head if they share it.
@@ -52,6 +54,7 @@ class HeadsDrafter(Drafter):
 
     needs_target_state: ClassVar[bool] = True
     observes: ClassVar[bool] = True
+    drafts_trees: ClassVar[bool] = True
     network: HeadsNetwork
     fingerprint: str = flax.struct.field(pytree_node=False)
 
@@ -125,6 +128,18 @@ class HeadsDrafter(Drafter):
 
         tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, empty_law(state))
         return draft_state, Draft(tokens, num_drafted, law, (num_wanted > 0).astype(jnp.int32))
+
+    def draft_tree(self, draft_state: HeadsState, state: DecodeState, num_wanted, room):
+        logits = self.network.logits(draft_state.states)
+        batch, heads, vocab_size = logits.shape
+        room = jnp.where(draft_state.known, jnp.minimum(room, heads), 0)
+
+        def logits_of(level, carry):
+            here = logits[:, None, min(level.depth, heads - 1)]
+            return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
+
+        draft, _ = draft_tree(state, num_wanted, room, logits_of, ())
+        return draft_state, draft._replace(calls=jnp.any(draft.live[:, 1:], axis=1).astype(jnp.int32))
 
     def observe(self, draft_state: HeadsState, state: DecodeState, scored: Scored) -> HeadsState:
         """Keeps the state that gave the last committed token; rows that are done keep theirs."""

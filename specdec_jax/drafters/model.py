@@ -165,7 +165,7 @@ class ModelDrafter(Drafter):
 
     def draft_tree(self, draft_state, state, num_wanted, room):
         widened = lambda logits: self.widened(logits, state.program.vocab_size)
-        return draft_with_model(self.network, widened, draft_state, state, num_wanted, room)
+        return draft_with_model(self.network, widened, draft_state, state, num_wanted, room, state.program.lag)
 
     def keep_path(self, draft_state, state, draft, path):
         fed = jnp.take_along_axis(draft.slots, path[:, 1:], axis=1)

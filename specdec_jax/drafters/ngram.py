@@ -17,9 +17,11 @@ from specdec_jax.drafters.drafting import (
     record_signals,
 )
 from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.drafters.tree_levels import draft_children, draft_tree
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.trees import CHILDREN, POINTS
 
 
 @flax.struct.dataclass
@@ -29,11 +31,11 @@ class NGramDrafter(ChainDrafter):
 
     n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
     none was, the frequencies of single ids. In counting and in drafting, contexts that reach beyond
-    the beginning are filled up with the start token.
+    the beginning are filled up with the start token. In a tree each node's own path is looked up.
 
     Attributes:
       table: the counts.
-      sampled: False drafts the most frequent id, a point mass. True draws from the relative
+      sampled: False drafts the most frequent id, a point mass; in a tree the most frequent ids. True draws from the relative
         frequencies (after a context, those of the continuations that are kept), under the same
         processors, temperature and filters as the target.
     """
@@ -41,7 +43,10 @@ class NGramDrafter(ChainDrafter):
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
 
+    drafts_trees: ClassVar[bool] = True
     tells_law: ClassVar[Any] = property(lambda self: self.sampled)
+    tree_kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
+    grows_trees: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
     def count(
@@ -129,3 +134,17 @@ class NGramDrafter(ChainDrafter):
         carry = empty_law(state), empty_signals(state.policy, len(state.lengths))
         tokens, num_drafted, (law, seen) = draft_tokens(state, num_wanted, choose, carry, seen=lambda carry: carry[1])
         return (), draft_without_calls(state, tokens, num_drafted, law)._replace(seen=seen)
+
+    def draft_tree(self, draft_state: tuple, state: DecodeState, num_wanted, room):
+        after = lambda level: self.table.rows(*level.rows(state))
+
+        def logits_of(level, carry):
+            logits = match_width(self.table.logits(after(level)), state.program.vocab_size)
+            return logits.reshape(*level.tokens.shape, -1), carry
+
+        def children_of(level, carry):
+            return None, self.table.ranked(after(level), max(level.counts)).reshape(*level.tokens.shape, -1), carry
+
+        if self.sampled:
+            return (), draft_tree(state, num_wanted, room, logits_of, ())[0]
+        return (), draft_children(state, num_wanted, room, children_of)[0]

@@ -170,16 +170,22 @@ class NGramTable:
 
     def most_frequent(self, rows: jax.Array) -> jax.Array:
         """Returns the most frequent id `[B]` after the contexts `rows [B]`."""
-        return self.next_tokens[self.starts[rows]]
+        return self.ranked(rows, 1)[:, 0]
+
+    def ranked(self, rows: jax.Array, count: int) -> jax.Array:
+        """Returns the `count` most frequent ids `[B, count]` after the contexts `rows [B]`, −1 where
+        fewer are kept."""
+        places = self.starts[rows][:, None] + jnp.arange(count)
+        inside = places < self.starts[rows + 1][:, None]
+        return jnp.where(inside, self.next_tokens[jnp.minimum(places, len(self.next_tokens) - 1)], -1)
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """Returns log counts `[B, V]` of the kept continuations of the contexts `rows [B]`; for the
         empty context, of all ids."""
-        places = self.starts[rows][:, None] + jnp.arange(self.continuations)
-        inside = places < self.starts[rows + 1][:, None]
-        places = jnp.minimum(places, len(self.counts) - 1)
+        tokens = self.ranked(rows, self.continuations)
+        places = jnp.minimum(self.starts[rows][:, None] + jnp.arange(self.continuations), len(self.counts) - 1)
         # The few continuations kept are scattered; unused places get an id past the vocabulary and are dropped.
-        tokens = jnp.where(inside, self.next_tokens[places], self.vocab_size)
+        tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         nothing = jnp.full((len(rows), self.vocab_size), -jnp.inf, jnp.float32)
         row = jnp.arange(len(rows))[:, None]
         some = nothing.at[row, tokens].set(jnp.log(self.counts[places].astype(jnp.float32)), mode="drop")

@@ -1,6 +1,6 @@
 """Drafts by copying what followed the same ids earlier, in the input or the output (prompt lookup)."""
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax
@@ -9,8 +9,10 @@ import numpy as np
 
 from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
+from specdec_jax.drafters.tree_levels import draft_children
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.state import DecodeState, Draft
+from specdec_jax.speculative.trees import POINTS
 
 
 class Inputs(NamedTuple):
@@ -32,12 +34,18 @@ class PromptLookupDrafter(ChainDrafter):
     reaches to the end of what is known there. If nothing is found, nothing is drafted. (Prompt
     lookup decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487.)
 
+    In a tree every node's path is looked up as if it were output. The node's children are what
+    follows at the best places, of equal ids only the first; where fewer are found, it has fewer.
+
     Attributes:
       max_match: the longest ending that is looked for, in ids.
     """
 
     max_match: int = flax.struct.field(pytree_node=False, default=3)
     varies: ClassVar[bool] = True
+    drafts_trees: ClassVar[bool] = True
+    tree_kinds: ClassVar[Any] = POINTS
+    grows_trees: ClassVar[bool] = False
 
     def __post_init__(self):
         if not isinstance(self.max_match, int | np.integer) or not 1 <= self.max_match <= 64:
@@ -52,21 +60,11 @@ class PromptLookupDrafter(ChainDrafter):
         return Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies))
 
     def draft(self, draft_state: Inputs, state: DecodeState, num_wanted) -> tuple[Inputs, Draft]:
-        output, lengths = state.tokens, state.lengths
-        slots, columns = output.shape[1], draft_state.tokens.shape[1]
-        back = lengths[:, None] - jnp.arange(1, self.max_match + 1)
-        ending = jnp.where(back >= 0, jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1), -1)  # last id first
-        # Places to copy from: the output's slots, then the input's columns. A place is as good as the ending before it
-        # is long; of equally good ones the output's come first, and the latest of each.
-        in_output = 2 * match_lengths(output, lengths, ending) + 1
-        in_input = 2 * match_lengths(draft_state.tokens, draft_state.lengths, ending)
-        order = max(slots, columns) * jnp.concatenate([in_output, in_input], axis=1)
-        order += jnp.concatenate([jnp.arange(slots), jnp.arange(columns)])
+        slots, lengths = state.tokens.shape[1], state.lengths
+        known, order = self._ranked(draft_state, state.tokens, lengths)
         place = laws.argmax(order)
-        found = jnp.take_along_axis(order, place[:, None], axis=1)[:, 0] >= 2 * max(slots, columns)
+        found = jnp.max(order, axis=1) >= 0
         end = jnp.where(place < slots, lengths, slots + draft_state.lengths)
-
-        known = jnp.concatenate([output, draft_state.tokens], axis=1)
         offsets = jnp.arange(state.program.gamma)
         tokens = jnp.take_along_axis(known, jnp.minimum(place[:, None] + offsets, known.shape[1] - 1), axis=1)
         num_drafted = jnp.where(found, jnp.minimum(num_wanted, end - place), 0)
@@ -75,6 +73,40 @@ class PromptLookupDrafter(ChainDrafter):
         first_eos = jnp.min(jnp.where(is_eos, offsets, state.program.gamma), axis=1)
         num_drafted = jnp.minimum(num_drafted, first_eos + 1)
         return draft_state, draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
+
+    def draft_tree(self, draft_state: Inputs, state: DecodeState, num_wanted, room):
+        def children_of(level, carry):
+            copies, shape = level.tokens.shape[1], (*level.tokens.shape, -1)
+            inputs = Inputs(*(jnp.repeat(x, copies, axis=0) for x in draft_state))
+            known, order = self._ranked(inputs, *level.rows(state))
+            tokens = []
+            for _ in range(max(level.counts)):
+                place = laws.argmax(order)[:, None]
+                token = jnp.take_along_axis(known, place, axis=1)
+                tokens.append(jnp.where(jnp.take_along_axis(order, place, axis=1) < 0, -1, token))
+                order = jnp.where(known == token, -1, order)
+            return None, jnp.concatenate(tokens, axis=1).reshape(shape), carry
+
+        draft, _ = draft_children(state, num_wanted, room, children_of)
+        return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))  # to find nothing is no failure
+
+    def _ranked(self, inputs: Inputs, output: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the tokens `[B, S + L]` at all places to copy from, those of the output and then
+        those of the input, and numbers `[B, S + L]` that are greater the better a place is, −1 where
+        nothing is to be copied.
+
+        A place is as good as the ending before it is long; of equally good ones the output's come
+        first, and the latest of each.
+        """
+        slots, columns = output.shape[1], inputs.tokens.shape[1]
+        back = lengths[:, None] - jnp.arange(1, self.max_match + 1)
+        ending = jnp.where(back >= 0, jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1), -1)  # last id first
+        in_output = 2 * match_lengths(output, lengths, ending) + 1
+        in_input = 2 * match_lengths(inputs.tokens, inputs.lengths, ending)
+        matches = jnp.concatenate([in_output, in_input], axis=1)
+        latest = jnp.concatenate([jnp.arange(slots), jnp.arange(columns)])
+        order = jnp.where(matches >= 2, max(slots, columns) * matches + latest, -1)
+        return jnp.concatenate([output, inputs.tokens], axis=1), order
 
 
 def match_lengths(source: jax.Array, lengths: jax.Array, ending: jax.Array) -> jax.Array:

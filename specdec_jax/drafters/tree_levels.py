@@ -1,5 +1,5 @@
-"""Drafts trees of fixed shape, level by level: the laws after all nodes of a level that have
-children come from one call, and their children are chosen from them."""
+"""Drafts trees level by level: the laws after all nodes of a level that have children come from one
+call, and their children are chosen from them."""
 
 import functools
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from specdec_jax.speculative import draws, laws, tree_growth
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_children import choose_children
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_iteration import at_nodes, sequences
-from specdec_jax.speculative.trees import DynamicTree, Tree, TreeDraft
+from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 class Level(NamedTuple):
@@ -31,6 +32,8 @@ class Level(NamedTuple):
         own, in that order.
       tokens: their tokens.
       live: False for nodes that are not there.
+      counts: how many children each has; static.
+      texts: the tokens up to each of them by position: committed ones, then those on its path.
     """
 
     depth: int
@@ -39,10 +42,20 @@ class Level(NamedTuple):
     lines: Any
     tokens: Int[Array, "B J"]
     live: Bool[Array, "B J"]
+    counts: list[int]
+    texts: Int[Array, "B J S"]
+
+    def rows(self, state: DecodeState) -> tuple[Int[Array, "N S"], Int[Array, " N"]]:
+        """Returns `texts` as N = B · J rows, and how many tokens of each count."""
+        lengths = jnp.repeat(state.lengths, self.tokens.shape[1]) + self.depth
+        return self.texts.reshape(len(lengths), -1), lengths
 
 
 # (level, carry) -> (logits `[B, J, V]` of the token after each of its nodes, carry)
 LogitsOf = Callable[[Level, Any], tuple[Float[Array, "B J V"], Any]]
+# (level, carry) -> (the laws that children were chosen from, or None; tokens of its nodes' children
+# by rank, −1 where there is none; carry)
+ChildrenOf = Callable[[Level, Any], tuple[Law | None, Int[Array, "B J K"], Any]]
 
 
 def draft_tree(
@@ -57,12 +70,30 @@ def draft_tree(
     Returns:
       The draft, whose `calls` are 0, and the last carry.
     """
-    draft = _grow if isinstance(state.program.tree, DynamicTree) else _draft_fixed
-    return draft(state, num_wanted, room, logits_of, carry)
+    tree = state.program.tree
+    if isinstance(tree, DynamicTree):
+        return _grow(state, num_wanted, room, logits_of, carry)
+    assert tree is not None, "a program of trees"
+    words = _words(state, tree)
+
+    def children_of(level: Level, carry):
+        logits, carry = logits_of(level, carry)
+        assert level.numbers is not None
+        own = None if words is None else words[:, tree.children_of(level.numbers) - 1]
+        law, _, chosen = _choose(state, level, logits, own)
+        return law, chosen, carry
+
+    return draft_children(state, num_wanted, room, children_of, carry)
 
 
-def _draft_fixed(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> tuple[TreeDraft, Any]:
-    """Does what `draft_tree` does, for a tree of fixed shape."""
+def draft_children(
+    state: DecodeState, num_wanted, room, children_of: ChildrenOf, carry: Any = ()
+) -> tuple[TreeDraft, Any]:
+    """Does what `draft_tree` does, for a tree of fixed shape and a drafter that chooses children
+    itself.
+
+    A first child of token −1 is taken for a law that contained NaN.
+    """
     program, tree, batch = state.program, state.program.tree, len(state.lengths)
     assert isinstance(tree, Tree)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
@@ -70,20 +101,17 @@ def _draft_fixed(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carr
     tokens, live = [last], [~state.done[:, None]]
     order, found, first = [np.zeros(1, np.int64)], [], 0
     column = np.zeros(tree.size, np.int64)
-    words = _words(state, tree)
     for depth in range(tree.depth):
         inner, children = tree.inner(depth), tree.level(depth + 1)
         so_far = jnp.concatenate(tokens, axis=1)
         places = column[inner]
         there = jnp.concatenate(live, axis=1)[:, places]
-        level = Level(depth, inner, first, tree.fed[tree.lines[inner]], so_far[:, places], there)
-        logits, carry = logits_of(level, carry)
-        first += len(inner)
         lines = jnp.broadcast_to(jnp.asarray(column[tree.lines[inner]], jnp.int32), (batch, len(inner), tree.depth + 1))
-        depths = jnp.full((batch, len(inner)), depth, jnp.int32)
-        own = None if words is None else words[:, tree.children_of(inner) - 1]
+        texts = sequences(state, so_far, lines, jnp.full((batch, len(inner)), depth, jnp.int32))
         counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
-        law, _, chosen = _choose(state, counts, depth, logits, sequences(state, so_far, lines, depths), own)
+        level = Level(depth, inner, first, tree.fed[tree.lines[inner]], so_far[:, places], there, counts, texts)
+        law, chosen, carry = children_of(level, carry)
+        first += len(inner)
         if program.asks_draft_law:
             found.append(law)
         parents = np.searchsorted(inner, np.asarray(tree.parents)[children - 1])
@@ -118,17 +146,15 @@ def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
     return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
 
 
-def _choose(
-    state: DecodeState, counts: list[int], depth: int, logits, prefixes, words
-) -> tuple[Law | None, Law, Int[Array, "B J K"]]:
-    """Chooses the children of J nodes at `depth`; `counts` says how many each has.
+def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law | None, Law, Int[Array, "B J K"]]:
+    """Chooses the children of the nodes of `level`.
 
     Returns:
       The laws that the children were drawn from, None at temperature 0; the laws by which they are
       ranked; and their tokens by rank, −1 where a node has none.
     """
-    program = state.program
-    depths = jnp.full(logits.shape[:2], depth, jnp.int32)
+    program, counts, prefixes = state.program, level.counts, level.texts
+    depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
     if program.mode.greedy:
         ranked = Law.of(at_nodes(laws.process, state, logits, depths, prefixes))
         return None, ranked, choose_children("top", ranked, counts)
@@ -140,7 +166,7 @@ def _choose(
     # Children of rows at temperature 0 are not drawn.
     argmax = (state.sampling.temperature == 0)[:, None, None]
     if kind == "gumbel":
-        noise = draws.gumbel_noise(state.keys, (state.lengths + depth)[:, None], program.vocab_size)
+        noise = draws.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], program.vocab_size)
         noise = jnp.broadcast_to(noise, logits.shape)
         ranked = Law.of(jnp.where(argmax, ranked.logits, law.logits + noise))
     return law, ranked, jnp.where(argmax, chosen, choose_children(kind, law, counts, words, noise))
@@ -169,11 +195,11 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         line = _pick(lines, inner)
         there, depths = _pick(live, inner), jnp.full(inner.shape, depth, jnp.int32)
         level = Level(
-            depth, None, fed, _pick(places, line.reshape(batch, -1)).reshape(line.shape), _pick(tokens, inner), there
-        )
+            depth, None, fed, _pick(places, line.reshape(batch, -1)).reshape(line.shape), _pick(tokens, inner), there,
+            [width] * count, sequences(state, jnp.maximum(tokens, 0), line, depths),
+        )  # fmt: skip
         logits, carry = logits_of(level, carry)
-        prefixes = sequences(state, jnp.maximum(tokens, 0), line, depths)
-        _, ranked, chosen = _choose(state, [width] * count, depth, logits, prefixes, None)
+        _, ranked, chosen = _choose(state, level, logits, None)
         open_ = (there & ~_ended(state, level) & (depth < room)[:, None])[..., None]
         gained = jnp.take_along_axis(ranked.logits, jnp.maximum(chosen, 0), axis=2) - ranked.log_normalizer[..., None]
         # A first child whose law contains NaN stays beside its parent, to be noticed.
@@ -206,35 +232,34 @@ def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def draft_with_model(
-    network: Network, widened: Callable, cache: Any, state: DecodeState, num_wanted, room
+    network: Network, widened: Callable, cache: Any, state: DecodeState, num_wanted, room, lag: int
 ) -> tuple[Any, TreeDraft]:
-    """Drafts a tree with a model and its own cache.
+    """Drafts a tree with a model.
 
-    The first call feeds the last two committed tokens: the one before the last may have been a leaf
-    of the tree before, which was never fed. Node n is fed to the slot of the last committed token
-    and as many slots further as nodes were fed before it.
+    The first call feeds the last `lag` committed tokens. Node n is fed to the slot of the last
+    committed token and as many slots further as nodes were fed before it.
 
     Args:
       network: the drafting model's network.
       widened: a function that brings its logits to the width of the target's vocabulary.
       cache: its cache, from `Network.node_cache`.
+      lag: the most committed tokens that the cache may lack.
       The others are those of `Drafter.draft_tree`.
 
     Returns:
       The cache, and the draft.
     """
-    origins, span, columns = state.lengths - 1, state.tokens.shape[1], state.program.gamma + 1
+    origins, span, columns = state.lengths - 1, state.tokens.shape[1], max(state.program.gamma + 1, lag)
 
     def logits_of(level: Level, cache):
         if level.depth:
             starts = origins + level.first
             states, cache = network.decode_nodes(level.tokens, _fed(level, starts, origins, span), cache, level.live)
             return widened(network.head(states, level.live)), cache
-        first = jnp.maximum(origins - 1, 0)  # at position 0 the second token is fed needlessly
-        fed = jnp.take_along_axis(state.tokens, first[:, None] + jnp.arange(2), axis=1)
-        depths = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), fed.shape)
-        lines = np.zeros((2, columns), np.int32)
-        lines[1, 1] = 1
+        first = jnp.maximum(origins - (lag - 1), 0)  # near position 0 the last tokens are fed needlessly
+        fed = jnp.take_along_axis(state.tokens, first[:, None] + jnp.arange(lag), axis=1)
+        depths = jnp.broadcast_to(jnp.arange(lag, dtype=jnp.int32), fed.shape)
+        lines = np.tile(np.arange(columns, dtype=np.int32), (lag, 1))
         nodes = WindowNodes(first, first, depths, jnp.broadcast_to(lines, (*fed.shape, columns)), span)
         live = jnp.broadcast_to(level.live, fed.shape)
         states, cache = network.decode_nodes(fed, nodes, cache, live)

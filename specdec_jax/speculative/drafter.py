@@ -12,7 +12,8 @@ from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
-from specdec_jax.speculative.trees import TreeDraft
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.trees import CHILDREN
 
 if TYPE_CHECKING:
     from specdec_jax.speculative.beam_iteration import BeamTree
@@ -41,6 +42,10 @@ class Drafter:
         names.
       drafts_trees: whether it can draft trees, by the methods `init_tree`, `draft_tree` and
         `keep_path`.
+      tree_kinds: how the children of its trees can be chosen, and how such trees can be verified,
+        the best first, as in `CHILDREN`.
+      grows_trees: whether it can draft a `DynamicTree`.
+      drafts_chains: whether it can draft without a tree.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -51,6 +56,9 @@ class Drafter:
     scorable: ClassVar[bool] = False
     drafts_beams: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = False
+    tree_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = CHILDREN
+    grows_trees: ClassVar[bool] = True
+    drafts_chains: ClassVar[bool] = True
 
     # Traced.
 

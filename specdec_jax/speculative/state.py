@@ -27,6 +27,8 @@ class StaticConfig(NamedTuple):
       widths: the numbers of positions for which a target call is compiled, ascending, the last one
         G + 1; () means G + 1 alone.
       tree: the tree that is drafted, of which G is the depth; None: a chain.
+      lag: the most committed tokens that a drafter of trees may not have been fed: the last one, and
+        the one before it if it was a leaf. In a merged tree it is all that an iteration commits.
     """
 
     gamma: int
@@ -35,11 +37,12 @@ class StaticConfig(NamedTuple):
     verifier: Verifier = VERIFIERS["block"]
     widths: tuple[int, ...] = ()
     tree: Tree | DynamicTree | None = None
+    lag: int = 2
 
     @property
-    def drafted(self) -> int:
-        """The most tokens drafted in one iteration: N − 1 in a tree of N nodes."""
-        return self.gamma if self.tree is None else self.tree.size - 1
+    def reach(self) -> int:
+        """The most slots past a row's last committed token that a call writes."""
+        return self.gamma if self.tree is None else self.tree.window - 1
 
     @property
     def children(self) -> str:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.trees import Branches, DynamicTree
+from specdec_jax.speculative.tree_draft import Branches
+from specdec_jax.speculative.trees import DynamicTree
 
 
 def to_expand(tree: DynamicTree, scores: Float[Array, "B J"]) -> Int[Array, "B W"]:

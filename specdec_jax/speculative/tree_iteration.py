@@ -26,8 +26,8 @@ from specdec_jax.speculative.iteration import commit, most_probable
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, TreeVerification, walk_greedy
-from specdec_jax.speculative.trees import TreeDraft
 from specdec_jax.speculative.verifier import Verification
 
 
@@ -135,16 +135,14 @@ def verify_tree(
 
 def sequences(
     state: DecodeState, tokens: Tokens, lines: Int[Array, "B J D"], depths: Int[Array, "B J"]
-) -> Int[Array, "B J S"] | None:
-    """Returns the tokens up to each of J nodes by position; None if no processor reads them.
+) -> Int[Array, "B J S"]:
+    """Returns the tokens up to each of J nodes by position.
 
     Args:
       tokens: the token of every node.
       lines: the nodes' ancestors by depth, as in `Branches`.
       depths: the nodes' depths.
     """
-    if not state.program.mode.reads_prefix:
-        return None
     batch, count, deepest = lines.shape
     own = jnp.take_along_axis(tokens, lines.reshape(batch, -1), axis=1).reshape(lines.shape)
     after = jnp.arange(state.tokens.shape[1]) - (state.lengths[:, None] - 1)
@@ -155,7 +153,7 @@ def sequences(
 
 def at_nodes(
     function: Callable, state: DecodeState, logits: Float[Array, "B J V"], depths: Int[Array, "B J"],
-    prefixes: Int[Array, "B J S"] | None,
+    prefixes: Int[Array, "B J S"],
 ) -> Any:  # fmt: skip
     """Applies `laws.process` or `laws.standardize` to logits of nodes, each with a prefix of its own.
 
@@ -171,8 +169,7 @@ def at_nodes(
     batch, count, vocab = logits.shape
     flat = lambda x: x.reshape(batch * count, *x.shape[2:])
     repeat = lambda x: jnp.repeat(x, count, axis=0)
-    tokens = jnp.zeros((batch, count, 1), jnp.int32) if prefixes is None else prefixes
     lengths = state.lengths[:, None] + depths
-    own = Context(flat(tokens), flat(lengths), repeat(state.starts), repeat(state.eos_ids))
+    own = Context(flat(prefixes), flat(lengths), repeat(state.starts), repeat(state.eos_ids))
     found = function(logits.reshape(batch * count, 1, vocab), own, state.sampling.repeated(count), mode)
     return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[2:]), found)

@@ -21,7 +21,7 @@ from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.draws import draw
 from specdec_jax.speculative.laws import Law
-from specdec_jax.speculative.trees import TreeDraft
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS, at
 

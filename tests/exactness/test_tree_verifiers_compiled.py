@@ -14,8 +14,9 @@ from tree_inputs import cases, committed, drafted, randomness
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.tree_children import choose_children
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, walk_greedy
-from specdec_jax.speculative.trees import CHILDREN, LOSSY_TREES, Tree, TreeDraft
+from specdec_jax.speculative.trees import CHILDREN, LOSSY_TREES, Tree
 from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import VERIFIERS
 

@@ -11,8 +11,9 @@ from enumerations import DRAFTS, TARGETS, as_law
 
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.tree_children import choose_children
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeRandomness
-from specdec_jax.speculative.trees import Tree, TreeDraft
+from specdec_jax.speculative.trees import Tree
 
 V = 4
 SECOND = np.array([[2, 6, 4, 4], [7, 3, 1, 5], [1, 0, 8, 7], [3, 9, 0, 4]]) / 16

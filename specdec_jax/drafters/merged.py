@@ -1,0 +1,116 @@
+"""Trees that two drafters draft together (Miao et al. 2023, "SpecInfer", arXiv 2305.09781)."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.drafters.drafting import keys_apart
+from specdec_jax.drafters.pair import Pair, PairState
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.trees import CHILDREN, Tree
+
+# Those under which siblings may come from different laws.
+_KINDS = {
+    kind: tuple(verifier for verifier in CHILDREN[kind] if verifier != "kseq")
+    for kind in ("drawn", "iid", "top", "gumbel")
+}
+
+
+@jax.tree_util.register_pytree_node_class
+class MergedDrafter(Pair):
+    """Two drafters, each of which drafts a tree of its own after the last committed token; the
+    target scores both trees in one call.
+
+    The children of node 0 are dealt out, the first to the first drafter, the second to the second,
+    the third to the first again, with all that follows them. Each child is judged by the law of the
+    drafter that it comes from. Of a chain the second drafter would get nothing, so that a `Tree` is
+    needed, with at least two children of node 0.
+
+    Drafters that are merged complement each other: both are tried at the same time, whereas in a
+    cascade one goes on where the other stopped.
+    """
+
+    drafts_trees = True
+    drafts_chains = False
+    grows_trees = False
+    tree_kinds: ClassVar[Any] = property(
+        lambda self: {
+            kind: rules for kind, rules in _KINDS.items() if all(kind in part.tree_kinds for part in self.parts)
+        }
+    )
+
+    def __init__(self, first: Drafter, second: Drafter):
+        """Args:
+          first, second: drafters that draft trees; they may be merged ones themselves.
+
+        Raises:
+          ValueError: something else.
+        """
+        for name, part in (("first", first), ("second", second)):
+            if not isinstance(part, Drafter) or not part.drafts_trees:
+                raise ValueError(f"{name}: got {part!r}, expected a drafter that drafts trees")
+        self.parts = first, second
+
+    @property
+    def name(self) -> str:
+        first, second = self.parts
+        return f"{first.name} beside {second.name}"
+
+    def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> PairState:
+        return self.begin("init_tree", inputs, input_lengths, tokens, slots, **encoded)
+
+    def draft_tree(self, draft_state: PairState, state: DecodeState, num_wanted, room):
+        program, tree = state.program, state.program.tree
+        assert isinstance(tree, Tree)
+        lag = max(program.lag, program.gamma + 1)  # of a path by one drafter the other has been fed nothing
+        states, drafts, cache = [], [], state.target_cache
+        for part, own, numbers, keys in zip(
+            self.parts, draft_state, _dealt(tree), (state.keys, keys_apart(state)), strict=True
+        ):
+            parents = np.searchsorted(numbers, np.asarray(tree.parents)[numbers[1:] - 1])
+            subtree = Tree(parents, tree.kind, tree.judge)
+            inside = program._replace(tree=subtree, gamma=subtree.depth, lag=lag)
+            view = dataclasses.replace(state, program=inside, keys=keys, target_cache=cache)
+            wanted = jnp.sum(numbers[1:] <= num_wanted[:, None], axis=1, dtype=jnp.int32)
+            own, draft = part.draft_tree(own, view, wanted, room)
+            cache = cache if draft.target_cache is None else draft.target_cache
+            states.append(own)
+            drafts.append(draft)
+        return PairState(*states), _merged(tree, drafts, cache)
+
+
+def _dealt(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of the nodes of each drafter's tree, node 0 among both.
+
+    Raises:
+      ValueError: a tree of which the second would get nothing.
+    """
+    owners = tree.ranks[tree.lines[:, 1]] % 2
+    first, second = (np.concatenate([[0], 1 + np.flatnonzero(owners[1:] == owner)]) for owner in range(2))
+    if len(second) == 1:
+        raise ValueError(f"tree: got {tree} for two drafters, expected one with at least two children of node 0")
+    return first, second
+
+
+def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft:
+    """Returns the tree whose nodes were dealt out, drafted by two drafters."""
+    first, second = drafts
+    # Where each node stands among the first drafter's nodes, followed by the second's.
+    places = np.argsort(np.concatenate(_dealt(tree)), kind="stable")
+    places = np.delete(places, 1)  # node 0 is among both
+    joined = lambda a, b: jnp.concatenate([a, b], axis=1)
+    put = lambda a, b: joined(a, b)[:, places]
+    law, origins = None, second.origins
+    if first.law is not None and second.law is not None:
+        law, origins = Law(*map(joined, first.law, second.law)), origins + first.law.logits.shape[1]
+    return TreeDraft(
+        tokens=put(first.tokens, second.tokens), branches=tree.branches(len(first.tokens)),
+        live=put(first.live, second.live), law=law, origins=put(first.origins, origins),
+        calls=first.calls + second.calls, target_cache=target_cache,
+    )  # fmt: skip
