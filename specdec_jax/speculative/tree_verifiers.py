@@ -289,9 +289,7 @@ def verify_traversal(
         here, s = at(weights, level), _drawn_from(draft, child, kind)
         # `weights` are p' times α / scale.
         a, factor = at(alpha, above), at(scale, above)
-        over, under = at(here, token), at(s, token)
-        ratio = jnp.where(under == 0, (over > 0).astype(over.dtype), over / under)
-        entered = jnp.minimum(1, factor * ratio)
+        entered = jnp.minimum(1, factor * (at(here, token) / at(s, token)))
 
         excess = jnp.maximum(factor[:, None] * here - s, 0)
         mass = jnp.sum(excess, axis=1)
