@@ -173,3 +173,14 @@ def test_children_where_ids_are_few():
         "drawn": [[2, 1, -1, -1, -1], [2, 1, -1, -1, -1], nothing],
         "iid": [[2, 2, 2, 2, 2], [2, 2, -1, -1, -1], nothing],
     }
+
+
+@pytest.mark.parametrize("kind", ["top", "gumbel", "mixed"])
+def test_children_are_selected_without_a_sort(kind, optimised):
+    """On a CPU a sort of the vocabulary takes more than a hundred times as long."""
+    shape = lambda *sizes, dtype=np.float32: jax.ShapeDtypeStruct(sizes, dtype)
+    law = Law(shape(2, 3, 1000), shape(2, 3))
+    lowered = jax.jit(choose_children, static_argnums=(0, 2)).lower(
+        kind, law, (4, 4, 2), shape(2, 3, 4, 2, dtype=np.uint32), shape(2, 3, 1000)
+    )
+    assert "sort(" not in lowered.compile(optimised).as_text()

@@ -102,8 +102,11 @@ def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()
                         )  # fmt: skip
     p = np.stack([[row.target(way[node]) for node in range(size)] for row, way in zip(rows, ways)])
     p[~live] = np.nan
+    branches = tree.branches(batch)
+    past = jnp.arange(tree.depth + 1) > branches.depths[..., None]
+    branches = branches._replace(lines=jnp.where(past, size - 1, branches.lines))  # anything may be there
     draft = TreeDraft(
-        jnp.asarray(tokens), tree.branches(batch), jnp.asarray(live), as_law(np.stack(laws, axis=1), dtype),
+        jnp.asarray(tokens), branches, jnp.asarray(live), as_law(np.stack(laws, axis=1), dtype),
         jnp.asarray(own), jnp.zeros(batch, jnp.int32),
     )  # fmt: skip
     return draft, as_law(p, dtype)
