@@ -15,6 +15,7 @@ from specdec_jax.speculative.tree_verifiers import TreeRandomness
 from specdec_jax.speculative.trees import Tree, TreeDraft
 
 V = 4
+SECOND = np.array([[2, 6, 4, 4], [7, 3, 1, 5], [1, 0, 8, 7], [3, 9, 0, 4]]) / 16
 
 
 def law_of(table):
@@ -49,7 +50,7 @@ def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
     zeros = {"draft": 0.1, "accept": 0.2, "final": 0}  # after k-SEQ some weights are dust, which a 0 would draw
     for name in DRAFTS:
         for _ in range(size):
-            drafters = [law_of(DRAFTS[name]), law_of(DRAFTS["other laws"][::-1])]
+            drafters = [law_of(DRAFTS[name]), law_of(SECOND)]
             uniforms = {
                 key: np.where(rng.random(tree.size) < share, 0, grid(tree.size)) for key, share in zeros.items()
             }
