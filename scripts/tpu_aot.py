@@ -3,14 +3,16 @@
     pip install '.[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=4,3,2,1 # a tree of 65 nodes in the place of γ
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=widths:4,3,2,1  # a tree of 65 nodes in the place of γ
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --num_beams=4 --gamma=3    # speculative beam search
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
-commit, in its loop). It prints the compiler's memory analysis, the arrays of more than a megabyte
-that loop bodies copy, and with `--times` the compiler's own estimate of single calls; nothing here
-is a measurement. On a mesh all sizes are for one device, the collectives of the loop are counted,
-and every device holds the whole drafter. Exit code 1 if the programs do not fit.
+commit, in its loop); for a beam search `begin` and `search`, which the package runs as one program.
+It prints the compiler's memory analysis, the arrays of more than a megabyte that loop bodies copy,
+and with `--times` the compiler's own estimate of single calls; nothing here is a measurement. On a
+mesh all sizes are for one device, the collectives of the loop are counted, and every device holds
+the whole drafter. Exit code 1 if the programs do not fit.
 """
 
 import collections
@@ -30,24 +32,29 @@ from jax.sharding import Mesh
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import paper
+from specdec_jax.decoding.beams import BeamOptions, begin
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
-from specdec_jax.decoding.trees import parse_tree
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import layouts
 from specdec_jax.models.network import Network
+from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
 from specdec_jax.models.t5 import PRESETS, T5
 from specdec_jax.speculative import laws
 from specdec_jax.speculative import state as speculative_state
+from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.tree_text import read_tree
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
 _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0)
-_TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as 3,2,1.")
+_TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1.")
+_BEAMS = flags.DEFINE_integer("num_beams", None, "Beams of a beam search; none without.", lower_bound=1)
+_WIDTH = flags.DEFINE_integer("beam_width", None, "Nodes of each drafted level, by default twice the beams.")
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
@@ -138,6 +145,14 @@ def size(tree) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def _tree():
+    return None if _TREE.value is None else read_tree(_TREE.value)
+
+
+def _gamma() -> int:
+    return _GAMMA.value if _TREE.value is None else _tree().depth
+
+
 @functools.cache
 def _devices() -> list:
     topology = topologies.get_topology_desc(
@@ -195,6 +210,27 @@ def call_seconds(preset: str, width: int, drafts: bool = False) -> float:
     return estimated_seconds(call.lower(*place((network, tokens, row, cache))).compile().as_text())
 
 
+@functools.partial(jax.jit, donate_argnums=3)
+def call_nodes(network: Network, tokens, positions, cache):
+    """Runs one call over the nodes of a tree and takes the argmax of its logits."""
+    branches = _tree().branches(len(tokens))
+    nodes = WindowNodes(positions, positions, branches.depths, branches.lines, cache.layers[0].slots)
+    states, cache = network.decode_nodes(tokens, nodes, cache)
+    return laws.argmax(network.head(states)), cache
+
+
+def tree_call_seconds(preset: str) -> float:
+    """Returns the compiler's estimate of a call over the nodes of the tree, in seconds."""
+    network, tree, batch = abstract_network(preset), _tree(), _BATCH.value
+    room = slots(_NEW.value + 1, tree.size - 1)
+    inputs = jax.ShapeDtypeStruct((batch, bucket(_INPUT.value)), jnp.int32)
+    row, tokens = (jax.ShapeDtypeStruct((batch, *shape), jnp.int32) for shape in ((), (tree.size,)))
+    begun = lambda network, inputs, row: network.node_cache(network.prefill(inputs, row, room), room, room)
+    start = jax.jit(begun).lower(*place((network, inputs, row)))
+    cache = place(start.out_info, None if placement() is None else start.compile().output_shardings)
+    return estimated_seconds(call_nodes.lower(*place((network, tokens, row, cache))).compile().as_text())
+
+
 def times() -> dict:
     """Returns c, v and the improvement by the compiler's estimates for the rows of table 2, with
     the paper's α.
@@ -221,29 +257,44 @@ def times() -> dict:
     return {"what": "the compiler's own estimate; not a measurement", **steps, "rows": found}
 
 
+def lowered_start(target: Network, drafter: ModelDrafter | None):
+    """Lowers the program that makes the state which the loop starts from."""
+    batch, gamma, vocab, tree = _BATCH.value, _gamma(), target.vocab_size, _tree()
+    config = SamplingConfig(temperature=_TEMPERATURE.value)
+
+    def arguments():
+        row, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32)
+        inputs = jnp.zeros((batch, bucket(_INPUT.value)), jnp.int32), row, row[:, None], row
+        rows = config.rows(batch, vocab)
+        if _BEAMS.value:
+            return *inputs, row, ends[:, :1], jnp.float32(0), rows, row > 0
+        return *inputs, jax.random.split(jax.random.key(0), batch), rows, None, row, ends, row, row > 0
+
+    placed = place(jax.eval_shape(arguments))
+    if not _BEAMS.value:
+        program = speculative_state.StaticConfig(gamma, config.mode, vocab, tree=tree)
+        return prefill.lower(target, drafter, program, slots(_NEW.value + 1, program.drafted), *placed)
+    options, most = BeamOptions(_BEAMS.value, beam_width=_WIDTH.value), bucket(_NEW.value)
+    program = options.program(1, config.mode, vocab, gamma, drafter)
+    return begin.lower(target, drafter, program, most, 1 + most, *placed)
+
+
+def lowered_loop(target: Network, drafter: ModelDrafter | None, state):
+    """Lowers the loop."""
+    if _BEAMS.value:
+        return jax.jit(search, donate_argnums=2).lower(target, drafter, state)
+    return advance.lower(target, drafter, state, place(jax.ShapeDtypeStruct((), jnp.int32)))
+
+
 def report() -> dict:
     """Compiles both programs and returns what the compiler says about them, in GB."""
-    tree = None if _TREE.value is None else parse_tree(_TREE.value)
-    batch, gamma = _BATCH.value, _GAMMA.value if tree is None else tree.depth
+    batch, gamma = _BATCH.value, _gamma()
     target = place(abstract_network(_TARGET.value))
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None
-    config = SamplingConfig(temperature=_TEMPERATURE.value)
-    program = speculative_state.StaticConfig(gamma, config.mode, target.vocab_size, tree=tree)
-    room = slots(_NEW.value + 1, program.drafted)
-    row = jnp.zeros(batch, jnp.int32)
-    arguments = place(
-        jax.eval_shape(
-            lambda: (
-                jnp.zeros((batch, bucket(_INPUT.value)), jnp.int32), row, row[:, None], row,
-                jax.random.split(jax.random.key(0), batch), config.rows(batch, target.vocab_size), None, row,
-                jnp.zeros((batch, 4), jnp.int32), row, row > 0,
-            )
-        )
-    )  # fmt: skip
-    lowered = prefill.lower(target, drafter, program, room, *arguments)
+    lowered = lowered_start(target, drafter)
     compiled = lowered.compile()
     state, encoders = place(lowered.out_info, compiled.output_shardings), compiled.memory_analysis()
-    loop = advance.lower(target, drafter, state, place(jax.ShapeDtypeStruct((), jnp.int32))).compile()
+    loop = lowered_loop(target, drafter, state).compile()
     text = loop.as_text()
     if _TEXT.value:
         write_file(_TEXT.value, text)
@@ -254,7 +305,8 @@ def report() -> dict:
     return {
         "what": "compiler's memory analysis, ahead of time; not a measurement",
         "topology": _TOPOLOGY.value, "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
-        "gamma": gamma, "tree": _TREE.value, "nodes": tree and tree.size, "batch_size": batch, "dtype": "bfloat16", "weights_gb": round(weights, 3),
+        "gamma": gamma, "tree": _TREE.value, "num_beams": _BEAMS.value, "batch_size": batch, "dtype": "bfloat16",
+        "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
         "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
         "mesh": _MESH.value, "collectives": collectives(text),
@@ -273,6 +325,13 @@ def main(argv):
         except ValueError as error:
             raise app.UsageError(str(error)) from None
     result = report()
+    if _TREE.value:
+        width, node = _gamma() + 1, tree_call_seconds(_TARGET.value)
+        result["nodes"] = _tree().size
+        result["target_calls_ms"] = {
+            f"{width} of a chain": round(1e3 * call_seconds(_TARGET.value, width), 3),
+            f"{_tree().size} nodes": round(1e3 * node, 3),
+        }
     if _TIMES.value:
         result["times"] = times()
     print(json.dumps(result, indent=2))

@@ -76,7 +76,7 @@ def benchmark_beams(
       drafter: None times plain beam search and greedy decoding alone.
       others: another implementation's beam search by its name, timed in turn with ours; None or empty: none.
     """
-    trees = trees_of(target, drafter, options.gamma, options.beam_width or (None,), batches, options)
+    trees = trees_of(target, drafter, options.gammas, options.beam_width or (None,), batches, options)
 
     def arm(gamma: int, how: dict[str, Any]) -> Arm:
         return Arm(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))

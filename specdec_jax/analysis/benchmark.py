@@ -53,7 +53,7 @@ def benchmark(
             **options.decoding(plain=not gamma) | forced,
         ), forced_alpha=forced_alpha)  # fmt: skip
 
-    speculative = options.gamma if drafter is not None and (options.forced_alpha or not options.preset) else ()
+    speculative = options.gammas if drafter is not None and (options.forced_alpha or not options.preset) else ()
     analysis_arms.check_prompts(target, drafter, batches, options)
     arms = {"plain": arm(0)}
     for gamma in speculative:
@@ -69,11 +69,11 @@ def benchmark(
         analysis_arms.one_pass(arms, batches, repeat, turn)
     record = _record(target, drafter, arms, analysis_arms.per_step(timed), batches, options)
     if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
-        gammas = () if options.forced_alpha else options.gamma
+        gammas = () if options.forced_alpha else options.gammas
         record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
-        record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gamma}
+        record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas}
     problems = _problems(record, arms, options, target)
     for name in others or ():
         record["against"] = comparison.compare(name, arms, target, batches)
@@ -84,12 +84,12 @@ def benchmark(
 def _step_arms(target, drafter, batches, options: BenchmarkSetup) -> dict[str, Callable[[], object]]:
     """Returns single steps and encoders by name, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    longest, room = lengths[-1], timing.total_slots(target, lengths[-1], options.max_new_tokens, max(options.gamma))
+    longest, room = lengths[-1], timing.total_slots(target, lengths[-1], options.max_new_tokens, max(options.gammas))
     arms = analysis_products.products_arms(target.network, rows) | analysis_products.bare_arms(
-        target, drafter, rows, options.gamma
+        target, drafter, rows, options.gammas
     )
-    arms |= timing.step_arms(target, drafter, rows, lengths, room, options.gamma, options.gamma)
-    for gamma in options.gamma if options.samples_preset else ():
+    arms |= timing.step_arms(target, drafter, rows, lengths, room, options.gammas, options.gammas)
+    for gamma in options.gammas if options.samples_preset else ():
         calls = timing.sampling_arms(target.network, rows, longest, room, gamma, options.sampling())
         arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     return arms

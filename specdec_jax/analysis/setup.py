@@ -65,7 +65,7 @@ class BenchmarkSetup(BeamSetup, Protocol):
     """What `benchmark` reads besides.
 
     Attributes:
-      gamma: the γ that are timed.
+      gammas: the γ that are timed.
       gamma_policy: name of the policy of γ.
       forced_alpha: acceptance rates forced by coin; (): as the models say.
       preset: shape of a target with random weights, or None.
@@ -73,7 +73,7 @@ class BenchmarkSetup(BeamSetup, Protocol):
     """
 
     @property
-    def gamma(self) -> tuple[int, ...]: ...
+    def gammas(self) -> tuple[int, ...]: ...
     @property
     def gamma_policy(self) -> str: ...
     @property
@@ -119,9 +119,12 @@ class TuneSetup(BeamSetup, Protocol):
     Attributes:
       gammas: the γ to choose from.
       verifiers: the verifiers to choose from.
+      tree_nodes: the sizes of trees to choose from, in positions of a target call; (): no trees.
     """
 
     @property
     def gammas(self) -> tuple[int, ...]: ...
     @property
     def verifiers(self) -> tuple[str, ...]: ...
+    @property
+    def tree_nodes(self) -> tuple[int, ...]: ...

@@ -1,8 +1,9 @@
-"""Chooses γ and the verifier by measurement.
+"""Chooses γ and the verifier, or a token tree, by measurement.
 
 The expected time for every γ follows from acceptance on a sample, the output lengths, and the time
-of whole iterations. The best few by that, and plain decoding, are then timed in turn on the same
-sentences, and the fastest is chosen.
+of whole iterations. The best few by that, every tree, and plain decoding are then timed in turn on
+the same sentences, and the fastest is chosen. A tree is the best of its size by coverage on the
+sample and by the times of a target call and of a draft step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,28 +16,40 @@ from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.beams import Tree, search_head, trees_of
+from specdec_jax.analysis.coverage import by_rank
 from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding import costs
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import plan
+from specdec_jax.speculative import trees
+from specdec_jax.speculative.tree_text import read_tree, text_of
 
 # How many choices are timed beside plain decoding.
 _COMPARED = 5
+# What the timing of a target call is called, before the number of its positions.
+_CALL = "call over "
 
 
 class Choice(NamedTuple):
-    """A way of decoding: γ (0 is plain) and the verifier."""
+    """A way of decoding: γ (0 is plain) and the verifier; or a tree as text, with its depth as γ and
+    the chain's default verifier."""
 
     gamma: int
     verifier: str
+    tree: str | None = None
 
     def __str__(self) -> str:
+        if self.tree is not None:
+            tree = read_tree(self.tree)
+            return f"{'dynamic ' * isinstance(tree, trees.DynamicTree)}tree of {tree.size}"
         return f"gamma {self.gamma}, {self.verifier}" if self.gamma else "plain"
 
     def arguments(self, drafter, options) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
+        if self.tree is not None:
+            return options.decoding() | {"drafter": drafter, "verifier": "block", "tree": read_tree(self.tree)}
         how = options.decoding(plain=not self.gamma) | {"gamma": self.gamma}
         return how | ({"drafter": drafter, "verifier": self.verifier} if self.gamma else {})
 
@@ -60,15 +73,51 @@ def expected_seconds(
       times: seconds of iterations and encoders, from `step_times`.
       step: seconds of one draft step.
     """
-    seconds = sum(times[f"target encoder {size}"].median for size in padded)
-    iteration = iteration_seconds(choice, times)
+    seconds, iteration = encoder_seconds(padded, times, choice.gamma > 0), iteration_seconds(choice, times)
     if not choice.gamma:
         return seconds + iteration * sum(int(lengths.max()) for lengths in accepted.lengths)
-    seconds += sum(times[f"drafter encoder {size}"].median for size in padded if f"drafter encoder {size}" in times)
     for work in accepted.work[choice.verifier, choice.gamma]:
         assert work.draft_calls is not None
         seconds += work.calls * iteration + (work.draft_calls - choice.gamma * work.calls) * step
     return seconds
+
+
+def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
+    """Returns the seconds of the encoders for all batches, with `drafts` of the drafter's too."""
+    names = [f"{who} encoder {size}" for who in ("target", "drafter")[: 1 + drafts] for size in padded]
+    return sum(times[name].median for name in names if name in times)
+
+
+def best_trees(
+    accepted: Acceptance, depth: int, times: Mapping[str, Spread], plain: float, step: float
+) -> dict[Choice, float]:
+    """Returns the best tree of each size whose call was timed, with the expected seconds of its
+    iterations; none of a size for which nothing but a chain is worth its draft.
+
+    After it comes the tree of this size and depth that the drafter's law shapes, of which no more
+    is expected.
+
+    Args:
+      accepted: the measured acceptance, scored.
+      depth: the greatest depth.
+      times: seconds of target calls, from `step_times`.
+      plain: seconds of one iteration of plain decoding.
+      step: seconds of one draft step.
+    """
+    found: dict[Choice, float] = {}
+    for name in times:
+        nodes = int(name.removeprefix(_CALL)) if name.startswith(_CALL) else 1
+        if nodes == 1:
+            continue
+        shares = by_rank(accepted.coverage["mixed" if "mixed" in accepted.coverage else "top"])
+        v = times[name].median / times[f"{_CALL}1"].median
+        tree = trees.Tree.best(shares, nodes, depth, {2: v, nodes: v}, step / plain)
+        if tree is not None and not tree.is_chain:
+            calls = sum(int(lengths.max()) for lengths in accepted.lengths) / tree.expected(shares)
+            width = next(w for w in range(max(2, tree.width), nodes) if w + (tree.depth - 1) * w**2 >= tree.size - 1)
+            for shape in (tree, trees.DynamicTree(tree.depth, width, tree.size)):
+                found[Choice(tree.depth, "block", text_of(shape))] = calls * (v * plain + tree.depth * step)
+    return found
 
 
 def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
@@ -90,10 +139,10 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
 
 
 def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
-    """Returns what is worth timing: plain decoding, and the best few of the others, which differ by
-    less than single steps scatter."""
-    drafting = sorted((choice for choice in expected if choice.gamma), key=lambda choice: expected[choice])
-    return [*(choice for choice in expected if not choice.gamma), *drafting[:_COMPARED]]
+    """Returns what is worth timing: plain decoding, the best few of the chains, which differ by
+    less than single steps scatter, and all trees, of which less is known."""
+    chains = sorted((c for c in expected if c.gamma and c.tree is None), key=lambda choice: expected[choice])
+    return [*(c for c in expected if not c.gamma), *chains[:_COMPARED], *(c for c in expected if c.tree is not None)]
 
 
 def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str, Any]) -> None:
@@ -111,12 +160,16 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
     gammas = sorted(set(options.gammas))
     accepted = acceptance.measure_acceptance(target, drafter, batches, options.verifiers, gammas[-1], options)
     choices = [Choice(0, options.verifiers[0])] + [Choice(g, name) for name in options.verifiers for g in gammas]
-    times = step_times(target, drafter, batches, choices, options)
+    widths = sorted({1, *options.tree_nodes}) if accepted.coverage and options.tree_nodes else []
+    times = step_times(target, drafter, batches, choices, options, widths)
     last = choices[-1]
     added = times[f"iteration, {last}"].median - times[f"call, {last}"].median
     step = max(0.0, added / last.gamma) if drafter.second_model is not None else 0.0
     padded = [batch.padded for batch in batches]
     expected = {choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices}
+    found = best_trees(accepted, gammas[-1], times, iteration_seconds(choices[0], times), step)
+    expected |= {choice: encoder_seconds(padded, times, True) + seconds for choice, seconds in found.items()}
+    choices += found
     first = min(choices, key=lambda choice: expected[choice])
     measured = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
     chosen = fastest(measured)
@@ -130,7 +183,7 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
             {
                 **choice._asdict(),
                 "calls": sum(work.calls for work in accepted.work[choice.verifier,
-                choice.gamma]) if choice.gamma else None,
+                choice.gamma]) if choice.gamma and choice.tree is None else None,
                 "expected_seconds_per_token": expected[choice] / tokens,
                 "expected_improvement": expected[plain] / expected[choice],
                 "seconds_per_token": Spread.of(measured[choice])._asdict() if choice in measured else None,
@@ -145,9 +198,11 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
     }  # fmt: skip
 
 
-def step_times(target, drafter, batches: Sequence[Batch], choices: Sequence[Choice], options) -> dict[str, Spread]:
+def step_times(
+    target, drafter, batches: Sequence[Batch], choices: Sequence[Choice], options, widths: Sequence[int] = ()
+) -> dict[str, Spread]:
     """Returns the seconds of an iteration of the choices, of a call of the last one without its
-    draft, and of the encoders.
+    draft, of the encoders, and of a target call over each number of positions in `widths`.
 
     Every iteration is a program to compile, so of further verifiers only the one with the longest
     draft is timed.
@@ -168,6 +223,9 @@ def step_times(target, drafter, batches: Sequence[Batch], choices: Sequence[Choi
         arms[f"target encoder {length}"] = timing.prefill_arm(target.network, rows, length, room)
         if drafter.second_model is not None:
             arms[f"drafter encoder {length}"] = timing.prefill_arm(drafter.second_model.network, rows, length, room)
+    for width in widths:
+        room = timing.total_slots(target, lengths[-1], options.max_new_tokens, max(widths))
+        arms[f"{_CALL}{width}"] = timing.step_arm(target.network, rows, lengths[-1], room, width)
     analysis_arms.warm_up({}, arms, batches)
     return analysis_arms.time_steps(arms, options.repeats)
 

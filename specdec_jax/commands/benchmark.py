@@ -15,7 +15,7 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
-from specdec_jax.decoding.beams import BeamOptions
+from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.writing import check_output, write_file
@@ -49,9 +49,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
     """Options of `specdec benchmark`."""
 
     gamma: tuple[int, ...] = option(
-        (4,),
-        "tokens drafted per target call, with --num_beams levels of the tree; several, comma-separated, are timed in "
-        "turn",
+        (),
+        "tokens drafted per target call (default: 4), with --num_beams levels of the tree (default: "
+        f"{LEVELS}); several, comma-separated, are timed in turn",
     )
     beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
     input_file: str | None = option(
@@ -113,9 +113,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         super().check() if not self.preset else self.check_decoding()
         self._check_forced()
         check_against(self.against, self.sampling())
-        if not self.gamma:
-            raise ValueError("gamma: got no value, expected at least one")
-        for gamma in self.gamma:
+        for gamma in self.gammas:
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
@@ -165,6 +163,11 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         if self.forced_alpha and (self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy):
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
             raise UnsupportedCombination(f"forced_alpha: got a value with {got}, expected neither: nothing is verified")
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The numbers of drafted tokens, or of levels, that are timed."""
+        return self.gamma or ((4,) if self.num_beams is None else (LEVELS,))
 
     @property
     def preset_length(self) -> int:

@@ -16,7 +16,6 @@ from specdec_jax.commands.beam_options import BeamFlags
 from specdec_jax.commands.journal import Journal
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option, same_file
 from specdec_jax.commands.sentences import check_text, read_sentences
-from specdec_jax.commands.tree_options import TreeFlags
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination, check_limits, check_prompts, check_stop
 from specdec_jax.decoding.inputs import encode
@@ -33,13 +32,16 @@ from specdec_jax.speculative.auto import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.tree_text import EXPECTED, read_tree
+from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(BeamFlags, TreeFlags, DecodingOptions):
+class GenerateOptions(BeamFlags, DecodingOptions):
     """Options of `specdec generate`."""
 
     gamma: int | str = option("auto", AUTO_HELP)
+    tree: str | None = option(None, f"token tree that a drafting model drafts instead of a chain: {EXPECTED}")
     batch_size: int | None = option(None, "sentences decoded together (default: 8, with --stream 1)")
     num_samples: int = option(1, "outputs for every sentence, one after the other")
     stop: tuple[str, ...] = option((), "a string that ends an output and is left out of it; repeatable")
@@ -79,7 +81,7 @@ class GenerateOptions(BeamFlags, TreeFlags, DecodingOptions):
             num_samples=1, stop=(), deadline=None, stream=False, temperature=0.0, verifier="block",
             gamma_policy="fixed", tree=None,
         )  # fmt: skip
-        tree = self.tree_of()
+        tree = self.shape().get("tree")
         check_gamma(self.gamma, MAX_GAMMA if tree is None else tree.size - 1)
         self.gamma_of(self.gamma)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
@@ -97,6 +99,10 @@ class GenerateOptions(BeamFlags, TreeFlags, DecodingOptions):
             raise UnsupportedCombination(f"stream: got {got}, expected 1 of each: outputs would run into each other")
         self._check_task()
 
+    def shape(self) -> dict[str, Tree | DynamicTree]:
+        """Returns the argument of `generate` for a tree, none without one."""
+        return {} if self.tree is None else {"tree": read_tree(self.tree)}
+
     @property
     def outputs(self) -> int:
         """Number of outputs for every sentence."""
@@ -109,7 +115,7 @@ class GenerateOptions(BeamFlags, TreeFlags, DecodingOptions):
                 if getattr(self, name):
                     raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} without a task, expected --task")
             return
-        alone = dict(input_file=None, json=False, stream=False, num_samples=1, num_return_sequences=1)
+        alone = dict(input_file=None, json=False, stream=False, num_samples=1)
         for name, usual in alone.items():
             if getattr(self, name) != usual:
                 raise UnsupportedCombination(
@@ -203,7 +209,7 @@ def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, An
     """Returns the arguments of `generate`."""
     return options.decoding() | dict(
         drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline,
-        tree=options.tree_of(), **options.beams(),
+        **options.beams(), **options.shape(),
     )  # fmt: skip
 
 
@@ -212,10 +218,10 @@ def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding
     outputs = decode_all(
         target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
     )
-    total, quiet = len(job.inputs) * options.outputs, sys.stdout.isatty()
-    with Progress("sentences", total, lines=False, quiet=quiet) as progress:
-        for number, output in enumerate(outputs):
-            yield from job.lines(number // options.outputs, [output])
+    by_input = zip(*[outputs] * options.outputs)
+    with Progress("sentences", len(job.inputs), lines=False, quiet=sys.stdout.isatty()) as progress:
+        for number, rows_of_one in enumerate(by_input):
+            yield from job.lines(number, rows_of_one)
             progress.advance()
 
 
@@ -261,7 +267,7 @@ def _write_file(
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
     checked = plan_decoding(target, inputs, batch_size=rows, **how)  # refuses bad arguments before there is a journal
     settings = _deciding(options, target, decoding["drafter"], job.contents)
-    found = {"costs": _costs(checked)} if how["gamma"] == "auto" and how["tree"] is None else {}
+    found = {"costs": _costs(checked)} if how["gamma"] == "auto" and not options.tree else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:
         if found:  # the costs that the job began with, so that every input gets what it would have got then
             how |= _by_costs(journal.found["costs"], options)

@@ -21,8 +21,8 @@ GROUPS = {
         "report", "picture", "stream", "source_files", "validation_files", "data_dir", "output_dir", "max_sources",
     ),
     "drafting and verifying": (
-        "gamma", "gamma_max", "gamma_policy", "gamma_settings", "tree", "tree_children", "tree_verifier", "verifier", "choose_verifier", "lenience",
-        "typical_epsilon", "typical_delta",
+        "gamma", "gamma_max", "gamma_policy", "gamma_settings", "tree", "tree_nodes", "verifier", "choose_verifier",
+        "lenience", "typical_epsilon", "typical_delta",
     ),
     "sampling and lengths": (
         "greedy", "samples", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "max_new_tokens",

@@ -40,7 +40,7 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     """Returns the options of one benchmark for every row of the suite, which times its arms and
     plain decoding in turn.
 
-    With checkpoints there are rows for every drafter, with all of `options.gamma` in each:
+    With checkpoints there are rows for every drafter, with all of `options.gammas` in each:
     temperature 0 (with T5X beside it, if that is installed) and temperature 1, both by the paper's
     Algorithm 1; and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5).
     With a preset, whose weights are random, there is a row for every drafter and γ, at the given
@@ -58,7 +58,7 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
         how: list[dict[str, Any]] = [{"temperature": options.temperature}]
         # Each γ by itself: for all of them together the programs of a large model take more memory mappings than a
         # process may have.
-        drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gamma]
+        drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gammas]
     else:
         lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
         how = [dict(temperature=0.0, verifier="token"), dict(temperature=1.0, verifier="token"), *lenient]
@@ -88,8 +88,6 @@ def _check(options: BenchmarkOptions) -> None:
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_names(options.drafter) or _names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
-    if not options.gamma:
-        raise ValueError("gamma: got no value, expected at least one")
     if options.preset and not options.forced_alpha:
         raise ValueError("forced_alpha: got nothing with suite and preset, expected numbers: the weights are random")
     default = BenchmarkOptions()
@@ -190,7 +188,7 @@ def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
 def _title(row: BenchmarkOptions) -> str:
     target, drafter = row.preset or row.target, row.drafter_preset or row.drafter
     lenience = "" if row.lenience is None else f", lenience {row.lenience:g}"
-    gammas = ", ".join(map(str, row.gamma))
+    gammas = ", ".join(map(str, row.gammas))
     return f"== {target} with {drafter}, gamma {gammas}, temperature {row.temperature:g}{lenience}"
 
 

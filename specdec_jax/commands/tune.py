@@ -17,6 +17,7 @@ from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma,
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.network import decoder_only
+from specdec_jax.speculative.trees import MAX_NODES, check_integers
 from specdec_jax.speculative.verifiers import LOSSY
 
 
@@ -29,6 +30,10 @@ class TuneOptions(SearchFlags, DecodingOptions):
         "(default: 1 to 3)",
     )  # fmt: skip
     beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
+    tree_nodes: tuple[int, ...] = option(
+        (), "also choose from token trees of these numbers of positions, the best shape of each by coverage and the "
+        "times of calls, and one that the drafter's law shapes, no deeper than the greatest --gamma; only for a drafting model whose law is scored"
+    )  # fmt: skip
     choose_verifier: bool = option(
         True, "above temperature 0, choose between block and token verification if --verifier is one of them"
     )
@@ -41,18 +46,22 @@ class TuneOptions(SearchFlags, DecodingOptions):
     )
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(3, "passes over steps and sentences, of which the median and the spread are reported")
-    config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")
+    config: str | None = option(
+        None, "gin file that the choice is written to, for `generate` and `benchmark` (a tree for `generate` alone)"
+    )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
-        self.check_beside_beams(temperature=0.0, verifier="block", choose_verifier=True)
+        self.check_beside_beams(temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=())
         check_measured(self)
         for gamma in self.gamma:
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
+        for nodes in self.tree_nodes:
+            check_integers(3, MAX_NODES, tree_nodes=nodes)
         at_least(0, sweep=self.sweep)
         if self.sweep and not (self.limit and self.input_file):
             raise ValueError(f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too")
@@ -100,9 +109,10 @@ def run(options: TuneOptions) -> None:
 
 
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
-    """Returns a gin file for `generate` and `benchmark`: everything that tuning was asked for, with
-    the choice."""
+    """Returns a gin file for `generate` and `benchmark`, for the first alone if a tree is chosen:
+    everything that tuning was asked for, with the choice."""
     chosen, gain, host = choice_of(record["chosen"]), record["improvement"], record["machine"]
+    tree = chosen.tree if isinstance(chosen, Choice) else None
     of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
     skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())
     settings = {
@@ -115,6 +125,7 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
         why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({spread})"
         settings |= {"drafter": options.drafter}
         settings |= {"verifier": chosen.verifier} if isinstance(chosen, Choice) else {"beam_width": chosen.width}
+        settings |= {"tree": tree} if tree else {}
     else:
         why = f"plain decoding was faster than drafting with {options.drafter}, so there is no drafter"
         settings |= {"drafter": None}
@@ -127,16 +138,18 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
         "",
         "from __gin__ import dynamic_registration",
         "",
-        "from specdec_jax.commands import benchmark",
+        *["from specdec_jax.commands import benchmark"] * (not tree),
         "from specdec_jax.commands import generate",
         "",
     ]
-    if chosen.gamma:
+    sets_gamma = chosen.gamma and not tree
+    if sets_gamma:
         lines += [f"GAMMA = {chosen.gamma}", ""]
-    for name, gamma in (("generate.GenerateOptions", "%GAMMA"), ("benchmark.BenchmarkOptions", "(%GAMMA,)")):
+    sections = {"generate.GenerateOptions": "%GAMMA"} | ({} if tree else {"benchmark.BenchmarkOptions": "(%GAMMA,)"})
+    for name, gamma in sections.items():
         lines.append(f"{name}:")
         lines += [f"  {field} = {value!r}" for field, value in settings.items()]
-        lines += [f"  gamma = {gamma}"] * bool(chosen.gamma) + [""]
+        lines += [f"  gamma = {gamma}"] * bool(sets_gamma) + [""]
         if "beam_width" in settings:  # of which the second takes several
             settings["beam_width"] = (settings["beam_width"],)
     return "\n".join(lines)

@@ -5,41 +5,13 @@ from typing import Any, NamedTuple
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA
-from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, Chains, DynamicTree, Tree
+from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
 # What `generate` takes where no verifier is named.
 _UNSET = "block"
 # The verifiers of chains whose statistics and parameters those of trees have; "token" for others.
 _CHAIN_FORMS = {"traversal": "block", "gumbel": "gumbel", "typical": "typical"}
-
-
-TREE_FORMS = (
-    "3,2,1 (children of each node at depth 0, 1, 2), parents:0,0,1 (the parents of nodes 1, 2, 3), chains:4,3 (4 "
-    "independent drafts of 3 tokens), or dynamic:5,4,16 (5 levels, 4 children of each of 4 nodes at each of them, 16 "
-    "positions in a call of the target)"
-)
-
-
-def parse_tree(text: str, children: str = AUTO, verifier: str = AUTO) -> Tree | DynamicTree:
-    """Returns the tree that a text describes; `children` and `verifier` are as for `Tree`.
-
-    The forms of `text` are those of `TREE_FORMS`.
-
-    Raises:
-      ValueError: a text of another form, or a tree that cannot be.
-    """
-    name, colon, rest = text.rpartition(":")
-    forms: dict[str, tuple[Any, int | None]] = {"": (Tree.uniform, None), "parents": (Tree, None), "chains": (Chains, 2), "dynamic": (DynamicTree, 3)}
-    try:
-        make, count = forms[name]
-        numbers = tuple(int(number) for number in rest.split(","))
-        if count not in (None, len(numbers)) or bool(colon) != bool(name):
-            raise ValueError
-    except (KeyError, ValueError):
-        raise ValueError(f"tree: got {text!r}, expected {TREE_FORMS}") from None
-    kinds = dict(children=children, verifier=verifier)
-    return make(numbers, **kinds) if count is None else make(*numbers, **kinds)
 
 
 class TreeOptions(NamedTuple):

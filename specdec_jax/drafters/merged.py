@@ -12,7 +12,8 @@ from specdec_jax.drafters.pair import Pair, PairState
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import DecodeState
-from specdec_jax.speculative.trees import CHILDREN, Tree, TreeDraft
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.trees import CHILDREN, Tree
 
 # Those under which siblings may come from different laws.
 _KINDS = {

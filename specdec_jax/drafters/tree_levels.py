@@ -12,12 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.models.network import Network
 from specdec_jax.models.nodes import WindowNodes
-from specdec_jax.speculative import draws, laws
+from specdec_jax.speculative import draws, laws, tree_growth
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_children import choose_children
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_iteration import at_nodes, sequences
-from specdec_jax.speculative.trees import Branches, DynamicTree, Tree, TreeDraft
+from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 class Level(NamedTuple):
@@ -172,75 +173,51 @@ def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law | None
 
 
 def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> tuple[TreeDraft, Any]:
-    """Does what `draft_tree` does, for a tree whose shape the drafter's law decides (EAGLE-2, Li et
-    al. 2024, arXiv 2406.16858).
+    """Does what `draft_tree` does, for a tree whose shape the drafter's law decides.
 
-    Nodes are drafted as columns, level by level; a node's score is the sum of log-probabilities on
-    the way to it, with Gumbel children under law q times their noise. Of all columns the N − 1 with
-    the greatest scores become the tree's nodes, in this order.
+    Nodes are drafted level by level, numbered as in `tree_growth`, which chooses those that are
+    kept. Gumbel children are scored by the law q times their noise.
     """
     tree, batch = state.program.tree, len(state.tokens)
     assert isinstance(tree, DynamicTree)
-    width = tree.width
-    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    zeros = jnp.zeros((batch, 1), jnp.int32)
-    # By column: token, whether it is there, score, parent's column, the columns of its line, place
-    # among the nodes that were fed.
-    tokens, live, scores, parents, places = last, ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
+    zeros, width = jnp.zeros((batch, 1), jnp.int32), tree.width
+    # By number: token, whether the node is there, score, parent, the numbers of its line, and its
+    # place among the nodes that were fed.
+    tokens = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    live, scores, parents, places = ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
     lines = jnp.zeros((batch, 1, tree.depth + 1), jnp.int32)
-    inner, depths, ranks = zeros, [0], [0]
+    above, first = scores, 0
     for depth in range(tree.depth):
-        count = inner.shape[1]
-        first = 1 + (depth - 1) * width if depth else 0
-        places = _put(places, inner, first + jnp.arange(count, dtype=jnp.int32))
-        of = functools.partial(_pick, which=inner)
-        line = of(lines)
+        chosen_nodes = tree_growth.to_expand(tree, above).astype(jnp.int32)
+        inner, count = first + chosen_nodes, chosen_nodes.shape[1]
+        fed = 1 + (depth - 1) * width if depth else 0
+        places = _put(places, inner, fed + jnp.arange(count, dtype=jnp.int32))
+        line = _pick(lines, inner)
+        there, depths = _pick(live, inner), jnp.full(inner.shape, depth, jnp.int32)
         level = Level(
-            depth, None, first, _pick(places, line.reshape(batch, -1)).reshape(line.shape), of(tokens), of(live),
-            [width] * count,
-            sequences(state, jnp.maximum(tokens, 0), line, jnp.full(inner.shape, depth, jnp.int32)),
+            depth, None, fed, _pick(places, line.reshape(batch, -1)).reshape(line.shape), _pick(tokens, inner), there,
+            [width] * count, sequences(state, jnp.maximum(tokens, 0), line, depths),
         )  # fmt: skip
         logits, carry = logits_of(level, carry)
         _, ranked, chosen = _choose(state, level, logits, None)
-        open_ = level.live & ~_ended(state, level) & (depth < room)[:, None]
+        open_ = (there & ~_ended(state, level) & (depth < room)[:, None])[..., None]
         gained = jnp.take_along_axis(ranked.logits, jnp.maximum(chosen, 0), axis=2) - ranked.log_normalizer[..., None]
-        # A node that failed stays beside its parent, to be noticed.
+        # A first child whose law contains NaN stays beside its parent, to be noticed.
         gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
-        total = jnp.where(open_[..., None], of(scores)[..., None] + gained, -jnp.inf).reshape(batch, -1)
-        new = tokens.shape[1] + jnp.arange(count * width, dtype=jnp.int32)
-        add = lambda old, values: jnp.concatenate([old, values.reshape(batch, count * width, *old.shape[2:])], axis=1)
-        each = lambda values: jnp.repeat(values, width, axis=1)
-        own = jnp.arange(tree.depth + 1) == depth + 1
-        lines = add(lines, jnp.where(own, new[:, None], each(line)))
-        live = add(live, open_[..., None] & (chosen >= 0))
-        tokens = add(tokens, jnp.where(open_[..., None], chosen, 0))
-        scores, parents, places = add(scores, total), add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
-        depths, ranks = depths + [depth + 1] * (count * width), ranks + list(range(width)) * count
-        inner = new[0] + jax.lax.top_k(total, width)[1].astype(jnp.int32)
-    return _kept(state, num_wanted, tokens, live, scores, parents, lines, places, depths, ranks), carry
-
-
-def _kept(state, num_wanted, tokens, live, scores, parents, lines, places, depths, ranks) -> TreeDraft:
-    """Returns the tree of the columns with the greatest scores; arguments by column, as in `_grow`.
-
-    Of equal scores the column that comes first is kept, so that parents come before their children.
-    """
-    batch, size = len(tokens), state.program.tree.size
-    best = 1 + jax.lax.top_k(scores[:, 1:], size - 1)[1].astype(jnp.int32)
-    kept = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), best], axis=1)
-    numbers = _put(jnp.zeros_like(tokens), kept, jnp.arange(size, dtype=jnp.int32))
-    of = functools.partial(_pick, which=kept)
-    line = of(lines)
-    rows = lambda values: jnp.take(jnp.asarray(values, jnp.int32), kept)
-    branches = Branches(
-        jnp.where(of(parents) < 0, -1, _pick(numbers, jnp.maximum(of(parents), 0))), rows(ranks), rows(depths),
-        _pick(numbers, line.reshape(batch, -1)).reshape(line.shape),
-    )  # fmt: skip
-    there = of(live) & (jnp.arange(size) <= num_wanted[:, None])
+        above = tree_growth.expand(above, chosen_nodes, jnp.where(open_, gained, -jnp.inf))
+        first = tokens.shape[1]
+        new = first + jnp.arange(count * width, dtype=jnp.int32)
+        add = lambda old, values: jnp.concatenate([old, values.reshape(batch, -1, *old.shape[2:])], axis=1)
+        each = functools.partial(jnp.repeat, repeats=width, axis=1)
+        lines = add(lines, jnp.where(jnp.arange(tree.depth + 1) == depth + 1, new[:, None], each(line)))
+        live, tokens = add(live, open_ & (chosen >= 0)), add(tokens, jnp.where(open_, chosen, 0))
+        scores, parents, places = add(scores, above), add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
+    kept, branches = tree_growth.rerank(tree, scores, parents)
+    there = _pick(live, kept) & (jnp.arange(tree.size) <= num_wanted[:, None])
     return TreeDraft(
-        tokens=of(tokens), branches=branches, live=there, law=None, origins=jnp.zeros_like(kept),
-        calls=jnp.zeros(batch, jnp.int32), slots=of(places),
-    )  # fmt: skip
+        tokens=_pick(tokens, kept), branches=branches, live=there, law=None, origins=jnp.zeros_like(kept),
+        calls=jnp.zeros(batch, jnp.int32), slots=_pick(places, kept),
+    ), carry  # fmt: skip
 
 
 def _pick(values: jax.Array, which: jax.Array) -> jax.Array:

@@ -151,22 +151,27 @@ class Job:
         """Returns the line of one example, as T5X's `infer` writes it in its mode predict_with_aux,
         with the prediction's ids.
 
-        `aux` has the prediction's log-probability under the target's own law. `score`, if targets
-        are scored, is T5X's score in its mode score. `task`, if there are several, names the
-        example's task.
+        `aux` has the prediction's log-probability under the target's own law, or its score in a
+        beam search. `score`, if targets are scored, is T5X's score in its mode score. `task`, if
+        there are several, names the example's task. Several outputs, which come the best first,
+        are listed with the best last, as in T5X.
         """
-        (output,), example = outputs, self.examples[number]
+        example = self.examples[number]
         vocabulary = example.task.output_features["targets"].vocabulary
-        if isinstance(vocabulary, seqio.PassThroughVocabulary):  # what T5X writes is padded
-            prediction = output.tokens + [0] * (self._width - len(output.tokens))
-        else:
-            prediction = vocabulary.decode(output.tokens)
+
+        def prediction(tokens: list[int]) -> Any:
+            if isinstance(vocabulary, seqio.PassThroughVocabulary):  # what T5X writes is padded
+                return tokens + [0] * (self._width - len(tokens))
+            return _plain(vocabulary.decode(tokens))
+
+        score = lambda output: math.fsum(output.log_probs) if output.score is None else output.score
+        listed = lambda values: values[0] if len(outputs) == 1 else values[::-1]
         record: dict[str, Any] = {"task": example.task.name} if len(self._tasks) > 1 else {}
         record |= {
             "inputs": _pretokenized(example.fields),
-            "prediction": _plain(prediction),
-            "prediction_tokens": output.tokens,
-            "aux": {"scores": _finite(math.fsum(output.log_probs))},
+            "prediction": listed([prediction(output.tokens) for output in outputs]),
+            "prediction_tokens": listed([output.tokens for output in outputs]),
+            "aux": {"scores": listed([_finite(score(output)) for output in outputs])},
         }
         if self._scores:
             record["score"] = _finite(self._scores(number))
@@ -245,16 +250,19 @@ def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -
 
 
 def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: int, notes: list[str]) -> dict[str, Any]:
-    """Returns the value of each of the task's metrics by name; what cannot be computed goes to
-    `notes`."""
+    """Returns the value of each of the task's metrics by name, of the best prediction where a
+    record lists several; what cannot be computed goes to `notes`."""
     kinds = seqio.metrics.ModelOutputType
     if not fields:
         notes.append(f"not computed: metrics of {task.name}, which has no examples")
         return {}
-    tokens, _ = _array([record["prediction_tokens"] for record in records], width)
+    several = isinstance(records[0]["aux"]["scores"], list)
+    best = lambda values: [value[-1] if several else value for value in values]
+    tokens, _ = _array(best(record["prediction_tokens"] for record in records), width)
+    scores = np.array(best(record["aux"]["scores"] for record in records), np.float32)
     outputs: dict[Any, Any] = {
         kinds.PREDICTION: tokens,
-        kinds.PREDICTION_WITH_AUX: (tokens, {"scores": np.array([r["aux"]["scores"] for r in records], np.float32)}),
+        kinds.PREDICTION_WITH_AUX: (tokens, {"scores": scores}),
     }
     if all("score" in record for record in records):
         outputs[kinds.SCORE] = np.array([record["score"] for record in records], np.float32)

@@ -12,7 +12,8 @@ from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
-from specdec_jax.speculative.trees import CHILDREN, TreeDraft
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.trees import CHILDREN
 
 if TYPE_CHECKING:
     from specdec_jax.speculative.beam_iteration import BeamTree

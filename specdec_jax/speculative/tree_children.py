@@ -38,7 +38,8 @@ def choose_children(
     weights, ids = law.probs().reshape(-1, size), jnp.arange(size)
     without = lambda weights, token: jnp.where(ids == token[:, None], 0, weights)
     if kind == "mixed":
-        fixed = jnp.where(rank < last, _greatest(law.logits, most), -1)
+        fixed = jnp.pad(_greatest(law.logits, most - 1), ((0, 0), (0, 0), (0, 1)), constant_values=-1)
+        fixed = jnp.where(rank < last, fixed, -1)
         for place in range(most - 1):
             weights = without(weights, fixed[..., place].reshape(-1))
         drawn = draw(weights, jnp.take_along_axis(words, last[None, ..., None], axis=2).reshape(-1, 2))
@@ -58,6 +59,7 @@ def _greatest(scores: Float[Array, "B J V"], count: int) -> Int[Array, "B J {cou
     if count == 1:  # not by selection, which takes more time
         return laws.argmax(scores)[..., None]
     found, ids = jax.lax.top_k(scores, min(count, scores.shape[-1]))
-    sound = (found > -jnp.inf) & ~jnp.isnan(found[..., :1])  # NaN counts as the greatest
+    # NaN counts as the greatest. A slice of `found` would make XLA sort all scores.
+    sound = (found > -jnp.inf) & ~jnp.any(jnp.isnan(found), axis=-1, keepdims=True)
     missing = ((0, 0), (0, 0), (0, count - ids.shape[-1]))
     return jnp.pad(jnp.where(sound, ids, -1), missing, constant_values=-1)

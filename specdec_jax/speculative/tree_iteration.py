@@ -26,8 +26,8 @@ from specdec_jax.speculative.iteration import commit, most_probable
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, TreeVerification, walk_greedy
-from specdec_jax.speculative.trees import TreeDraft
 from specdec_jax.speculative.verifier import Verification
 
 

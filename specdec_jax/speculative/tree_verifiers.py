@@ -21,7 +21,7 @@ from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.draws import draw
 from specdec_jax.speculative.laws import Law
-from specdec_jax.speculative.trees import TreeDraft
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS, at
 
@@ -89,14 +89,14 @@ def _walk(draft: TreeDraft, step: Step) -> TreeVerification:
     """
 
     def follow(carry):
-        moving, here, token = carry
+        _, here, _ = carry
         at_parent = jnp.take_along_axis(here, jnp.maximum(draft.branches.parents, 0), axis=1)
         children = draft.live & at_parent & (draft.branches.parents >= 0)
         found, open_ = step(_first(here), children)
         there = open_ & (draft.tokens == found[:, None])
-        token = jnp.where(moving, found, token)
-        moving &= jnp.any(there, axis=1)
-        return moving, jnp.where(moving[:, None], there, here), token
+        # A row that has stopped finds the same token again.
+        moving = jnp.any(there, axis=1)
+        return moving, jnp.where(moving[:, None], there, here), found
 
     batch, size = draft.tokens.shape
     root = jnp.broadcast_to(jnp.arange(size) == 0, (batch, size))
@@ -289,9 +289,7 @@ def verify_traversal(
         here, s = at(weights, level), _drawn_from(draft, child, kind)
         # `weights` are p' times α / scale.
         a, factor = at(alpha, above), at(scale, above)
-        over, under = at(here, token), at(s, token)
-        ratio = jnp.where(under == 0, (over > 0).astype(over.dtype), over / under)
-        entered = jnp.minimum(1, factor * ratio)
+        entered = jnp.minimum(1, factor * (at(here, token) / at(s, token)))
 
         excess = jnp.maximum(factor[:, None] * here - s, 0)
         mass = jnp.sum(excess, axis=1)

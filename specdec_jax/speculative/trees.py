@@ -1,5 +1,4 @@
-"""Trees of drafted tokens: their shapes, fixed ones and ones that the drafter's law decides, and
-drafts that have them.
+"""Trees of drafted tokens: fixed shapes, and shapes that the drafter's law decides.
 
 A tree has N nodes. Node 0 is the last committed token, every other node a drafted token, which
 follows its parent. One call of the target scores all nodes, and each node sees its ancestors alone.
@@ -13,15 +12,14 @@ priority: where fewer nodes are drafted, they are the first ones.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from specdec_jax.speculative import tree_choice
-from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.tree_choice import Node, Shares
+from specdec_jax.speculative.tree_draft import Branches
 
 # The ways to choose a node's children from q, the drafter's law of the token after it, and the
 # verifiers under which the output law is the target's, the best of these first. Where children are
@@ -100,7 +98,7 @@ class Tree(Kinds):
     Attributes:
       parents: the parents of nodes 1 … N − 1, each a smaller number than the node's own. Children
         of one node are ranked by their numbers.
-      children: how children are chosen, a key of `CHILDREN`; "auto": "mixed".
+      children: how children are chosen, a key of `CHILDREN`; "auto": "drawn".
       verifier: how the tree is verified, one of those that `CHILDREN` lists; "auto": the first.
 
     Raises:
@@ -111,7 +109,8 @@ class Tree(Kinds):
     parents: tuple[int, ...]
     children: str = AUTO
     verifier: str = AUTO
-    allowed: ClassVar[tuple[str, ...]] = ("mixed", *(kind for kind in CHILDREN if kind != "mixed"))
+    # Drawn children stood the most often in the bundled pair's trees of 8 to 64 nodes.
+    allowed: ClassVar[tuple[str, ...]] = ("drawn", *(kind for kind in CHILDREN if kind != "drawn"))
 
     def __post_init__(self):
         object.__setattr__(self, "parents", tuple(int(parent) for parent in self.parents))
@@ -330,6 +329,11 @@ class DynamicTree(Kinds):
         return self.nodes
 
     @property
+    def levels(self) -> tuple[int, ...]:
+        """How many nodes are drafted at each depth, node 0 among them."""
+        return (1, self.width, *(self.width**2,) * (self.depth - 1))
+
+    @property
     def window(self) -> int:
         """The slots that calls over its nodes write: those of the N nodes, or of all that a drafter
         expands where these are more."""
@@ -338,7 +342,7 @@ class DynamicTree(Kinds):
     @property
     def drafted(self) -> int:
         """The nodes that the drafter proposes, of which N − 1 are kept."""
-        return self.width + (self.depth - 1) * self.width**2
+        return sum(self.levels) - 1
 
 
 def check_integers(least: int, most: int, **values: Any) -> None:
@@ -352,59 +356,3 @@ def _parents(nodes: Sequence[Node]) -> tuple[int, ...]:
     """Returns the parents of all `nodes` but node 0, the first; they are numbered as they come."""
     numbers = {node: number for number, node in enumerate(nodes)}
     return tuple(numbers[node[:-1]] for node in nodes[1:])
-
-
-class Branches(NamedTuple):
-    """The shape of the tree of each of B rows.
-
-    Attributes:
-      parents: number of each node's parent; −1 for node 0.
-      ranks: place of each node among its siblings, in the order in which they were chosen.
-      depths: number of drafted tokens up to each node.
-      lines: the ancestors of each node by depth, then itself, then anything; D + 1 depths.
-    """
-
-    parents: Int[Array, "B N"]
-    ranks: Int[Array, "B N"]
-    depths: Int[Array, "B N"]
-    lines: Int[Array, "B N D"]
-
-
-class TreeDraft(NamedTuple):
-    """The tree that a drafter proposes, and how it came to its tokens.
-
-    Attributes:
-      tokens: the token of each node; node 0 has the last committed one. −1 where no id was left to
-        choose; for a first child that means that the law contained NaN.
-      branches: the shape.
-      live: False for nodes that are not there, whose descendants are not there either: those past
-        a budget or a row's limit, after an EOS, or where no id was left to choose. The shape and
-        `live` must not depend on draws of later nodes. Node 0 is live unless the row is done.
-      law: the laws that the tokens were chosen from, J of them; None where the verifier reads none.
-      origins: number of the law that each node's token was chosen from; siblings by one drafter
-        have the same. Anything for node 0.
-      calls: calls of the drafter's model in which the row took part.
-      slots: the place in the drafter's own cache of each node, counted from node 0's; anything for
-        nodes that were not fed. None if the drafter has no cache.
-      target_cache: the target's cache, if the drafter has written to it. It may write only to slots
-        that the target's call overwrites.
-    """
-
-    tokens: Int[Array, "B N"]
-    branches: Branches
-    live: Bool[Array, "B N"]
-    law: Law | None
-    origins: Int[Array, "B N"]
-    calls: Int[Array, " B"]
-    slots: Int[Array, "B N"] | None = None
-    target_cache: Any = None
-
-    @property
-    def failed(self) -> Bool[Array, "B N"]:
-        """True for nodes whose law contained NaN."""
-        return (self.branches.ranks == 0) & (self.tokens < 0)
-
-    @property
-    def num_drafted(self) -> Int[Array, " B"]:
-        """How many drafted tokens each row's tree has."""
-        return jnp.sum(self.live[:, 1:].astype(jnp.int32), axis=1)

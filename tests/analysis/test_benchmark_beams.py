@@ -68,6 +68,12 @@ def test_record(measured, target, batches):
     assert record["against"]["improvement"].keys() == {"plain", "gamma 2, width 2", "gamma 2, width 40"}
 
 
+def test_levels_are_by_default_those_of_generate(target, batches):
+    found = sd.generate(target, batches[0].inputs, drafter=sd.ModelDrafter(target), num_beams=2, max_new_tokens=8)
+    searched, decoded = benchmark_command.BenchmarkOptions(num_beams=2), benchmark_command.BenchmarkOptions()
+    assert searched.gammas == found.stats.examined_by_position.shape == (3,) and decoded.gammas == (4,)
+
+
 def test_summary_says_what_the_record_says(measured):
     record, _ = measured
     text = beam_summaries.benchmark_summary(record)

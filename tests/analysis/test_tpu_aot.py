@@ -44,6 +44,13 @@ def test_a_pair_is_compiled_and_sized():
     assert rows.time_estimates(record) == []
 
 
+def test_a_beam_search_is_compiled_and_sized():
+    flags = ["--gamma=2", "--num_beams=2", "--batch_size=8", "--max_new_tokens=256"]
+    (code, record), (_, wide) = compiled(*flags), compiled(*flags, "--beam_width=999")
+    assert code == 0 and record["fits"] and "tiny with tiny, 2 beams, γ = 2, batch 8" in rows.memory_estimate(record)
+    assert wide["state_gb"] > record["state_gb"] > 0  # a slot of the cache for each node of a call
+
+
 def test_what_does_not_fit_exits_with_1():
     code, record = compiled("--gamma=0", "--memory_gb=1e-9")
     assert code == 1 and not record["fits"] and record["drafter"] is None

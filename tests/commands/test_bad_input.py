@@ -37,6 +37,10 @@ BAD = {
     "dtype": (["generate", "PAIR", "--dtype=float8", "hello"], "got 'float8', expected float32 or bfloat16"),
     "other vocabulary": (["generate", "PAIR", "--drafter=STRANGER", "hello"], "got a vocabulary of 35 pieces"),
     "gamma": (["generate", "PAIR", "--gamma=-1", "hello"], "gamma: got -1, expected"),
+    "tree": (["generate", "PAIR", "--tree=3,2", "hello"], "tree: got '3,2', expected widths:3,2,1"),
+    "children of a tree": (["generate", "PAIR", "--tree=widths:2:all", "hello"], "children: got 'all', expected"),
+    "tree and beams": (["generate", "PAIR", "--tree=widths:2", "--num_beams=2", "hello"], "tree: got 'widths:2' with "
+                                                                                          "num_beams, expected none"),
     "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
     "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),
     "gammas": (["benchmark", "PAIR", "--gamma=2,x"], "gamma: got '2,x', expected"),

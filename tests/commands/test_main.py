@@ -18,6 +18,7 @@ from specdec_jax.commands import generate as generate_command
 from specdec_jax.commands import main
 from specdec_jax.decoding import inputs as decoding_inputs
 from specdec_jax.decoding import jobs
+from specdec_jax.speculative.tree_text import read_tree
 
 pair, cache, specdec, compilations = (
     command_line.pair,
@@ -94,6 +95,20 @@ def test_json(generate, pair):
         assert bool(record["tokens"]) == bool(text)
         assert sum(stats["accepted_by_position"]) == stats["accepted"] <= stats["drafted"]
         assert len(stats["examined_by_position"]) == 2
+
+
+@pytest.mark.parametrize("form", ["widths:2,1", "parents:0,0,1:drawn:recursive", "dynamic:2,2,4"])
+def test_a_tree(generate, pair, tmp_path, form):
+    """Drafts so many nodes, and gives the same outputs, in a file too."""
+    arguments = [f"--tree={form}", "--gamma=auto", *SENTENCES]
+    code, out, err = generate("--json", *arguments)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert (code, err) == (0, "") and [record["text"] for record in records] == expected(pair)
+    nodes = read_tree(form).size - 1
+    drafting = [record["stats"] for record in records if record["stats"]["drafted"]]
+    assert drafting and all(nodes <= stats["drafted"] <= nodes * stats["target_calls"] for stats in drafting)
+    assert generate(*arguments, "--output_file", tmp_path / "out.txt")[0] == 0
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected(pair)
 
 
 def test_a_sample_does_not_depend_on_its_batch(generate):

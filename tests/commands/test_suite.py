@@ -134,7 +134,6 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
                                                                                                         "'nowhere/r.html'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"], "expected another "
                                                                                                  "file than output"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--gamma="], "gamma: got no value"),
         (["--target=t", "--drafter=d", "--report=r.html"], "report: got 'r.html' without a suite"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"], "output: got 'nowhere/r.jsonl'"),
     ],

@@ -18,6 +18,8 @@ from specdec_jax.commands import generate, tune
 from specdec_jax.commands import options as options_command
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative import trees
+from specdec_jax.speculative.tree_text import read_tree
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
 pytestmark = pytest.mark.usefixtures("quick")
@@ -91,6 +93,47 @@ def test_the_fastest_on_a_machine_that_slows_down():
     assert tuning.fastest(seconds) == CHOICES[1]
 
 
+def scored(shares, lengths=((5, 9), (7,))) -> acceptance.Acceptance:
+    """What scoring finds of drafts that are covered by rank with these probabilities."""
+    coverage = {"top": [(value, None) for value in np.cumsum(shares)]}
+    return acceptance.Acceptance("scored", shares[0], None, 9, {}, [np.array(row) for row in lengths], {}, coverage)
+
+
+def test_the_best_tree_of_every_size():
+    """Of 5 positions, which cost 1.1 steps, and of 9, which cost 3: there only a deeper tree would pay."""
+    shares = [0.5, 0.3, 0.1]
+    times = {f"call over {width}": Spread(v, v, v) for width, v in {1: 2.0, 5: 2.2, 9: 6.0}.items()}
+    found = tuning.best_trees(scored(shares), 3, times, plain=0.01, step=0.001)
+    (choice, seconds), (dynamic, same) = found.items()
+    tree = read_tree(choice.tree)
+    assert str(choice) == "tree of 5" and (choice.gamma, choice.verifier) == (tree.depth, "block")
+    assert str(dynamic) == "dynamic tree of 5" and same == seconds and dynamic.gamma == tree.depth
+    assert read_tree(dynamic.tree) == trees.DynamicTree(tree.depth, 2, 5)
+    assert tree == trees.Tree.best(shares, 5, 3, {2: 1.1, 5: 1.1}, 0.1) and not tree.is_chain
+    assert seconds == pytest.approx(16 / tree.expected(shares) * (1.1 * 0.01 + tree.depth * 0.001))
+
+
+def test_the_drawn_child_counts_above_temperature_0():
+    accepted = scored([0.9, 0.0])
+    accepted.coverage["mixed"] = [(0.5, None), (0.9, None)]
+    times = {f"call over {width}": Spread(1.0, 1.0, 1.0) for width in (1, 3)}
+    choice, dynamic = tuning.best_trees(accepted, 1, times, 0.01, 0.0)
+    assert read_tree(choice.tree).parents == (0, 0) and dynamic.tree == "dynamic:1,2,3"
+
+
+def test_no_tree_where_a_chain_is_best_or_no_call_was_timed():
+    times = {f"call over {width}": Spread(1.0, 1.0, 1.0) for width in (1, 4)}
+    assert tuning.best_trees(scored([0.9, 0.01]), 3, times, 0.01, 0.0) == {}
+    assert tuning.best_trees(scored([0.1, 0.01]), 3, times, 0.01, 0.01) == {}
+    assert tuning.best_trees(scored([0.5, 0.4]), 3, {"target encoder 8": Spread(1.0, 1.0, 1.0)}, 0.01, 0.0) == {}
+
+
+def test_every_tree_is_timed():
+    tree = Choice(3, "block", "parents:0,0,1")
+    expected = {PLAIN: 9.0} | {Choice(gamma, "block"): float(gamma) for gamma in range(1, 8)} | {tree: 20.0}
+    assert tuning.candidates(expected) == [PLAIN, *(Choice(gamma, "block") for gamma in range(1, 6)), tree]
+
+
 # The file that is written.
 
 RECORD = {
@@ -148,6 +191,16 @@ def test_both_commands_take_the_file(specdec, pair, tmp_path, arrived, gamma, na
         found.check()
 
 
+def test_the_file_of_a_tree_is_for_generate(specdec, pair, tmp_path, arrived):
+    write(tmp_path / "tuned.gin", pair, Choice(2, "block", "parents:0,0,1"))
+    assert specdec("generate", f"--gin_file={tmp_path / 'tuned.gin'}", "--gin_search_paths=/") == (0, "", "")
+    (generating,) = arrived
+    assert (generating.tree, generating.gamma, generating.verifier) == ("parents:0,0,1", "auto", "block")
+    text = (tmp_path / "tuned.gin").read_text(encoding="utf-8")
+    assert "# tree of 4: 1.50 times the speed of plain decoding" in text and "benchmark" not in text
+    generating.check()
+
+
 def test_the_file_says_what_was_found(pair, tmp_path):
     write(tmp_path / "some.gin", pair, Choice(3, "block"))
     text = (tmp_path / "some.gin").read_text(encoding="utf-8")
@@ -197,6 +250,39 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
     outputs = [json.loads(line) for line in found[1].splitlines()]
     assert flags or [output["text"] for output in outputs] == plain
     assert all(bool(output["stats"]["drafted"]) == (chosen != "plain") for output in outputs)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperature):
+    """Here the tree is worth its draft, and wins: `generate` then drafts it, with the same outputs."""
+    tree, config = Choice(2, "block", "parents:0,0,1"), tmp_path / "tuned.gin"
+    monkeypatch.setattr(tuning, "best_trees", lambda accepted, depth, times, plain, step: (
+        {tree: 1.0} if {"call over 1", "call over 4"} <= set(times) and depth == 2 else {}
+    ))  # fmt: skip
+    monkeypatch.setattr(tuning, "fastest", lambda seconds: tree)
+    files = ["--input_file", sentences, "--config", config, "--output", tmp_path / "record.json"]
+    flags = [f"--temperature={temperature}", "--drafter=DRAFTER", "--gamma=2", "--nochoose_verifier", "--tree_nodes=4"]
+    code, out, err = specdec("tune", *FLAGS, *flags, "--sweep=1", *files)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert [str(tuning.choice_of(item)) for item in record["choices"]] == ["plain", "gamma 2, block", "tree of 4"]
+    assert tuning.choice_of(record["chosen"]) == tree and record["choices"][2]["improvement"]["median"] > 0
+    assert out == summaries.tune_summary(record) + "\n" and "tree of 4: parents:0,0,1\nchosen: tree of 4: " in out
+    found = specdec("generate", f"--gin_file={config}", "--gin_search_paths=/", "--json", "Tom", "We")
+    outputs = [json.loads(line) for line in found[1].splitlines()]
+    assert not found[2] and all(output["stats"]["drafted"] for output in outputs)
+    if not temperature:
+        plain = specdec("generate", *FLAGS[:3], "Tom", "We")[1].splitlines()
+        assert [output["text"] for output in outputs] == plain
+
+
+def test_no_trees_where_acceptance_is_counted(specdec, tmp_path, sentences):
+    files = ["--input_file", sentences, "--config", tmp_path / "tuned.gin", "--output", tmp_path / "record.json"]
+    code, _, err = specdec("tune", *FLAGS, "--drafter=random", "--gamma=1", "--tree_nodes=4", *files)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert [item["tree"] for item in record["choices"]] == [None, None]
+    assert not [name for name in record["steps"] if name.startswith("call over")]
 
 
 def test_command_with_beams(specdec, tmp_path, sentences):
@@ -276,6 +362,8 @@ def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
         (["--sweep=1", "--limit=0", "--input_file=FILE"], "got --sweep=1 alone, expected --input_file"),
         (["--limit=1", "--input_file=BLANK"], "input_file: got no sentence with any text"),
         (["--repeats=0"], "repeats: got 0, expected at least 1"),
+        (["--tree_nodes=8,2"], "tree_nodes: got 2, expected an integer from 3 to 257"),
+        (["--num_beams=2", "--tree_nodes=8"], "tree_nodes: got (8,) with num_beams, expected none"),
         (["--beam_width=4"], "beam_width: got 4 without num_beams"),
         (["--num_beams=2", "--beam_width=1"], "beam_width: got 1, expected an integer from 2"),
         (["--num_beams=2", "--temperature=1"], "temperature: got 1.0 with num_beams, expected 0.0"),

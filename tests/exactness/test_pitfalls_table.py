@@ -9,7 +9,7 @@ ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|$", (HERE / "PITFALLS.md")
 
 
 def test_every_row_is_covered():
-    assert [int(number) for number, _, _ in ROWS] == list(range(1, 33))
+    assert [int(number) for number, _, _ in ROWS] == list(range(1, 40))
     for number, _, tests in ROWS:
         assert "::test_" in tests, f"row {number} names no test"
 

@@ -84,6 +84,40 @@ def test_lines_are_t5xs(generate, toys, tmp_path):
 
 
 @needs_seqio
+def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
+    """A line has the best hypothesis or a list with the best last, as T5X's own function writes
+    them; metrics are those of the best."""
+    one, all_of_them = tmp_path / "one", tmp_path / "all"
+    flags = ("--task=toy_text", "--num_beams=3", "--length_penalty=1")
+    assert generate(*flags, f"--output_file={one}")[0] == 0
+    assert generate(*flags, "--num_return_sequences=3", f"--output_file={all_of_them}")[0] == 0
+    inputs = [example["inputs"].tolist() for example in dataset("toy_text").as_numpy_iterator()]
+    found = sd.generate(target, inputs, max_new_tokens=WIDTH, num_beams=3, length_penalty=1, num_return_sequences=3)
+    tokens, scores = found.tokens.reshape(-1, 3, WIDTH)[:, ::-1], found.scores.reshape(-1, 3)[:, ::-1]
+    lines = decoded(all_of_them.read_text())
+    assert len(lines) == len(PAIRS)
+    for best, line, ids, expected in zip(decoded(one.read_text()), lines, tokens, scores, strict=True):
+        assert best["aux"]["scores"] == pytest.approx(float(expected[-1]), abs=1e-5)
+        assert line["aux"]["scores"] == pytest.approx(expected.tolist(), abs=1e-5)
+        last = dict(line, aux={"scores": line["aux"]["scores"][-1]})
+        last |= {name: line[name][-1] for name in ("prediction", "prediction_tokens")}
+        assert best == last
+        line["prediction_tokens"] = [row + [0] * (WIDTH - len(row)) for row in line["prediction_tokens"]]
+        assert line["prediction_tokens"] == ids.tolist()
+    metrics = json.loads((tmp_path / "all.metrics.json").read_text())
+    assert metrics == json.loads((tmp_path / "one.metrics.json").read_text())
+
+    infer = pytest.importorskip("t5x.infer", reason="t5x is not installed", exc_type=ImportError)
+    vocabulary = seqio.get_mixture_or_task("toy_text").output_features["targets"].vocabulary
+    aux, path = {"scores": np.array([line["aux"]["scores"] for line in lines])}, str(tmp_path / "theirs")
+    data, how = dataset("toy_text"), dict(mode="predict_with_aux", vocabulary=vocabulary, output_ids=True)
+    infer.write_inferences_to_file(path, (tokens, aux), data, **how)
+    for line in lines:
+        del line["score"]  # which T5X writes in another mode
+    assert decoded(pathlib.Path(path).read_text()) == lines
+
+
+@needs_seqio
 @pytest.mark.parametrize("name", ["toy_text", "toy_both"])
 def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path):
     path = tmp_path / "out.jsonl"
@@ -118,9 +152,10 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
 
 
 @needs_seqio
-def test_a_job_that_was_interrupted_goes_on(generate, toys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", [["--gamma=0"], ["--num_beams=3", "--num_return_sequences=2"]])
+def test_a_job_that_was_interrupted_goes_on(how, generate, toys, tmp_path, monkeypatch):
     whole, path = tmp_path / "whole", tmp_path / "out"
-    flags = ("--task=toy_both", "--gamma=0")
+    flags = ("--task=toy_both", *how)
     assert generate(*flags, f"--output_file={whole}")[0] == 0
     add, numbers = journal.Journal.add, []
 

@@ -13,6 +13,7 @@ from specdec_jax.decoding import beams
 from specdec_jax.models import panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.layers import Attention
 from specdec_jax.speculative.beam_iteration import iterate_beams, live_beams
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -166,6 +167,38 @@ def test_speculative_search_is_plain_search(pair, name):
     alone = dict(options, max_new_tokens=LIMIT, **({} if not more else dict(decoder_prefix=PREFIXES[:1])))
     single = sd.generate(target, INPUTS[:1], drafter=drafter, gamma=2, beam_width=5, **alone)
     np.testing.assert_array_equal(single.tokens, plain.tokens[:2])
+
+
+@pytest.fixture
+def cross_keys_of_the_row_before(monkeypatch):
+    """Returns a function that lets every row of a batch attend to the encoder output of another; what was compiled
+    before, and with it, is forgotten."""
+    right, roll = Attention.to_encoded, lambda x: jnp.roll(x, 1, axis=0)
+
+    def wrong(self, x, norm, cross, mask, *others):
+        return right(self, x, norm, jax.tree.map(roll, cross), roll(mask), *others)
+
+    def replace():
+        monkeypatch.setattr(Attention, "to_encoded", wrong)
+        jax.clear_caches()
+
+    yield replace
+    jax.clear_caches()
+
+
+def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_before):
+    """Plain and speculative search agree with each other even so; neither agrees with the search of a row alone."""
+    target, drafter = pair("t5")
+    options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
+    ways = [{}, dict(drafter=drafter, gamma=2, beam_width=5)]
+    rows = range(len(INPUTS))
+    alone = np.concatenate([sd.generate(target, INPUTS[row : row + 1], **options).tokens for row in rows])
+    for how in ways:
+        np.testing.assert_array_equal(sd.generate(target, INPUTS, **how, **options).tokens, alone)
+    cross_keys_of_the_row_before()
+    plain, found = (sd.generate(target, INPUTS, **how, **options).tokens for how in ways)
+    np.testing.assert_array_equal(found, plain)
+    assert np.all(np.any((found != alone).reshape(len(INPUTS), -1), axis=1))
 
 
 def test_search_in_bfloat16():

@@ -11,10 +11,12 @@ from enumerations import DRAFTS, TARGETS, as_law
 
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.tree_children import choose_children
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeRandomness
-from specdec_jax.speculative.trees import Tree, TreeDraft
+from specdec_jax.speculative.trees import Tree
 
 V = 4
+SECOND = np.array([[2, 6, 4, 4], [7, 3, 1, 5], [1, 0, 8, 7], [3, 9, 0, 4]]) / 16
 
 
 def law_of(table):
@@ -49,7 +51,7 @@ def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
     zeros = {"draft": 0.1, "accept": 0.2, "final": 0}  # after k-SEQ some weights are dust, which a 0 would draw
     for name in DRAFTS:
         for _ in range(size):
-            drafters = [law_of(DRAFTS[name]), law_of(DRAFTS["other laws"][::-1])]
+            drafters = [law_of(DRAFTS[name]), law_of(SECOND)]
             uniforms = {
                 key: np.where(rng.random(tree.size) < share, 0, grid(tree.size)) for key, share in zeros.items()
             }
@@ -100,8 +102,11 @@ def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()
                         )  # fmt: skip
     p = np.stack([[row.target(way[node]) for node in range(size)] for row, way in zip(rows, ways)])
     p[~live] = np.nan
+    branches = tree.branches(batch)
+    past = jnp.arange(tree.depth + 1) > branches.depths[..., None]
+    branches = branches._replace(lines=jnp.where(past, size - 1, branches.lines))  # anything may be there
     draft = TreeDraft(
-        jnp.asarray(tokens), tree.branches(batch), jnp.asarray(live), as_law(np.stack(laws, axis=1), dtype),
+        jnp.asarray(tokens), branches, jnp.asarray(live), as_law(np.stack(laws, axis=1), dtype),
         jnp.asarray(own), jnp.zeros(batch, jnp.int32),
     )  # fmt: skip
     return draft, as_law(p, dtype)

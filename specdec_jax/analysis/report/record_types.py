@@ -238,6 +238,7 @@ class Estimate(TypedDict):
     target: str
     drafter: str | None
     gamma: Gamma
+    num_beams: NotRequired[Count | None]
     batch_size: Count
     dtype: str
     topology: str

@@ -141,6 +141,7 @@ def measured_at(record: Mapping[str, Any]) -> str:
 def memory_estimate(record: Mapping[str, Any]) -> str:
     """Returns a sentence with the compiler's estimate of a pair's memory."""
     pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
+    pair += f", {record['num_beams']} beams" if record.get("num_beams") else ""
     return (
         f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
         f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed "

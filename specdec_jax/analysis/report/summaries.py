@@ -6,7 +6,7 @@ from typing import Any
 from specdec_jax.analysis import machine
 from specdec_jax.analysis.coverage import KINDS
 from specdec_jax.analysis.machine import hardware
-from specdec_jax.analysis.tuning import Choice
+from specdec_jax.analysis.tuning import Choice, choice_of
 
 _HOW = {
     "scored": "target's own outputs, scored with both models",
@@ -236,13 +236,13 @@ def tune_summary(record: Mapping[str, Any]) -> str:
         head,
     ]
     for item in record["choices"]:
-        name, gain = Choice(item["gamma"], item["verifier"]), item["improvement"]
+        name, gain = choice_of(item), item["improvement"]
         lines.append(
             f"{name!s:<16}{item['expected_improvement']:>12.3f}"
             + (f"{gain['median']:>12.3f}   ({gain['least']:.3f} to {gain['most']:.3f})" if gain else "")
         )
     chosen, gain = Choice(**record["chosen"]), record["improvement"]
-    lines.append("")
+    lines += ["", *(f"{choice_of(item)}: {item['tree']}" for item in record["choices"] if item["tree"])]
     if chosen.gamma:
         lines.append(
             f"chosen: {chosen}: {gain['median']:.3f} times plain decoding ({gain['least']:.3f} to {gain['most']:.3f})"
