@@ -159,17 +159,24 @@ def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law | None
         ranked = Law.of(at_nodes(laws.process, state, logits, depths, prefixes))
         return None, ranked, choose_children("top", ranked, counts)
     law, noise, kind = at_nodes(laws.standardize, state, logits, depths, prefixes), None, program.children
-    ranked = at_nodes(functools.partial(laws.standardize, soften=True), state, logits, depths, prefixes)
-    chosen = choose_children("top", ranked, counts)
-    if kind == "top":
-        return law, ranked, chosen
-    # Children of rows at temperature 0 are not drawn.
     argmax = (state.sampling.temperature == 0)[:, None, None]
+
+    def soft(_):  # of rows at temperature 0, whose children are not drawn
+        return at_nodes(functools.partial(laws.standardize, soften=True), state, logits, depths, prefixes)
+
+    # The greatest of a vocabulary take long to find, and mostly no row is at temperature 0.
+    some = jnp.any(argmax)
+    ranked = jax.lax.cond(some, soft, lambda _: law, None)
+    if kind == "top":
+        return law, ranked, choose_children("top", ranked, counts)
     if kind == "gumbel":
         noise = draws.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], program.vocab_size)
         noise = jnp.broadcast_to(noise, logits.shape)
+    drawn = choose_children(kind, law, counts, words, noise)
+    fixed = jax.lax.cond(some, lambda _: choose_children("top", ranked, counts), lambda _: drawn, None)
+    if kind == "gumbel":
         ranked = Law.of(jnp.where(argmax, ranked.logits, law.logits + noise))
-    return law, ranked, jnp.where(argmax, chosen, choose_children(kind, law, counts, words, noise))
+    return law, ranked, jnp.where(argmax, fixed, drawn)
 
 
 def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> tuple[TreeDraft, Any]:

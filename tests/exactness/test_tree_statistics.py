@@ -1,0 +1,81 @@
+"""The law of what decoding with trees really draws, through its own keys: G-tests as in `test_law_statistics.py`."""
+
+import jax.numpy as jnp
+import pytest
+from law_samples import DRAWS, FALSE_ALARM, SPREAD, g_test, hash_pair, joint_law, sample, traced_anew
+
+from specdec_jax.drafters import tree_levels
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.speculative import draws as speculative_draws
+from specdec_jax.speculative.trees import CHILDREN, Chains, DynamicTree, Tree
+
+pytestmark = pytest.mark.usefixtures("quick")
+# Two levels and a branch below the second child, so that three positions see all that there is.
+SHAPE = (0, 0, 1, 1, 2)
+TREES = {
+    **{f"{kind}, {rule}": Tree(SHAPE, kind, rule) for kind in CHILDREN for rule in CHILDREN[kind]},
+    "chains": Chains(3, 2),
+    "dynamic": DynamicTree(2, 2, 5),
+    "dynamic, top": DynamicTree(2, 3, 7, "top"),
+}
+QUICK = ("drawn, traversal", "mixed, mixed", "dynamic")
+words = speculative_draws.words
+
+
+def sampled(tree, draws, **options):
+    target, draft = hash_pair()
+    how = {"verifier": "block", "gamma": "auto", "tree": tree, **options}
+    counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, draws, **how)
+    assert 0.2 < accepted.sum() / examined.sum() < 0.98, "the test says little where all or nothing is accepted"
+    return g_test(counts, joint_law(target, SPREAD))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
+)
+def test_law_of_every_verifier(name):
+    assert sampled(TREES[name], DRAWS) > FALSE_ALARM
+
+
+# --- Mistakes that the enumerations of pure functions cannot see: they are in what the engine hands to them ---
+
+
+def shared_noise(keys, lengths, offsets, tag):
+    """The children and what corrects them are drawn with the same words."""
+    return words(keys, lengths, offsets, speculative_draws.DRAFT if tag == speculative_draws.RESIDUAL else tag)
+
+
+def by_depth(keys, lengths, offsets, tag):
+    """All nodes after node 1 draw alike, so that siblings share their words."""
+    return words(keys, lengths, jnp.minimum(offsets, 1), tag)
+
+
+def always_again(keys, lengths, offsets, tag):
+    """The draws of a position do not depend on how often it was visited."""
+    return words(keys, lengths * 0 + 1, offsets, tag)
+
+
+MUTANTS = {
+    "children and correction share their noise": ("words", shared_noise),
+    "siblings share their words": ("words", by_depth),
+    "every iteration draws alike": ("words", always_again),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_statistics_catch(name, monkeypatch):
+    attribute, mutant = MUTANTS[name]
+    monkeypatch.setattr(speculative_draws, attribute, mutant)
+    assert sampled(Tree(SHAPE, "drawn", "recursive"), DRAWS // 5, run=traced_anew()) < FALSE_ALARM
+
+
+def test_a_law_of_another_origin_is_caught(monkeypatch):
+    """Each node's token is judged by the law that it was drawn from, not by node 0's."""
+    draft_tree = tree_levels.draft_tree
+
+    def one_law(*arguments):
+        draft, carry = draft_tree(*arguments)
+        return draft._replace(origins=jnp.zeros_like(draft.origins)), carry
+
+    monkeypatch.setattr(tree_levels, "draft_tree", one_law)
+    assert sampled(Tree(SHAPE, "drawn", "recursive"), DRAWS // 5, run=traced_anew()) < FALSE_ALARM
