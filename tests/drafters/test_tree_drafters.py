@@ -64,6 +64,13 @@ def assert_same(found, expected, rows=slice(None)):
     np.testing.assert_allclose(found.log_probs[rows], expected.log_probs[rows], atol=1e-4)
 
 
+def test_the_table_has_every_drafter_of_trees():
+    exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))}
+    assert {type(make()).__name__ for _, make in DRAFTERS.values()} == {
+        name for name in exported if getattr(sd, name).drafts_trees
+    }
+
+
 # --- Identities ---
 
 
