@@ -218,6 +218,25 @@ def test_a_budget_drafts_the_first_nodes():
     assert itself.stats.per_row[0].draft_calls <= 9
 
 
+def test_a_policy_adapts_the_number_of_nodes():
+    """Two nodes more after a path that ended at a leaf, one fewer after another."""
+    target, drafter = pair()
+    policy = sd.Heuristic(9, start=2, minimum=2)
+    options = dict(decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=(), drafter=drafter, gamma=policy)
+    state, request = prepare(target, INPUTS, tree=Tree.uniform((3, 2)), **options)
+    wanted, sizes = np.full(4, 2), set()
+    while not np.all(state.done):
+        done, room = np.asarray(state.done), np.asarray(state.limits - state.lengths - 1)
+        state = advance(request.network, request.drafter, state, np.int32(1))
+        drafted = np.asarray(state.last_drafted)
+        whole = ~done & (room >= 2)
+        np.testing.assert_array_equal(drafted[whole], wanted[whole])
+        sizes |= set(drafted[~done].tolist())
+        wanted = np.asarray(state.policy_state)
+    assert_same(sd.finish(target, state, request), run(speculative=False, eos_ids=()))
+    assert min(sizes) <= 2 < max(sizes) <= 9
+
+
 # --- Caches ---
 
 
@@ -282,7 +301,8 @@ def test_what_makes_no_sense_is_refused():
         (dict(tree=Tree.uniform((2,)), drafter=None), "without a drafter"),
         (dict(tree=Tree.uniform((2,)), verifier="token"), "a verifier of its own"),
         (dict(tree=Tree.uniform((2,)), gamma=9), "gamma: got 9"),
-        (dict(tree=Tree.uniform((2,)), gamma=sd.Heuristic(2)), "expected 'auto' or an integer"),
+        (dict(tree=Tree.uniform((2,)), gamma=sd.Renewal(2)), "expected 'auto', an integer"),
+        (dict(tree=Tree.uniform((2,)), gamma=sd.Heuristic(3)), "gamma: got 3"),
         (dict(tree=Tree.uniform((2,)), drafter=sd.RandomDrafter(V)), "which drafts chains"),
         (dict(tree=Tree.uniform((2,)), num_beams=2), "tree: got"),
     ):
