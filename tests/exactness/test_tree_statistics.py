@@ -1,9 +1,12 @@
 """The law of what decoding with trees really draws, through its own keys: G-tests as in `test_law_statistics.py`."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from law_samples import DRAWS, FALSE_ALARM, SPREAD, g_test, hash_pair, joint_law, sample, traced_anew
 
+import specdec_jax as sd
 from specdec_jax.drafters import tree_levels
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative import draws as speculative_draws
@@ -79,3 +82,43 @@ def test_a_law_of_another_origin_is_caught(monkeypatch):
 
     monkeypatch.setattr(tree_levels, "draft_tree", one_law)
     assert sampled(Tree(SHAPE, "drawn", "recursive"), DRAWS // 5, run=traced_anew()) < FALSE_ALARM
+
+
+# --- At the size of a real vocabulary ---
+
+TEXT, SAMPLES, AT_ONCE = "The weather will be better in the afternoon.", 4000, 500
+
+
+def two_tokens(**options):
+    """The first two ids of so many samples."""
+    found = [
+        sd.generate(
+            sd.load("ende/target"), [TEXT], drafter=sd.ModelDrafter(sd.load("ende/drafter")), sampling=SPREAD,
+            num_samples=AT_ONCE, max_new_tokens=3, key=jax.random.key(seed), eos_ids=(), **options,
+        ).tokens[:, :2]
+        for seed in range(SAMPLES // AT_ONCE)
+    ]  # fmt: skip
+    return np.concatenate(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [Tree(SHAPE), DynamicTree(2, 3, 7)], ids=["drawn", "dynamic"])
+def test_law_of_the_bundled_pair(tree):
+    """The first token, and the second after the most frequent first one, among all ids of the vocabulary."""
+    target = sd.load("ende/target")
+    tokens, vocab = two_tokens(tree=tree), target.config.vocab_size
+    first = np.bincount(tokens[:, 0], minlength=vocab)
+    top = int(np.argmax(first))
+    second = np.bincount(tokens[tokens[:, 0] == top, 1], minlength=vocab)
+    assert second.sum() > SAMPLES / 10
+
+    def law(*before):
+        ids = np.array([target.vocabulary.encode(TEXT) + list(target.eos_ids[:1])])
+        logits = np.asarray(target.logits(ids, np.array([[target.start_token, *before]])))[0, -1].astype(np.float64)
+        weights = np.exp(logits - logits.max())
+        return weights / weights.sum()
+
+    assert g_test(first, law()) > FALSE_ALARM and g_test(second, law(top)) > FALSE_ALARM
+    forced = two_tokens(gamma=1, verifier="forced", forced_alpha=1.0)  # the drafter's own law
+    others = np.bincount(forced[:, 0], minlength=vocab) + 1e-3
+    assert g_test(first, others / others.sum()) < FALSE_ALARM
