@@ -51,19 +51,20 @@ def tree_lines(step: TraceStep, target: LanguageModel, numbers: bool = False) ->
     assert tree is not None
     order = list(depth_first(tree))
     rows = mask(tree, order)
+    width = max(len(order), len("sees"))
     drawn = list(_branches(step, target))
     digits = len(str(len(order) - 1))
     head = f"{'#':>{digits}} "
     values = [f"{'p':>9}{'q':>9}{'p/q':>9}"] * numbers + [_values(tree, node) for node in order if numbers]
     widest = max(len(before) + len(text) for _, before, _, text in drawn) + len("{==}")
-    beside = len(head) + len(order) + 1 + 28 * numbers + widest <= COLUMNS
-    columns = lambda number, row, value: f"{number:>{digits}} " + f"{row} " * beside + f"{value} " * numbers
-    titles = columns("#", "sees".ljust(len(order))[: len(order)], values[0] if numbers else "")
-    lines = [[("committed", titles.rstrip())]] if numbers or beside and len(order) > 3 else []
+    beside = len(head) + width + 1 + 28 * numbers + widest <= COLUMNS
+    columns = lambda number, row, value: f"{number:>{digits}} " + f"{row:<{width}} " * beside + f"{value} " * numbers
+    titles = columns("#", "sees", values[0] if numbers else "")
+    lines = [[("committed", titles.rstrip())]]
     places = {node: place for place, node in enumerate(order)}
     for node, before, kind, text in drawn:
         if node is None:
-            left = columns("", " " * len(order), " " * 27)
+            left = columns("", "", " " * 27)
         else:
             place = places[node]
             left = columns(place, rows[place], values[place + 1] if numbers else "")

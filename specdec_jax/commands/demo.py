@@ -46,6 +46,10 @@ _MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corr
 # γ is a number here, so that there is something to see: "auto" drafts nothing where that would not pay.
 _GAMMA = 4
 _COLUMNS = 112  # width of the picture in characters
+_COLUMNS_OF_A_TREE = (
+    "sees: what a token sees (■) beside all that was committed before; p, q: its probability for the target\n"
+    "and for the drafter, at temperature 0 as it would be at 1"
+)
 # The verifiers of chains as kinds of children and verifiers of trees with one branch.
 _AS_TREE = {
     "block": ("drawn", "traversal"), "token": ("drawn", "recursive"), "gumbel": ("gumbel", "gumbel"),
@@ -145,19 +149,22 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     with waiting(f"loading {options.target} and {options.drafter}"):
         target, drafter = options.load()
         ids = encode(target, sentences, options.max_input_length)
+        traced = options.traced(drafter)
     screen.say(
         f"The drafter, {options.drafter}, proposes {_proposal(options)}. The target, {options.target}, checks them "
         f"all in one\ncall and adds one token of its own; {_promise(options)}.\n"
         "Each line below is one such call:"
     )
     screen.show(traces.LEGEND)
+    if options.trace:
+        screen.say(_COLUMNS_OF_A_TREE)
     keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
     shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
     seen = []
     for number, sentence in enumerate(sentences):
         new = shapes.setdefault(bucket(len(ids[number])), number) == number
         with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():
-            how = {"drafter": drafter, **options.decoding(), **options.traced(drafter)}
+            how = {"drafter": drafter, **options.decoding(), **traced}
             seen.append(trace(target, sentence, key=keys[number : number + 1], **how))
         screen.say(f"\n{sentence}")
         _show(options, screen, target, seen[-1])

@@ -8,7 +8,7 @@ from specdec_jax.decoding.trace import TraceStep, TreeStep
 from specdec_jax.models.language_model import LanguageModel
 
 _STANDS, _FALLS, _OWN = "tab:green", "tab:gray", "tab:blue"
-_ROW = 0.24  # inches
+_ROW, _LEVEL = 0.24, 1.15  # inches
 
 
 def token_tree(step: TraceStep, target: LanguageModel):
@@ -23,8 +23,9 @@ def token_tree(step: TraceStep, target: LanguageModel):
     assert tree is not None
     order = list(depth_first(tree))
     height, depth = _ROW * len(order) + 1, max(len(tree.line(node)) for node in order)
-    figure = Figure(figsize=(max(6.0, 1.5 * (depth + 1)) + _ROW * len(order), height), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(max(6.0, 1.5 * (depth + 1)), _ROW * len(order) + 0.6))
+    widths = _LEVEL * (depth + 1), _ROW * len(order) + 0.6
+    figure = Figure(figsize=(sum(widths), height), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=widths)
     _draw_nodes(left, step, target, order)
     _draw_mask(right, tree, order)
     figure.suptitle(
