@@ -14,11 +14,10 @@ from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT, ROW = 24, 9, [3, 4, 5, 4, 1]
 TARGET = noisy_copy(tiny_t5(0, V), 2.0)  # else it repeats itself
-DRAFT = noisy_copy(TARGET, 0.3, 1)
+DRAFT = noisy_copy(TARGET, 0.15, 1)
 TREES = {
     "drawn": Tree.uniform((3, 2, 1)), "recursive": Tree((0, 0, 1, 1, 2, 3), "drawn", "recursive"),
-    "top": Tree((0, 1, 2, 2, 2, 4), "top"), "mixed": Tree.uniform((2, 2), children="mixed"), "chains": Chains(3, 2),
-    "dynamic": DynamicTree(3, 3, 9),
+    "top": Tree((0, 1, 2, 2, 2, 4), "top"), "chains": Chains(3, 2), "dynamic": DynamicTree(3, 3, 9),
 }  # fmt: skip
 SAMPLING = {
     "argmax": dict(),
@@ -39,8 +38,9 @@ def law(model: str, tokens: tuple[int, ...], sampling: str):
     return np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(("name", "sampling"), [
+    ("drawn", "argmax"), ("top", "filtered"), ("recursive", "filtered"), ("chains", "sampled"), ("dynamic", "sampled"),
+])  # fmt: skip
 def test_trees_are_told_as_they_were(name, sampling):
     """p, q and p/q of each node, the tokens on its path taken as they are; and the path is what was committed."""
     options = dict(
