@@ -149,6 +149,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     with waiting(f"loading {options.target} and {options.drafter}"):
         target, drafter = options.load()
         ids = encode(target, sentences, options.max_input_length)
+        assert drafter is not None, "the options were checked"
         traced = options.traced(drafter)
     screen.say(
         f"The drafter, {options.drafter}, proposes {_proposal(options)}. The target, {options.target}, checks them "
