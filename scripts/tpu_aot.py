@@ -273,7 +273,7 @@ def lowered_start(target: Network, drafter: ModelDrafter | None):
     placed = place(jax.eval_shape(arguments))
     if not _BEAMS.value:
         program = speculative_state.StaticConfig(gamma, config.mode, vocab, tree=tree)
-        return prefill.lower(target, drafter, program, slots(_NEW.value + 1, program.drafted), *placed)
+        return prefill.lower(target, drafter, program, slots(_NEW.value + 1, program.reach), *placed)
     options, most = BeamOptions(_BEAMS.value, beam_width=_WIDTH.value), bucket(_NEW.value)
     program = options.program(1, config.mode, vocab, gamma, drafter)
     return begin.lower(target, drafter, program, most, 1 + most, *placed)

@@ -17,7 +17,8 @@ from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma,
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.network import decoder_only
-from specdec_jax.speculative.trees import MAX_NODES, check_integers
+from specdec_jax.speculative.tree_choice import check_integers
+from specdec_jax.speculative.trees import MAX_NODES
 from specdec_jax.speculative.verifiers import LOSSY
 
 

@@ -19,6 +19,7 @@ from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import layouts, panels
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
@@ -28,6 +29,7 @@ from specdec_jax.speculative.draws import seeded, threefry
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 from specdec_jax.speculative.verifiers import verifier_of
 
@@ -91,14 +93,15 @@ class Decoder:
     Attributes:
       config: the target's configuration.
       drafter: None is plain decoding.
-      gamma, sampling, verifier, lenience, typical_epsilon, typical_delta: as for `generate`.
+      gamma, tree, sampling, verifier, lenience, typical_epsilon, typical_delta: as for `generate`.
       rescale_log_probs: whether scores are under the law that was sampled (0 with argmax), as T5X's
         are; else they are under the target's own law.
     """
 
     config: T5Config
     drafter: Drafter | None = None
-    gamma: int | Policy = 4
+    gamma: int | str | Policy = 4
+    tree: Tree | DynamicTree | None = None
     sampling: SamplingConfig = SamplingConfig()
     verifier: str | Verifier = "block"
     lenience: float | None = None
@@ -107,9 +110,12 @@ class Decoder:
     rescale_log_probs: bool = True
 
     def __post_init__(self):
+        for name, value in tree_options(self.tree, self.drafter, self.gamma, self.verifier)._asdict().items():
+            object.__setattr__(self, name, value)
+        limit = MAX_GAMMA if self.tree is None else self.tree.size - 1
         most = self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
-        if not isinstance(most, int) or not 0 <= most <= MAX_GAMMA:
-            raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {MAX_GAMMA}, or a policy of it")
+        if not isinstance(most, int) or not 0 <= most <= limit:
+            raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {limit}, or a policy of it")
         if self.drafter is not None:
             check_policy(self.gamma, self.drafter)
         check_models(self.drafter, self.config)
@@ -118,10 +124,10 @@ class Decoder:
 
     @property
     def width(self) -> int:
-        """G, the most tokens drafted in one iteration."""
+        """The most tokens drafted in one iteration."""
         if self.drafter is None:
             return 0
-        return self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
+        return self.gamma.maximum if isinstance(self.gamma, Policy) else int(self.gamma)
 
     def _settings(self, batch: int):
         return verifier_settings(
@@ -158,12 +164,14 @@ class Decoder:
         network = network_of(params, self.config)
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
-        widths = call_widths(self.width, none=varies) if self.width and (varies or policy is not None) else ()
-        program = StaticConfig(self.width, mode, self.config.vocab_size, verifier_of(self.verifier), widths)
+        adapts = self.width and self.tree is None and (varies or policy is not None)
+        widths = call_widths(self.width, none=varies) if adapts else ()
+        depth = self.width if self.tree is None else self.tree.depth
+        program = StaticConfig(depth, mode, self.config.vocab_size, verifier_of(self.verifier), widths, self.tree)
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         state = prefill(
-            network, self.drafter if self.width else None, program, slots(length + 1, self.width), inputs,
+            network, self.drafter if self.width else None, program, slots(length + 1, program.reach), inputs,
             lengths_of(inputs), tokens, starts, _keys(rng, batch), rows, self._settings(batch),
             1 + _lengths(given, starts - 1, length), ends(given.get("eos_id", eos_id), batch),
             jnp.full(batch, self.width, jnp.int32), jnp.zeros(batch, bool), policy,

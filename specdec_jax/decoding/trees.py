@@ -2,9 +2,11 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.gamma import MAX_GAMMA, Policy
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
@@ -36,7 +38,7 @@ def tree_options(
     Raises:
       ValueError: `tree` is no tree.
       UnsupportedCombination: no drafter, or one that drafts no trees, or not this one; no tree with
-        a drafter that drafts nothing else; a policy; a verifier beside the tree's own.
+        a drafter that drafts nothing else; a policy that does not count nodes; a verifier beside the tree's own.
     """
     if tree is None:
         if isinstance(drafter, Drafter) and not drafter.drafts_chains:
@@ -62,11 +64,16 @@ def tree_options(
         )
     if automatic:
         gamma = tree.size - 1
+    if isinstance(gamma, Policy) and gamma.counts_nodes:
+        most = gamma.maximum
     elif isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__"):
         raise UnsupportedCombination(
-            f"gamma: got {gamma!r} with a tree, expected 'auto' or an integer, the most nodes that are drafted"
+            f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
+            "Heuristic"
         )
-    check_per_row("gamma", gamma, 1 if hasattr(gamma, "__index__") else len(gamma), 1, tree.size - 1)
+    else:
+        most = gamma
+    check_per_row("gamma", most, np.size(most), 1, tree.size - 1)
     return TreeOptions(tree, gamma, _CHAIN_FORMS.get(tree.judge, "token"))
 
 

@@ -16,10 +16,7 @@ from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.trees import CHILDREN, Tree
 
 # Those under which siblings may come from different laws.
-_KINDS = {
-    kind: tuple(verifier for verifier in CHILDREN[kind] if verifier != "kseq")
-    for kind in ("drawn", "iid", "top", "gumbel")
-}
+_KINDS = {kind: tuple(rule for rule in CHILDREN[kind] if rule != "kseq") for kind in ("drawn", "iid", "top", "gumbel")}
 
 
 @jax.tree_util.register_pytree_node_class

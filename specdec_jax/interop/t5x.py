@@ -30,6 +30,8 @@ from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.tree_text import read_tree
+from specdec_jax.speculative.trees import DynamicTree, Tree
 
 # A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
@@ -53,6 +55,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         counts: bool = False, decode_fn: Callable | None = None, feature_converter_cls: Callable | None = None,
         label_smoothing: float = 0.0, z_loss: float = 0.0, loss_normalizing_factor: Any = None,
         default_decoder_params: models.DecoderParams | None = None, beam_width: int | None = None,
+        tree: str | Tree | DynamicTree | None = None,
     ):  # fmt: skip
         """Arguments that are not listed here are T5X's.
 
@@ -61,7 +64,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a
             drafter that needs nothing of the target, such as `PromptLookupDrafter()`; None decodes
             plainly.
-          gamma: as for `generate`; None: 4 tokens, or 3 levels of a beam search's tree.
+          gamma: as for `generate`; None: 4 tokens, 3 levels of a beam search's tree, all nodes of `tree`.
+          tree: as for `generate`, or a text that `specdec generate --tree` takes, for gin.
           verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for `generate`.
           drafter_dtype: "float32" or "bfloat16"; None: the module's dtype.
           drafter_vocabulary: vocabulary of a drafter whose checkpoint has none, to be compared with
@@ -85,7 +89,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             _expect_unset("decode_fn", sampling=sampling, rescale_log_probs=rescale_log_probs)
         if searches:
             others = dict(lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta)
-            _expect_unset("beam search", verifier=verifier, **others)
+            _expect_unset("beam search", verifier=verifier, tree=tree, **others)
         else:
             _expect_unset("sampling", beam_width=beam_width)
         super().__init__(
@@ -99,7 +103,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         levels: Any = LEVELS if gamma is None else gamma
         self._counts = counts
         self._decoder: Decoder | BeamDecoder = BeamDecoder(config, drafter, levels, beam_width) if searches else Decoder(
-            config, drafter, 4 if gamma is None else gamma, sampling or SamplingConfig(), verifier, lenience,
+            config, drafter, gamma if gamma is not None else 4 if tree is None else "auto",
+            read_tree(tree) if isinstance(tree, str) else tree, sampling or SamplingConfig(), verifier, lenience,
             typical_epsilon, typical_delta, rescale_log_probs,
         )  # fmt: skip
 

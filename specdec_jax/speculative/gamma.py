@@ -66,10 +66,13 @@ class Policy:
       maximum: G, the most tokens drafted in one iteration; static.
       reads_law: whether the policy needs the laws that drafts come from, which not every drafter
         has.
+      counts_nodes: whether γ may be the number of a tree's nodes. `Outcome` then has numbers of
+        depths: a draft has stood as a whole if the path that stands ends at a leaf.
     """
 
     maximum: int
     reads_law: ClassVar[bool] = False
+    counts_nodes: ClassVar[bool] = False
 
     def __post_init__(self):
         if isinstance(self.maximum, bool) or not isinstance(self.maximum, int | np.integer):
@@ -163,6 +166,7 @@ class Heuristic(Policy):
     start: PerInput = number(4, 1, MAX_GAMMA)
     up: PerInput = number(2, 0, MAX_GAMMA)
     down: PerInput = number(1, 0, MAX_GAMMA)
+    counts_nodes: ClassVar[bool] = True
 
     def init(self) -> Int[Array, " B"]:
         return jnp.clip(self.start, self.minimum, self.maximum)

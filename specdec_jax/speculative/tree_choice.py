@@ -24,6 +24,13 @@ Node = tuple[int, ...]
 Shares = Sequence[float] | Sequence[Sequence[float]]
 
 
+def check_integers(least: int, most: int, **values: Any) -> None:
+    """Raises ValueError for the first of `values` that is no integer from `least` to `most`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+            raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}")
+
+
 def checked(acceptance_by_rank: Shares) -> np.ndarray:
     """Returns acceptance by rank as `[depths, ranks]`, one row where it is the same at all depths.
 

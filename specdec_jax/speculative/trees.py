@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.speculative import tree_choice
-from specdec_jax.speculative.tree_choice import Node, Shares
+from specdec_jax.speculative.tree_choice import Node, Shares, check_integers
 from specdec_jax.speculative.tree_draft import Branches
 
 # The ways to choose a node's children from q, the drafter's law of the token after it, and the
@@ -343,13 +343,6 @@ class DynamicTree(Kinds):
     def drafted(self) -> int:
         """The nodes that the drafter proposes, of which N − 1 are kept."""
         return sum(self.levels) - 1
-
-
-def check_integers(least: int, most: int, **values: Any) -> None:
-    """Raises ValueError for the first of `values` that is no integer from `least` to `most`."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
-            raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}")
 
 
 def _parents(nodes: Sequence[Node]) -> tuple[int, ...]:

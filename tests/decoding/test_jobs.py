@@ -54,9 +54,17 @@ CASES = {
         lenience=[0.2 + n % 2 / 2 for n in range(N)],
     ),
     "plain": dict(sampling=WARM),
+    "a tree, own budgets, samples, stop strings, prefixes": dict(
+        drafter=DRAFT, tree=sd.Tree.uniform((2, 2)), gamma=[1 + n % 6 for n in range(N)], sampling=WARM, num_samples=2,
+        stop=["w5", "w7 w2"], decoder_prefix=[[5, 3][: n % 3] for n in range(N)], max_new_tokens=30,
+    ),
+    "a tree by the drafter's law, own temperatures": dict(
+        drafter=DRAFT, tree=sd.DynamicTree(2, 3, 8),
+        sampling=sd.SamplingConfig(temperature=[n % 3 / 2 for n in range(N)], repetition_penalty=1.2),
+    ),
 }  # fmt: skip
-QUICK = list(CASES)[:3]
-FIRST, _, STOPS = QUICK
+QUICK = [*list(CASES)[:3], list(CASES)[-2]]
+FIRST, _, STOPS, _ = QUICK
 
 
 def options_of(name: str) -> dict:
@@ -91,7 +99,7 @@ def stream(name: str, **changes) -> list[jobs.Output]:
 def test_refilled_rows_give_what_generate_gives(name):
     assert_same(stream(name, batch_size=3), expected(name))
     reasons = {output.finish_reason for output in expected(name)}
-    assert {"eos", "empty"} < reasons and ("stop" in reasons) == (name == STOPS)
+    assert {"eos", "empty"} < reasons and ("stop" in reasons) == ("stop" in options_of(name))
 
 
 @pytest.mark.parametrize("size", [8, pytest.param(1, marks=slow), pytest.param(40, marks=slow)])

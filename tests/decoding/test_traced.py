@@ -57,6 +57,7 @@ LIVELY = sd.SamplingConfig(temperature=0.8, top_k=9)
 CASES = {  # what the decoder and `generate` are given alike
     "argmax": dict(gamma=2),
     "sampled": dict(gamma=sd.Heuristic(3), sampling=LIVELY, verifier="token"),
+    "tree": dict(gamma="auto", tree=sd.Tree.uniform((2, 2)), sampling=LIVELY),
 }
 
 
@@ -67,7 +68,7 @@ def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
     tokens, *_ = expected(target, drafter, key=key, **options)
     eos = int(tokens[0, 4])  # one that comes up
     tokens, own, adjusted, stats = expected(target, drafter, key=key, eos=eos, **options)
-    rescaled = case == "sampled"
+    rescaled = case != "argmax"
     got = decode(Decoder(target.config, drafter, rescale_log_probs=rescaled, **options), target, eos=eos, rng=key)
     np.testing.assert_array_equal(got.tokens, tokens)
     np.testing.assert_allclose(got.scores, adjusted if rescaled else own, atol=1e-4)

@@ -103,6 +103,7 @@ DECODES = [
     ("greedy_eos_early", "another"),
     ("greedy_prompt3", "another"),
     ("greedy_noeos", "a cascade"),
+    ("greedy_prompt3", "a tree"),
     ("greedy_eos1", "from outside"),
 ]
 
@@ -113,10 +114,12 @@ def test_argmax_tokens_and_scores_are_t5xs(decode, drafter, golden, tmp_path):
     options: dict = dict(rescale_log_probs=False, counts=True)
     if drafter == "itself":
         options |= dict(drafter=str(folder), gamma=3)
-    elif drafter == "another":
+    elif drafter in ("another", "a tree"):
         small = dataclasses.replace(target.config, num_encoder_layers=1, num_decoder_layers=1)
         sd.save(sd.LanguageModel.random(small, seed=3), tmp_path / "small")
-        options |= dict(drafter=str(tmp_path / "small"), gamma=2)
+        options |= dict(
+            drafter=str(tmp_path / "small"), **({"gamma": 2} if drafter == "another" else {"tree": "widths:2,2"})
+        )
     elif drafter == "a cascade":
         parts = sd.RandomDrafter(target.config.vocab_size), sd.PromptLookupDrafter(1)
         options |= dict(drafter=sd.HorizontalCascade(*parts, 1), gamma=3)

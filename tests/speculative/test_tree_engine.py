@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_models import compilations, noisy_copy, tiny_t5
+from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding.loop import advance
@@ -19,6 +19,7 @@ from specdec_jax.speculative.trees import CHILDREN, DynamicTree, Tree
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT = 24, 10
 INPUTS = [[3, 4, 5, 4, 1], [7, 1], [9, 2, 9, 2, 1], [6, 8, 11, 1]]
+INPUTS_WORDS = [[3, 4, 5], [7], [9, 2, 9, 2]]
 PREFIXES = [[4, 2], [], [11, 9, 2, 9], [5]]
 KEY = jax.random.key(5)
 SAMPLED = sd.SamplingConfig(temperature=1.0)
@@ -86,9 +87,16 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "XLA"])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", TREES)
+slow = pytest.mark.slow
+# Shape, model, and whether it runs in the CPU's kernels.
+GREEDY = [(shape, name, kernel) for shape in TREES for name in MODELS for kernel in (True, False)]
+QUICK = [("uniform", "t5", True), ("random", "t5", True), ("dynamic", "gpt", True), ("random", "gpt", False)]
+QUICK += [("late branch", "t5, a bias a layer", False)]
+
+
+@pytest.mark.parametrize(
+    "shape, name, kernel", [*QUICK, *(pytest.param(*one, marks=slow) for one in GREEDY if one not in QUICK)]
+)
 def test_greedy_trees_equal_plain_decoding(shape, name, kernel):
     """Also with several EOS ids, which end branches, and with ragged prefixes."""
     for eos_ids in ((), (1, 5, 17)):
@@ -145,7 +153,7 @@ def test_a_chain_is_a_chain():
         assert_same(found, run(gamma=3, sampling=SAMPLED, verifier=verifier))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("children", CHILDREN)
 def test_gumbel_trees_equal_plain_sampling(children, seed):
     """Whatever the tree, what its children are, and how many of its nodes are drafted."""
@@ -164,7 +172,14 @@ def test_gumbel_trees_of_any_shape_equal_plain_sampling(tree):
         assert found.stats.accepted > 0
 
 
-@pytest.mark.parametrize("children, verifier", [(kind, rule) for kind in CHILDREN for rule in CHILDREN[kind]])
+@pytest.mark.parametrize(
+    "children, verifier",
+    [
+        pytest.param(kind, rule, marks=[] if rule == CHILDREN[kind][0] else slow)
+        for kind in CHILDREN
+        for rule in CHILDREN[kind]
+    ],
+)
 def test_rows_at_temperature_0_are_plain_ones(children, verifier):
     found = run(tree=random_tree(6, children=children, verifier=verifier), sampling=MIXED)
     expected = run(speculative=False, sampling=MIXED)
@@ -185,7 +200,7 @@ def test_a_row_does_not_depend_on_its_batch():
 # --- Limits and budgets ---
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, [1, 7, 3, 10]])
+@pytest.mark.parametrize("limit", [1, 3, [1, 7, 3, 10], *(pytest.param(limit, marks=slow) for limit in (2, 4, 5))])
 def test_no_row_passes_its_limit(limit):
     found = run(tree=Tree.uniform((2, 2, 2, 1)), max_new_tokens=limit, eos_ids=())
     assert_same(found, run(speculative=False, max_new_tokens=limit, eos_ids=()))
@@ -201,6 +216,25 @@ def test_a_budget_drafts_the_first_nodes():
     itself = sd.generate(target, INPUTS, drafter=sd.ModelDrafter(target), tree=tree, max_new_tokens=9, eos_ids=())
     assert itself.stats.acceptance_rate == 1.0 and itself.stats.target_calls == 4 * 3
     assert itself.stats.per_row[0].draft_calls <= 9
+
+
+def test_a_policy_adapts_the_number_of_nodes():
+    """Two nodes more after a path that ended at a leaf, one fewer after another."""
+    target, drafter = pair()
+    policy = sd.Heuristic(9, start=2, minimum=2)
+    options = dict(decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=(), drafter=drafter, gamma=policy)
+    state, request = prepare(target, INPUTS, tree=Tree.uniform((3, 2)), **options)
+    wanted, sizes = np.full(4, 2), set()
+    while not np.all(state.done):
+        done, room = np.asarray(state.done), np.asarray(state.limits - state.lengths - 1)
+        state = advance(request.network, request.drafter, state, np.int32(1))
+        drafted = np.asarray(state.last_drafted)
+        whole = ~done & (room >= 2)
+        np.testing.assert_array_equal(drafted[whole], wanted[whole])
+        sizes |= set(drafted[~done].tolist())
+        wanted = np.asarray(state.policy_state)
+    assert_same(sd.finish(target, state, request), run(speculative=False, eos_ids=()))
+    assert min(sizes) <= 2 < max(sizes) <= 9
 
 
 # --- Caches ---
@@ -222,7 +256,7 @@ def poisoned(state):
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "XLA"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["t5", "gpt", pytest.param("t5, a bias a layer", marks=slow)])
 def test_caches_hold_what_was_committed(name, kernel):
     """After every iteration the slots of committed tokens hold what plain decoding writes, in all layers, and
     everything else may be poisoned; acceptance is ragged and paths leave the spine."""
@@ -267,9 +301,42 @@ def test_what_makes_no_sense_is_refused():
         (dict(tree=Tree.uniform((2,)), drafter=None), "without a drafter"),
         (dict(tree=Tree.uniform((2,)), verifier="token"), "a verifier of its own"),
         (dict(tree=Tree.uniform((2,)), gamma=9), "gamma: got 9"),
-        (dict(tree=Tree.uniform((2,)), gamma=sd.Heuristic(2)), "expected 'auto' or an integer"),
+        (dict(tree=Tree.uniform((2,)), gamma=sd.Renewal(2)), "expected 'auto', an integer"),
+        (dict(tree=Tree.uniform((2,)), gamma=sd.Heuristic(3)), "gamma: got 3"),
         (dict(tree=Tree.uniform((2,)), drafter=sd.RandomDrafter(V)), "which drafts chains"),
         (dict(tree=Tree.uniform((2,)), num_beams=2), "tree: got"),
     ):
         with pytest.raises(ValueError, match=message):
             sd.generate(target, INPUTS, **{"drafter": drafter, **options})
+
+
+# --- In parts ---
+
+
+@pytest.mark.parametrize("sampling", [sd.SamplingConfig(), MIXED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [Tree.uniform((2, 2)), DynamicTree(3, 2, 7)], ids=["static", "dynamic"])
+def test_iterations_one_by_one_give_what_one_call_gives(tree, sampling):
+    """Also if every slot that holds no committed token is poisoned in between."""
+    target, drafter = pair()
+    options = dict(decoder_prefix=PREFIXES, max_new_tokens=LIMIT, key=KEY, sampling=sampling, eos_ids=(1, 5), tree=tree)
+    whole = sd.generate(target, INPUTS, drafter=drafter, **options)
+    state, request = prepare(target, INPUTS, drafter=drafter, **options)
+    while not np.all(state.done):
+        state = advance(request.network, request.drafter, poisoned(state), np.int32(1))
+    found = sd.finish(target, state, request)
+    np.testing.assert_array_equal(found.tokens, whole.tokens)
+    np.testing.assert_allclose(found.log_probs, whole.log_probs, atol=1e-5)
+
+
+def test_streams_and_stop_strings():
+    """The pieces of a row are what `generate` returns for it; a stop string may lie in the midst of a path."""
+    target = HashModel(12, 0, vocabulary=Words())
+    drafter = sd.ModelDrafter(HashModel(12, 1, likeness=0.7, vocabulary=Words()))
+    options = dict(drafter=drafter, tree=Tree.uniform((2, 2, 1)), sampling=SAMPLED, key=KEY, max_new_tokens=24)
+    for stop in ((), ("w5", "w7 w2")):
+        whole = sd.generate(target, INPUTS_WORDS, stop=stop, **options)
+        pieces = list(sd.stream(target, INPUTS_WORDS, stop=stop, **options))
+        for row, text in enumerate(whole.texts):
+            assert "".join(piece.text for piece in pieces if piece.row == row) == text
+        if stop:
+            assert "stop" in whole.finish_reasons

@@ -227,7 +227,7 @@ def _seconds(spread: Mapping[str, float]) -> str:
 def tune_summary(record: Mapping[str, Any]) -> str:
     """Returns a record of `specdec tune` as text."""
     accepted, host, options = record["acceptance"], record["machine"], record["options"]
-    head = f"{'':<16}{'expected':>12}{'measured':>12}   (improvement over plain decoding)"
+    head = f"{'':<20}{'expected':>12}{'measured':>12}   (improvement over plain decoding)"
     lines = [
         f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
         f"batch {options['batch_size']}, temperature {options['temperature']:g}; {machine.hardware(host)}",
@@ -238,7 +238,7 @@ def tune_summary(record: Mapping[str, Any]) -> str:
     for item in record["choices"]:
         name, gain = choice_of(item), item["improvement"]
         lines.append(
-            f"{name!s:<16}{item['expected_improvement']:>12.3f}"
+            f"{name!s:<20}{item['expected_improvement']:>12.3f}"
             + (f"{gain['median']:>12.3f}   ({gain['least']:.3f} to {gain['most']:.3f})" if gain else "")
         )
     chosen, gain = Choice(**record["chosen"]), record["improvement"]
@@ -253,7 +253,7 @@ def tune_summary(record: Mapping[str, Any]) -> str:
         swept = record["sweep"]
         lines += ["", f"sweep over {swept['sentences']} other inputs, improvement over plain decoding:"]
         lines += [
-            f"{name:<16}{spread['median']:>12.3f}   ({spread['least']:.3f} to {spread['most']:.3f})"
+            f"{name:<20}{spread['median']:>12.3f}   ({spread['least']:.3f} to {spread['most']:.3f})"
             for name, spread in swept["improvement"].items()
         ]
         over = swept["chosen_over_best"]
