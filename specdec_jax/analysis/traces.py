@@ -27,11 +27,15 @@ def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[
         accepted = "".join(surface(token, target) for token in step.accepted)
         rejected = "" if step.rejected is None else surface(step.rejected, target)
         own = "" if step.corrected is None else surface(step.corrected, target)
-        kind = "bonus" if step.rejected is None else "corrected"
-        parts = [("committed", committed), ("accepted", accepted), ("rejected", rejected), (kind, own)]
+        parts = [("committed", committed), ("accepted", accepted), ("rejected", rejected), (own_kind(step), own)]
         found.append([(kind, text) for kind, text in parts if text])
         committed += accepted + own
     return found
+
+
+def own_kind(step: TraceStep) -> str:
+    """Returns the kind of the target's own token: a correction after a rejection, else a bonus."""
+    return "bonus" if step.rejected is None else "corrected"
 
 
 def surface(token: int, target: LanguageModel) -> str:

@@ -8,26 +8,34 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax.analysis import timing, traces
+from specdec_jax.analysis import timing, traces, tree_drawing
+from specdec_jax.analysis.report import plots, tree_plot
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import built_in, check_text
 from specdec_jax.decoding import costs
+from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket, encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import track, waiting
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.decoding.trace import trace
+from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import native
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.auto import MAXIMUM
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
+from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.tree_text import EXPECTED, read_tree
+from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import verifier_of
 
 # Styles in a terminal; marks where there are no colours (wdiff's, and one for the bonus).
@@ -35,7 +43,18 @@ _STYLES = {
     "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
 }  # fmt: skip
 _MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
+# γ is a number here, so that there is something to see: "auto" drafts nothing where that would not pay.
+_GAMMA = 4
 _COLUMNS = 112  # width of the picture in characters
+_COLUMNS_OF_A_TREE = (
+    "sees: what a token sees (■) beside all that was committed before; p, q: its probability for the target\n"
+    "and for the drafter, at temperature 0 as it would be at 1"
+)
+# The verifiers of chains as kinds of children and verifiers of trees with one branch.
+_AS_TREE = {
+    "block": ("drawn", "traversal"), "token": ("drawn", "recursive"), "gumbel": ("gumbel", "gumbel"),
+    "typical": ("drawn", "typical"),
+}  # fmt: skip
 _SENTENCES = 8  # how many of the built-in sentences are shown
 _NEXT = """
 next: specdec demo "A sentence of your own."
@@ -51,8 +70,15 @@ class DemoOptions(DecodingOptions):
     drafter: str | None = option(
         "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
     )
-    # A number, so that there is something to see: "auto" drafts nothing where that would not pay.
-    gamma: int | str = option(4, AUTO_HELP)
+    gamma: int | str | None = option(None, f"{AUTO_HELP} (default: {_GAMMA}; with --tree all of its nodes)")
+    tree: str | None = option(
+        None, f"token tree to draft instead of a chain; one target call is drawn as a tree: {EXPECTED}"
+    )
+    trace: bool = option(
+        False, "draw every target call, with p, q and p/q of each drafted token: its probability for the target and "
+        "for the drafter"
+    )  # fmt: skip
+    plot: str | None = option(None, "file for a figure of one call's tree and mask: .png, .pdf or .svg")
     repeats: int = option(3, "timed passes over the sentences")
     picture: str | None = option(None, "SVG file to write, with what the terminal shows in colour")
 
@@ -60,12 +86,57 @@ class DemoOptions(DecodingOptions):
         super().check()
         if not self.drafter:
             raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
-        check_gamma(self.gamma)
-        at_least(1, repeats=self.repeats, gamma=1 if isinstance(self.gamma, str) else self.gamma)
-        self.gamma_of(self.gamma)
+        gamma, tree = self.wanted, self.shape()
+        check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
+        at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
+        self.gamma_of(gamma)
+        if self.trace and (isinstance(gamma, str) and tree is None or self.gamma_policy != "fixed"):
+            raise UnsupportedCombination(
+                f"trace: got True with gamma={gamma!r}, gamma_policy={self.gamma_policy!r}, expected a number of tokens"
+            )
+        if self.trace and self.verifier not in _AS_TREE:
+            raise UnsupportedCombination(
+                f"trace: got True with verifier={self.verifier!r}, expected one of {', '.join(_AS_TREE)}"
+            )
+        if self.plot:
+            if not (self.tree or self.trace):
+                raise UnsupportedCombination(f"plot: got {self.plot!r} without a tree, expected --tree or --trace too")
+            plots.check(self.plot)
         if self.picture and not self.picture.endswith(".svg"):
             raise ValueError(f"picture: got {self.picture!r}, expected the name of a file that ends in .svg")
         check_output(self.picture, "picture")
+
+    @property
+    def wanted(self) -> int | str:
+        """γ, or the most nodes of a tree."""
+        if self.gamma is not None:
+            return self.gamma
+        return _GAMMA if self.tree is None else "auto"
+
+    def shape(self) -> Tree | DynamicTree | None:
+        """Returns the tree that is drafted, None for a chain."""
+        return None if self.tree is None else read_tree(self.tree)
+
+    def traced(self, drafter: Drafter) -> dict[str, Any]:
+        """Returns what `trace` gets in place of γ, tree and verifier.
+
+        A chain whose tokens are to be drawn is traced as the tree with one branch that draws the
+        same tokens.
+        """
+        tree = self.shape()
+        chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
+        if not (self.trace and chain):
+            return {"gamma": self.gamma_of(self.wanted), "verifier": self.verifier, "tree": tree}
+        if not drafter.drafts_trees:
+            raise UnsupportedCombination(
+                f"trace: got True with {drafter.name}, whose probabilities are not told, expected another drafter"
+            )
+        children, verifier = _AS_TREE[self.verifier]
+        if children not in drafter.tree_kinds:
+            children, verifier = "top", "point"
+        length = self.wanted if tree is None else tree.depth
+        assert isinstance(length, int)
+        return {"gamma": "auto", "verifier": "block", "tree": Tree.chain(length, children=children, verifier=verifier)}
 
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
@@ -78,47 +149,94 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     with waiting(f"loading {options.target} and {options.drafter}"):
         target, drafter = options.load()
         ids = encode(target, sentences, options.max_input_length)
-    most = options.gamma if options.gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
+        assert drafter is not None, "the options were checked"
+        traced = options.traced(drafter)
     screen.say(
-        f"The drafter, {options.drafter}, proposes up to {most} tokens. The target, {options.target}, checks them "
+        f"The drafter, {options.drafter}, proposes {_proposal(options)}. The target, {options.target}, checks them "
         f"all in one\ncall and adds one token of its own; {_promise(options)}.\n"
         "Each line below is one such call:"
     )
     screen.show(traces.LEGEND)
+    if options.trace:
+        screen.say(_COLUMNS_OF_A_TREE)
     keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
-    speculative = dict(drafter=drafter, gamma=options.gamma_of(options.gamma), **options.decoding())
-    drafted = 0
     shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
+    seen = []
     for number, sentence in enumerate(sentences):
         new = shapes.setdefault(bucket(len(ids[number])), number) == number
         with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():
-            steps = trace(target, sentence, key=keys[number : number + 1], **speculative)
-        drafted += sum(step.gamma for step in steps)
+            how = {"drafter": drafter, **options.decoding(), **traced}
+            seen.append(trace(target, sentence, key=keys[number : number + 1], **how))
         screen.say(f"\n{sentence}")
-        for parts in traces.lines(steps, target):
-            screen.show(parts)
+        _show(options, screen, target, seen[-1])
     screen.say("")
-    if not drafted and options.gamma == "auto":
+    _draw_one(options, screen, target, sentences, seen)
+    if options.wanted == "auto" and not any(step.gamma for steps in seen for step in steps):
         screen.say(
             "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the "
             "same)\n"
         )
+    _time(options, screen, target, drafter, sentences, keys, shapes)
+    screen.save(options.picture)
+
+
+def _show(options: DemoOptions, screen: "Screen", target: LanguageModel, steps: Sequence[TraceStep]) -> None:
+    """Prints a line for each call of one sentence, and with `trace` the tree of each."""
+    for step, parts in zip(steps, traces.lines(steps, target), strict=True):
+        screen.show(parts)
+        if options.trace:
+            _draw(screen, step, target, numbers=True)
+
+
+def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sentences, seen) -> None:
+    """Draws one call as a tree: on the screen unless all were drawn there, and as a figure if that
+    is asked for."""
+    calls = [(sentence, number, step) for sentence, steps in zip(sentences, seen) for number, step in enumerate(steps)]
+    chosen = tree_drawing.instructive([step for *_, step in calls])
+    if chosen is None:
+        if options.plot:
+            raise ValueError(f"plot: got {options.plot!r}, but nothing was drafted as a tree, expected more tokens")
+        return
+    sentence, number, step = calls[chosen]
+    if not options.trace:
+        screen.say(
+            f"Call {number + 1} of “{sentence}” as a tree of {step.gamma} drafted tokens,\n"
+            f"of which {len(step.accepted)} stand. ■: what a token sees beside all that is committed."
+        )
+        _draw(screen, step, target)
+        screen.say("")
+    if options.plot:
+        plots.save(tree_plot.token_tree(step, target), options.plot)
+
+
+def _draw(screen: "Screen", step: TraceStep, target: LanguageModel, numbers: bool = False) -> None:
+    if step.tree is not None:
+        for parts in tree_drawing.tree_lines(step, target, numbers):
+            screen.show(parts)
+
+
+def _time(options: DemoOptions, screen: "Screen", target: LanguageModel, drafter, sentences, keys, shapes) -> None:
+    """Times plain and speculative decoding in turn, and prints how they compare.
+
+    `shapes` has the number of a sentence of each padded length.
+    """
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
+    gamma = options.gamma_of(options.wanted)
+    speculative = dict(drafter=drafter, gamma=gamma, tree=options.shape(), **options.decoding())
     arms: dict[str, Callable[[int], GenerationResult]] = {
         "plain": lambda number: decode(number, **options.decoding(plain=True)),
         "speculative": lambda number: decode(number, **speculative),
     }
     numbers = [number for number, text in enumerate(sentences) if text.strip()]
     if not numbers:
-        screen.say("nothing to time: no sentence has any text")
-        return screen.save(options.picture)
-    for number in {*shapes.values()} & {*numbers}:
-        with compiling("plain decoding", len(ids[number])):
-            for arm in arms.values():
-                arm(number)
+        return screen.say("nothing to time: no sentence has any text")
+    for padded, number in shapes.items():
+        if number in numbers:
+            with compiling("plain decoding", padded):
+                for arm in arms.values():
+                    arm(number)
     kernel = [native.state()] if jax.default_backend() == "cpu" else []
     screen.say(comparison(arms, numbers, options.repeats))
-    screen.save(options.picture)
     print(*kernel, _NEXT, sep="\n")
 
 
@@ -154,10 +272,21 @@ class Screen:
             write_file(path, svg.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas"))
 
 
+def _proposal(options: DemoOptions) -> str:
+    """Returns how much is drafted at most."""
+    gamma, tree = options.wanted, options.shape()
+    if tree is not None:
+        return f"a tree of up to {tree.size - 1 if isinstance(gamma, str) else gamma} tokens"
+    most = gamma if gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
+    return f"up to {most} tokens"
+
+
 def _promise(options: DemoOptions) -> str:
     """Returns what the verifier promises about the output."""
-    if not verifier_of(options.verifier).exact:
-        return f"{options.verifier} verification lets tokens pass that the target would not choose"
+    tree = options.shape()
+    verifier = options.verifier if tree is None or tree.judge not in LOSSY_TREES else tree.judge
+    if not verifier_of(verifier).exact:
+        return f"{verifier} verification lets tokens pass that the target would not choose"
     if options.temperature > 0:
         return "the text is distributed as if the target alone had written it"
     return "the text is the one that the target alone would have written"

@@ -18,7 +18,7 @@ GROUPS = {
     "input and output": (
         "records", "source", "format", "input_file", "limit", "sweep", "output_file", "output", "config", "json",
             "plot",
-        "report", "picture", "stream", "source_files", "validation_files", "data_dir", "output_dir", "max_sources",
+        "report", "picture", "trace", "stream", "source_files", "validation_files", "data_dir", "output_dir", "max_sources",
     ),
     "drafting and verifying": (
         "gamma", "gamma_max", "gamma_policy", "gamma_settings", "tree", "tree_nodes", "verifier", "choose_verifier",
@@ -50,6 +50,7 @@ EXAMPLES = {
         "specdec demo",
         'specdec demo "Tom is learning German."',
         "specdec demo --gamma=2 --temperature=1 --seed=3",
+        "specdec demo --tree=widths:3,2,1 --trace",
     ),
     "generate": (
         f'specdec generate {_PAIR} "Tom is learning German."',

@@ -252,7 +252,7 @@ def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
             value: Any = values[field.name].value
             if isinstance(values[field.name].parser, flags.ListParser):
                 value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
-            if kinds[field.name] == int | str and re.fullmatch(r"[+-]?\d+", value):
+            if {int, str} <= {*typing.get_args(kinds[field.name])} and re.fullmatch(r"[+-]?\d+", value):
                 value = int(value)
             given[field.name] = tuple(value) if isinstance(value, list) else value
     return given

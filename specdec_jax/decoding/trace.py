@@ -1,7 +1,10 @@
-"""Records the iterations of one input, as in the paper's Figure 1."""
+"""Records the iterations of one input, as in the paper's Figure 1, and the trees that were drafted."""
 
+import functools
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding.checks import UnsupportedCombination
@@ -9,6 +12,59 @@ from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.tree_iteration import along, at_draft, watch_tree
+
+
+class TreeNode(NamedTuple):
+    """A node of a tree that was drafted.
+
+    Attributes:
+      token: its id; of node 0 the last committed one.
+      parent: the place of its parent in `TreeStep.nodes`; −1 for node 0.
+      p: the target's probability of the token after the nodes before it, in the law that tokens are
+        chosen from; at temperature 0 that law is taken as at temperature 1. 1 for node 0.
+      q: the same of the drafter; None where it tells no law.
+    """
+
+    token: int
+    parent: int
+    p: float
+    q: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """p / q, infinite where q is 0; None without q."""
+        if self.q is None:
+            return None
+        return self.p / self.q if self.q else float("inf")
+
+
+class TreeStep(NamedTuple):
+    """The tree of one iteration of one row.
+
+    Attributes:
+      nodes: the nodes that are there, parents before their children, siblings in the order in which
+        they were chosen.
+      path: the places in `nodes` of those that stand, node 0 first.
+    """
+
+    nodes: list[TreeNode]
+    path: list[int]
+
+    def line(self, node: int) -> list[int]:
+        """Returns the nodes that `node` sees beside what is committed: its ancestors from node 0 on,
+        then itself."""
+        parent = self.nodes[node].parent
+        return [*(self.line(parent) if parent >= 0 else ()), node]
+
+    def children(self, node: int) -> list[int]:
+        """Returns the children of `node` by rank."""
+        return [number for number, other in enumerate(self.nodes) if other.parent == node]
 
 
 class TraceStep(NamedTuple):
@@ -16,11 +72,13 @@ class TraceStep(NamedTuple):
 
     Attributes:
       accepted: accepted ids.
-      rejected: the first rejected id, None if the whole draft was accepted.
+      rejected: the first rejected id, None if the whole draft was accepted. Of a tree: the first
+        child of the last node that stands, None if it has none.
       corrected: the id that the target added, None after an accepted EOS.
       gamma: number of drafted ids.
       entropies: entropies in nats of the laws that the ids were drawn from; None unless the policy
         of γ reads them (see `gamma.DraftSignals`).
+      tree: the tree that was drafted, None for a chain.
     """
 
     accepted: list[int]
@@ -28,6 +86,7 @@ class TraceStep(NamedTuple):
     corrected: int | None
     gamma: int
     entropies: list[float] | None
+    tree: TreeStep | None = None
 
 
 def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
@@ -39,14 +98,48 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         if options.get(name, unset) != unset:
             raise UnsupportedCombination(f"{name}: got {options[name]!r} for a trace, expected {unset!r}")
     state, request = prepare(target, [text], **options)
-    steps, length = [], int(request.prefix_lengths[0])
+    steps, length, tree = [], int(request.prefix_lengths[0]), None
     while not bool(state.done[0]):
-        state = advance(request.network, request.drafter, state, np.int32(1))
+        if state.program.tree is None:
+            state = advance(request.network, request.drafter, state, np.int32(1))
+        else:
+            state, seen = _advance_tree(request.network, request.drafter, state)
+            tree = _read_tree(*(np.asarray(values)[0] for values in seen))
         new = [int(token) for token in np.asarray(state.tokens)[0, length : int(state.lengths[0])]]
         length += len(new)
         draft, drafted, stood = (np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted))
-        rejected, corrected = int(draft[stood]) if stood < drafted else None, new[stood] if len(new) > stood else None
+        if tree is None:
+            rejected = int(draft[stood]) if stood < drafted else None
+        else:
+            rejected = next((tree.nodes[child].token for child in tree.children(tree.path[-1])), None)
+        corrected = new[stood] if len(new) > stood else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, :drafted].tolist()
-        steps.append(TraceStep(new[:stood], rejected, corrected, int(drafted), entropies))
+        steps.append(TraceStep(new[:stood], rejected, corrected, int(drafted), entropies, tree))
     finish(target, state, request)  # raises NotNumbers for logits that are not finite
     return steps
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _advance_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, tuple[jax.Array, ...]]:
+    """Runs one iteration; returns also what `_read_tree` takes, with a row for each of `state`."""
+    after, (draft, states, found) = watch_tree(target, drafter, state)
+    logits = target.head(states, draft.live)
+    law = at_draft(functools.partial(laws.standardize, soften=True), state, draft, logits)
+    parents = draft.branches.parents
+    above = jnp.maximum(parents, 0)
+    log_p = Law(along(law.logits, above), along(law.log_normalizer, above)).log_prob(jnp.maximum(draft.tokens, 0))
+    log_q = jnp.full(log_p.shape, jnp.nan) if draft.log_q is None else draft.log_q
+    return after, (draft.tokens, parents, draft.live, found.path, found.num_accepted, jnp.exp(log_p), jnp.exp(log_q))
+
+
+def _read_tree(tokens, parents, live, path, accepted, p, q) -> TreeStep:
+    """Returns the tree of one row; arguments by number of the node, −1 being no parent, and NaN no
+    law."""
+    there = np.flatnonzero(live)
+    places = {int(number): place for place, number in enumerate(there)} | {-1: -1}
+    nodes = [
+        TreeNode(int(tokens[node]), places[int(parents[node])], float(p[node]) if node else 1.0,
+                 None if np.isnan(q[node]) else float(q[node]))
+        for node in there
+    ]  # fmt: skip
+    return TreeStep(nodes, [places[int(node)] for node in path[: accepted + 1]])

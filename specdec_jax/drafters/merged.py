@@ -106,8 +106,9 @@ def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft
     law, origins = None, second.origins
     if first.law is not None and second.law is not None:
         law, origins = Law(*map(joined, first.law, second.law)), origins + first.law.logits.shape[1]
+    told = None if first.log_q is None or second.log_q is None else put(first.log_q, second.log_q)
     return TreeDraft(
         tokens=put(first.tokens, second.tokens), branches=tree.branches(len(first.tokens)),
         live=put(first.live, second.live), law=law, origins=put(first.origins, origins),
-        calls=first.calls + second.calls, target_cache=target_cache,
+        calls=first.calls + second.calls, log_q=told, target_cache=target_cache,
     )  # fmt: skip

@@ -99,7 +99,7 @@ def draft_children(
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     # Columns are added level by level, and put in the order of the nodes' numbers at the end.
     tokens, live = [last], [~state.done[:, None]]
-    order, found, first = [np.zeros(1, np.int64)], [], 0
+    order, found, log_q, first = [np.zeros(1, np.int64)], [], [jnp.zeros((batch, 1))], 0
     column = np.zeros(tree.size, np.int64)
     for depth in range(tree.depth):
         inner, children = tree.inner(depth), tree.level(depth + 1)
@@ -119,6 +119,8 @@ def draft_children(
         open_ = (there & ~_ended(state, level))[:, parents]
         open_ &= (children <= num_wanted[:, None]) & (depth < room)[:, None]
         tokens.append(jnp.where(open_, new, 0))
+        if law is not None:
+            log_q.append(_log_probs(law, chosen)[:, parents, tree.ranks[children]])
         live.append(open_ & (new >= 0))
         column[children] = so_far.shape[1] + np.arange(len(children))
         order.append(children)
@@ -130,7 +132,13 @@ def draft_children(
     return TreeDraft(
         tokens=put(tokens), branches=tree.branches(batch), live=put(live), law=law, origins=rows(origins),
         calls=jnp.zeros(batch, jnp.int32), slots=rows(np.maximum(tree.fed, 0)),
+        log_q=put(log_q) if len(log_q) > tree.depth else None,
     ), carry  # fmt: skip
+
+
+def _log_probs(law: Law, tokens: Int[Array, "B J K"]) -> Float[Array, "B J K"]:
+    """Returns the log-probabilities of K tokens at each of J nodes; −1 counts as 0."""
+    return jnp.take_along_axis(law.logits, jnp.maximum(tokens, 0), axis=2) - law.log_normalizer[..., None]
 
 
 def _words(state: DecodeState, tree: Tree) -> jax.Array | None:
@@ -146,18 +154,18 @@ def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
     return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
 
 
-def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law | None, Law, Int[Array, "B J K"]]:
+def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law, Law, Int[Array, "B J K"]]:
     """Chooses the children of the nodes of `level`.
 
     Returns:
-      The laws that the children were drawn from, None at temperature 0; the laws by which they are
-      ranked; and their tokens by rank, −1 where a node has none.
+      The laws that the children were drawn from, those of temperature 1 if none was drawn; the laws
+      by which they are ranked; and their tokens by rank, −1 where a node has none.
     """
     program, counts, prefixes = state.program, level.counts, level.texts
     depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
     if program.mode.greedy:
         ranked = Law.of(at_nodes(laws.process, state, logits, depths, prefixes))
-        return None, ranked, choose_children("top", ranked, counts)
+        return ranked, ranked, choose_children("top", ranked, counts)
     law, noise, kind = at_nodes(laws.standardize, state, logits, depths, prefixes), None, program.children
     argmax = (state.sampling.temperature == 0)[:, None, None]
 
@@ -192,6 +200,7 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
     # place among the nodes that were fed.
     tokens = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     live, scores, parents, places = ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
+    log_q = scores
     lines = jnp.zeros((batch, 1, tree.depth + 1), jnp.int32)
     above, first = scores, 0
     for depth in range(tree.depth):
@@ -206,9 +215,9 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
             [width] * count, sequences(state, jnp.maximum(tokens, 0), line, depths),
         )  # fmt: skip
         logits, carry = logits_of(level, carry)
-        _, ranked, chosen = _choose(state, level, logits, None)
+        law, ranked, chosen = _choose(state, level, logits, None)
         open_ = (there & ~_ended(state, level) & (depth < room)[:, None])[..., None]
-        gained = jnp.take_along_axis(ranked.logits, jnp.maximum(chosen, 0), axis=2) - ranked.log_normalizer[..., None]
+        gained = _log_probs(ranked, chosen)
         # A first child whose law contains NaN stays beside its parent, to be noticed.
         gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
         above = tree_growth.expand(above, chosen_nodes, jnp.where(open_, gained, -jnp.inf))
@@ -218,12 +227,13 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         each = functools.partial(jnp.repeat, repeats=width, axis=1)
         lines = add(lines, jnp.where(jnp.arange(tree.depth + 1) == depth + 1, new[:, None], each(line)))
         live, tokens = add(live, open_ & (chosen >= 0)), add(tokens, jnp.where(open_, chosen, 0))
-        scores, parents, places = add(scores, above), add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
+        scores, log_q = add(scores, above), add(log_q, _log_probs(law, chosen))
+        parents, places = add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
     kept, branches = tree_growth.rerank(tree, scores, parents)
     there = _pick(live, kept) & (jnp.arange(tree.size) <= num_wanted[:, None])
     return TreeDraft(
         tokens=_pick(tokens, kept), branches=branches, live=there, law=None, origins=jnp.zeros_like(kept),
-        calls=jnp.zeros(batch, jnp.int32), slots=_pick(places, kept),
+        calls=jnp.zeros(batch, jnp.int32), slots=_pick(places, kept), log_q=_pick(log_q, kept),
     ), carry  # fmt: skip
 
 

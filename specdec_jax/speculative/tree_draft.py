@@ -4,7 +4,7 @@ that has it."""
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.speculative.laws import Law
 
@@ -41,6 +41,9 @@ class TreeDraft(NamedTuple):
       calls: calls of the drafter's model in which the row took part.
       slots: the place in the drafter's own cache of each node, counted from node 0's; anything for
         nodes that were not fed. None if the drafter has no cache.
+      log_q: log-probability of each node's token under the drafter's law after its parent, at
+        temperature 0 taken as at 1; None where the drafter tells no law. Only a trace reads it: in
+        the decode loop it is not computed.
       target_cache: the target's cache, if the drafter has written to it. It may write only to slots
         that the target's call overwrites.
     """
@@ -52,6 +55,7 @@ class TreeDraft(NamedTuple):
     origins: Int[Array, "B N"]
     calls: Int[Array, " B"]
     slots: Int[Array, "B N"] | None = None
+    log_q: Float[Array, "B N"] | None = None
     target_cache: Any = None
 
     @property

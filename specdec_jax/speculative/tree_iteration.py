@@ -10,7 +10,7 @@ the tokens, keys of draws and caches are those of `iteration.iterate`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,27 @@ from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomnes
 from specdec_jax.speculative.verifier import Verification
 
 
+class Watched(NamedTuple):
+    """What one iteration with a tree saw, for a trace.
+
+    Attributes:
+      draft: the tree.
+      states: the target's last hidden states at its nodes.
+      verified: the path that stands, and the token after it.
+    """
+
+    draft: TreeDraft
+    states: Float[Array, "B N D"]
+    verified: TreeVerification
+
+
 def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> DecodeState:
     """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
+    return watch_tree(target, drafter, state)[0]
+
+
+def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, Watched]:
+    """Does what `iterate_tree` does, and also returns what the iteration saw."""
     program, origins = state.program, state.lengths - 1
     wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
     # At most limit − length − 1 tokens may stand: the target adds one more, and no row passes its
@@ -73,7 +92,7 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
         seen = Scored(fed, along(states, path), logits, after.lengths - state.lengths)
         draft_state = drafter.observe(draft_state, after, seen)
     after = after.replace(target_cache=cache, draft_state=draft_state, last_draft=chain.tokens)
-    return pinned(after, target.rules)
+    return pinned(after, target.rules), Watched(draft, states, verified)
 
 
 def along(values: Shaped[Array, "B N ..."], path: Int[Array, "B D"]) -> Shaped[Array, "B D ..."]:
@@ -109,12 +128,10 @@ def verify_tree(
       for the law where every token is its argmax.
     """
     program, keys, lengths, branches = state.program, state.keys, state.lengths, draft.branches
-    prefixes = sequences(state, jnp.maximum(draft.tokens, 0), branches.lines, branches.depths)
     assert program.tree is not None, "a program of trees"
     if program.mode.greedy:
-        processed = at_nodes(laws.process, state, logits, branches.depths, prefixes)
-        return walk_greedy(laws.argmax(processed), draft), None
-    law = at_nodes(laws.standardize, state, logits, branches.depths, prefixes)
+        return walk_greedy(laws.argmax(at_draft(laws.process, state, draft, logits)), draft), None
+    law = at_draft(laws.standardize, state, draft, logits)
     greedy = walk_greedy(laws.argmax(law.logits), draft)
     numbers = jnp.broadcast_to(jnp.arange(program.tree.size), draft.tokens.shape)
     accept = draws.uniforms(keys, lengths, numbers - 1, draws.ACCEPT)
@@ -149,6 +166,12 @@ def sequences(
     place = jnp.broadcast_to(jnp.clip(after, 0, deepest - 1)[:, None], (batch, count, after.shape[1]))
     drafted = (after > 0)[:, None] & (after[:, None] <= depths[..., None])
     return jnp.where(drafted, jnp.take_along_axis(own, place, axis=2), state.tokens[:, None])
+
+
+def at_draft(function: Callable, state: DecodeState, draft: TreeDraft, logits: Float[Array, "B N V"]) -> Any:
+    """Applies `function` to logits of all nodes of a draft, as `at_nodes` does."""
+    _, _, depths, lines = draft.branches
+    return at_nodes(function, state, logits, depths, sequences(state, jnp.maximum(draft.tokens, 0), lines, depths))
 
 
 def at_nodes(

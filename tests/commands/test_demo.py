@@ -7,6 +7,7 @@ import types
 import xml.etree.ElementTree
 
 import command_line
+import jax
 import numpy as np
 import pytest
 import rich.console
@@ -15,10 +16,11 @@ import specdec_jax as sd
 from specdec_jax.analysis import traces
 from specdec_jax.commands import demo, sentences
 from specdec_jax.decoding.inputs import bucket
-from specdec_jax.decoding.trace import TraceStep
+from specdec_jax.decoding.trace import TraceStep, trace
 
 pytestmark = pytest.mark.usefixtures("quick")
 cache, pair, specdec = command_line.cache, command_line.pair, command_line.specdec
+MODELS = command_line.MODELS[:-1]  # without γ
 
 
 def test_demo_says_what_it_does(specdec):
@@ -65,6 +67,62 @@ def test_picture_of_the_demo(specdec, tmp_path):
 )
 def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
     assert promise in specdec("demo", *command_line.MODELS, "--repeats=1", *flags, "Tom")[1].splitlines()[1]
+
+
+def test_demo_of_a_tree(specdec, tmp_path):
+    """One call is drawn, with as many tokens as the sentence says, and as a figure; the times are those of trees."""
+    plot = tmp_path / "tree.svg"
+    argv = ["demo", *MODELS, "--repeats=1", "--tree=widths:2,1", f"--plot={plot}", "Tom", "We"]
+    code, out, _ = specdec(*argv)
+    assert code == 0 and "proposes a tree of up to 4 tokens" in out.splitlines()[0]
+    number, sentence, drafted, stand = re.search(
+        r"^Call (\d+) of “(\w+)” as a tree of (\d+) drafted tokens,\nof which (\d+) stand", out, re.MULTILINE
+    ).groups()
+    drawn = out.partition("# sees\n")[2].partition("\n\n")[0].splitlines()
+    assert [line[0] for line in drawn if line[0] != " "] == [*map(str, range(int(drafted) + 1))]
+    assert sum("{=" in line for line in drawn) == int(stand)
+    call = out.partition(f"\n{sentence}\n")[2].splitlines()[int(number) - 1]
+    marked = "".join(re.findall("{=(.*?)=}", "".join(drawn))).replace(" ", "")
+    assert marked == "".join(re.findall("{=(.*?)=}", call)).replace(" ", "")
+    assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
+    assert "tokens per target call" in out and specdec(*argv[:-3], f"--plot={tmp_path / 'no.bmp'}", "Tom")[0] == 2
+
+
+@pytest.mark.parametrize("verifier", demo._AS_TREE)
+def test_a_traced_chain_is_the_chain(pair, verifier):
+    """The tree with one branch in its place has the same tokens, accepted and added."""
+    target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
+    drafter = sd.ModelDrafter(drafter)
+    options = demo.DemoOptions(gamma=3, verifier=verifier, temperature=1.0, max_new_tokens=12, trace=True)
+    chain, drawn = (
+        trace(target, "Tom", key=jax.random.key(2), **{"drafter": drafter, **options.decoding(), **how})
+        for how in ({"gamma": 3}, options.traced(drafter))
+    )
+    assert [step._replace(tree=None) for step in drawn] == chain and all(step.tree for step in drawn)
+
+
+def test_every_call_is_traced(specdec):
+    code, out, _ = specdec("demo", *MODELS, "--repeats=1", "--trace", "--gamma=2", "Tom", "We")
+    titles = re.findall(r"^ *# sees +p +q +p/q$", out, re.MULTILINE)
+    rows = re.findall(r"^\d [■·]+ +([\d.e-]+) +([\d.e-]+) +([\d.e+-]+) [│├└ ]", out, re.MULTILINE)
+    assert code == 0 and len(titles) > 1 and rows
+    for p, q, ratio in rows:
+        assert float(ratio) == pytest.approx(float(p) / float(q), rel=0.02)
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--trace", "--gamma=auto"], "trace: got True with gamma='auto'"),
+    (["--trace", "--gamma_policy=heuristic"], "trace: got True with gamma=4, gamma_policy='heuristic'"),
+    (["--trace", "--verifier=lenient", "--lenience=0.5"], "trace: got True with verifier='lenient'"),
+    (["--trace", "--drafter=random"], "trace: got True with random tokens"),
+    (["--tree=widths:2", "--verifier=token"], "verifier: got 'token' beside a tree"),
+    (["--tree=widths:2", "--gamma=3"], "gamma: got 3, expected an integer from 0 to 2"),
+    (["--tree=wide"], "tree: got 'wide', expected widths:"),
+    (["--plot=a.svg"], "plot: got 'a.svg' without a tree"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
+def test_trees_that_cannot_be_shown(specdec, flags, said):
+    code, _, err = specdec("demo", "--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", *flags, "Tom")
+    assert code == 2 and said in err
 
 
 def test_demo_of_nothing(specdec):

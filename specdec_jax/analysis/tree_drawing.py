@@ -1,0 +1,125 @@
+"""Draws the token tree of an iteration as text: its nodes, the path that stands, its attention mask."""
+
+from collections.abc import Iterator, Sequence
+
+from specdec_jax.analysis.traces import own_kind, surface
+from specdec_jax.decoding.trace import TraceStep, TreeStep
+from specdec_jax.models.language_model import LanguageModel
+
+# Width of a terminal.
+COLUMNS = 80
+_SEEN, _UNSEEN = "■", "·"
+
+
+def instructive(steps: Sequence[TraceStep]) -> int | None:
+    """Returns the number of the first step whose path leaves the first children, else of the first
+    of those whose path is the longest; None where no tree was drafted."""
+    trees = {number: step.tree for number, step in enumerate(steps) if step.tree and step.gamma}
+    branching = (number for number, tree in trees.items() if leaves_spine(tree))
+    return next(branching, max(trees, key=lambda number: len(trees[number].path), default=None))
+
+
+def leaves_spine(tree: TreeStep) -> bool:
+    """Returns whether a node of the path has a sibling of better rank."""
+    return any(tree.children(parent)[0] != child for parent, child in zip(tree.path, tree.path[1:]))
+
+
+def depth_first(tree: TreeStep, node: int = 0) -> Iterator[int]:
+    """Yields `node` and its descendants, each before its children."""
+    yield node
+    for child in tree.children(node):
+        yield from depth_first(tree, child)
+
+
+def mask(tree: TreeStep, order: Sequence[int]) -> list[str]:
+    """Returns a line for each node in `order`, which shows the nodes in this order that it sees."""
+    return ["".join(_SEEN if other in tree.line(node) else _UNSEEN for other in order) for node in order]
+
+
+def tree_lines(step: TraceStep, target: LanguageModel, numbers: bool = False) -> list[list[tuple[str, str]]]:
+    """Returns the tree of a step as lines of (kind, text), in the kinds of `traces.LEGEND`.
+
+    Each node has a line with its number, the nodes that it sees, and its text. The target's own
+    token follows the last node that stands. A mask that leaves less room than the texts need in
+    `COLUMNS` columns stands below the tree.
+
+    Args:
+      step: a step with a tree.
+      numbers: show p, q and p/q of every node too.
+    """
+    tree = step.tree
+    assert tree is not None
+    order = list(depth_first(tree))
+    rows = mask(tree, order)
+    width = max(len(order), len("sees"))
+    drawn = list(_branches(step, target))
+    digits = len(str(len(order) - 1))
+    head = f"{'#':>{digits}} "
+    values = [f"{'p':>9}{'q':>9}{'p/q':>9}"] * numbers + [_values(tree, node) for node in order if numbers]
+    widest = max(len(before) + len(text) for _, before, _, text in drawn) + len("{==}")
+    beside = len(head) + width + 1 + 28 * numbers + widest <= COLUMNS
+    columns = lambda number, row, value: f"{number:>{digits}} " + f"{row:<{width}} " * beside + f"{value} " * numbers
+    titles = columns("#", "sees", values[0] if numbers else "")
+    lines = [[("committed", titles.rstrip())]]
+    places = {node: place for place, node in enumerate(order)}
+    for node, before, kind, text in drawn:
+        if node is None:
+            left = columns("", "", " " * 27)
+        else:
+            place = places[node]
+            left = columns(place, rows[place], values[place + 1] if numbers else "")
+        lines.append([("committed", left + before), (kind, text)])
+    if not beside:
+        lines += _below(rows, digits)
+    return lines
+
+
+def _values(tree: TreeStep, node: int) -> str:
+    """Returns p, q and p/q of a node; node 0 has none."""
+    one = tree.nodes[node]
+    shown = lambda value: f"{'-' if value is None else format(value, '.3g'):>9}"
+    return shown(one.p) + shown(one.q) + shown(one.ratio) if node else " " * 27
+
+
+def _below(rows: Sequence[str], digits: int) -> list[list[tuple[str, str]]]:
+    """Returns the mask as lines of its own, or a line that says that it does not fit."""
+    if digits + 1 + len(rows) > COLUMNS:
+        return [[("committed", f"(the mask of {len(rows)} nodes is wider than {COLUMNS} columns)")]]
+    title = f"{'#':>{digits}} sees"
+    return [[("committed", line)] for line in (title, *(f"{n:>{digits}} {row}" for n, row in enumerate(rows)))]
+
+
+def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | None, str, str, str]]:
+    """Yields (node, branches before it, kind, text) of every node in the order of `depth_first`,
+    and of the target's own token, whose node is None."""
+    tree = step.tree
+    assert tree is not None
+
+    def visit(node: int, before: str, below: str) -> Iterator[tuple[int | None, str, str, str]]:
+        stands = node > 0 and node in tree.path
+        text = one_line(tree.nodes[node].token, target) if node else root(tree, target)
+        yield node, before, "accepted" if stands else "committed", text
+        following: list[int | None] = [*tree.children(node)]
+        if node == tree.path[-1] and step.corrected is not None:
+            following.append(None)
+        for child in following:
+            last = child is following[-1]
+            branch, more = below + ("└─" if last else "├─"), below + ("  " if last else "│ ")
+            if child is None:
+                yield None, branch, own_kind(step), one_line(step.corrected, target)
+            else:
+                yield from visit(child, branch, more)
+
+    yield from visit(0, "", "")
+
+
+def root(tree: TreeStep, target: LanguageModel) -> str:
+    """Returns the last committed token as text, which may be the one that outputs start with."""
+    token = tree.nodes[0].token
+    return "[START]" if token == target.start_token else one_line(token, target)
+
+
+def one_line(token: int | None, target: LanguageModel) -> str:
+    """Returns a token as text without line breaks and other characters that move the cursor."""
+    text = "" if token is None else surface(token, target)
+    return "".join(character if character.isprintable() else "␣" for character in text)
