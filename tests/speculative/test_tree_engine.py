@@ -17,6 +17,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.trees import CHILDREN, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
+slow = pytest.mark.slow
 V, LIMIT = 24, 10
 INPUTS = [[3, 4, 5, 4, 1], [7, 1], [9, 2, 9, 2, 1], [6, 8, 11, 1]]
 INPUTS_WORDS = [[3, 4, 5], [7], [9, 2, 9, 2]]
@@ -87,7 +88,6 @@ TREES = {
 }
 
 
-slow = pytest.mark.slow
 # Shape, model, and whether it runs in the CPU's kernels.
 GREEDY = [(shape, name, kernel) for shape in TREES for name in MODELS for kernel in (True, False)]
 QUICK = [("uniform", "t5", True), ("random", "t5", True), ("dynamic", "gpt", True), ("random", "gpt", False)]
@@ -119,7 +119,9 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("repetition", "own") else pytest.param(name, marks=slow) for name in PROCESSORS]
+)
 def test_processors_see_the_path_of_each_node(name):
     sampling = sd.SamplingConfig(**PROCESSORS[name])
     found = run(tree=random_tree(2, children="top"), sampling=sampling, eos_ids=(1, 5))
@@ -130,12 +132,14 @@ def test_processors_see_the_path_of_each_node(name):
     assert_same(found, run(speculative=False, sampling=sampling, verifier="gumbel"))
 
 
-@pytest.mark.parametrize("kinds, verifier", [
-    (("mixed", "mixed"), "token"), (("drawn", "recursive"), "token"), (("iid", "recursive"), "token"),
-    (("iid", "kseq"), "token"), (("drawn", "traversal"), "block"), (("gumbel", "gumbel"), "gumbel"),
+@pytest.mark.parametrize("children, judge, verifier", [
+    ("mixed", "mixed", "token"), ("drawn", "traversal", "block"),
+    *(pytest.param(*one, marks=slow) for one in (
+        ("drawn", "recursive", "token"), ("iid", "recursive", "token"), ("iid", "kseq", "token"),
+        ("gumbel", "gumbel", "gumbel"),
+    )),
 ])  # fmt: skip
-def test_one_branch_draws_what_a_chain_draws(kinds, verifier):
-    children, judge = kinds
+def test_one_branch_draws_what_a_chain_draws(children, judge, verifier):
     tree = Tree.chain(3, children=children, verifier=judge)
     for sampling in (SAMPLED, MIXED):
         found = run(tree=tree, sampling=sampling, eos_ids=(1, 5))
@@ -154,7 +158,9 @@ def test_a_chain_is_a_chain():
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("children", CHILDREN)
+@pytest.mark.parametrize(
+    "children", ["gumbel", "drawn", *(pytest.param(kind, marks=slow) for kind in ("top", "mixed", "iid"))]
+)
 def test_gumbel_trees_equal_plain_sampling(children, seed):
     """Whatever the tree, what its children are, and how many of its nodes are drafted."""
     expected = run(speculative=False, sampling=MIXED, verifier="gumbel", eos_ids=(1, 5))
@@ -175,7 +181,7 @@ def test_gumbel_trees_of_any_shape_equal_plain_sampling(tree):
 @pytest.mark.parametrize(
     "children, verifier",
     [
-        pytest.param(kind, rule, marks=[] if rule == CHILDREN[kind][0] else slow)
+        pytest.param(kind, rule, marks=[] if (kind, rule) in (("drawn", "traversal"), ("gumbel", "gumbel")) else slow)
         for kind in CHILDREN
         for rule in CHILDREN[kind]
     ],
@@ -255,8 +261,14 @@ def poisoned(state):
     return state.replace(target_cache=poison(state.target_cache, last), draft_state=poison(state.draft_state, last - 1))
 
 
-@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "XLA"])
-@pytest.mark.parametrize("name", ["t5", "gpt", pytest.param("t5, a bias a layer", marks=slow)])
+@pytest.mark.parametrize(
+    "name, kernel",
+    [
+        ("t5", True),
+        ("gpt", False),
+        *(pytest.param(name, kernel, marks=slow) for name in MODELS for kernel in (True, False)),
+    ],
+)
 def test_caches_hold_what_was_committed(name, kernel):
     """After every iteration the slots of committed tokens hold what plain decoding writes, in all layers, and
     everything else may be poisoned; acceptance is ragged and paths leave the spine."""
@@ -313,8 +325,10 @@ def test_what_makes_no_sense_is_refused():
 # --- In parts ---
 
 
-@pytest.mark.parametrize("sampling", [sd.SamplingConfig(), MIXED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tree", [Tree.uniform((2, 2)), DynamicTree(3, 2, 7)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("tree, sampling", [
+    (Tree.uniform((2, 2)), MIXED), (DynamicTree(3, 2, 7), sd.SamplingConfig()),
+    pytest.param(DynamicTree(3, 2, 7), MIXED, marks=slow),
+])  # fmt: skip
 def test_iterations_one_by_one_give_what_one_call_gives(tree, sampling):
     """Also if every slot that holds no committed token is poisoned in between."""
     target, drafter = pair()

@@ -151,7 +151,7 @@ def test_kinds_reach_the_best_tree():
     (dict(verify_costs={1: 2.0, 8: 3.0}), "verify_costs: got .* expected positive numbers .* 1 for one position"),
     (dict(verify_costs={0: 1.0, 8: 3.0}), "verify_costs: got"),
     (dict(verify_costs={8: math.nan}), "verify_costs: got"),
-    (dict(children="eagle"), "children: got 'eagle', expected 'auto', 'mixed'"),
+    (dict(children="eagle"), "children: got 'eagle', expected 'auto', 'drawn'"),
 ])  # fmt: skip
 def test_refused_arguments_of_best(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -210,7 +210,7 @@ def test_a_dynamic_tree():
 def test_the_default_verifier_is_the_first_of_its_kind(kind):
     assert sd.Tree((0, 0), kind).judge == CHILDREN[kind][0]
     assert sd.Tree((0, 0), kind, "typical").judge == "typical"
-    assert sd.Tree((0, 0)).kind == "mixed"
+    assert sd.Tree((0, 0)).kind == "drawn"
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -218,9 +218,9 @@ def test_the_default_verifier_is_the_first_of_its_kind(kind):
     (lambda: sd.Tree((0,) * 257), "parents: got 257 nodes"),
     (lambda: sd.Tree((0, 2)), "parents: got 2 for node 2, expected a number from 0 to 1"),
     (lambda: sd.Tree((0, -1)), "parents: got -1 for node 2"),
-    (lambda: sd.Tree((0,), "random"), "children: got 'random', expected 'auto', 'mixed', 'top', 'gumbel', 'drawn', 'iid'$"),
+    (lambda: sd.Tree((0,), "random"), "children: got 'random', expected 'auto', 'drawn', 'top', 'gumbel', 'mixed', 'iid'$"),
     (lambda: sd.Tree((0,), "mixed", "kseq"), "verifier: got 'kseq', expected 'auto', 'mixed', .* for children 'mixed'$"),
-    (lambda: sd.Tree((0,), verifier="recursive"), "output law is the target's for children 'mixed'$"),
+    (lambda: sd.Tree((0,), verifier="kseq"), "output law is the target's for children 'drawn'$"),
     (lambda: sd.Tree((0,), "top", "never"), "verifier: got 'never', expected 'auto', 'point', 'gumbel', 'typical'$"),
     (lambda: sd.Tree.uniform(()), r"widths: got \(\), expected integers of at least 1"),
     (lambda: sd.Tree.uniform((2, 0)), r"widths: got \(2, 0\)"),
