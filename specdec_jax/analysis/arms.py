@@ -59,10 +59,11 @@ class Arm:
     """One way of decoding and its measurements.
 
     Attributes:
-      gamma: γ; 0 is plain decoding.
+      gamma: γ, of a tree the number of drafted nodes; 0 is plain decoding.
       decode: decodes a batch.
       forced_alpha: drafted tokens are accepted by coin with this probability; None: as the models
         say.
+      tree: the tree as text; None: a chain.
       compile_seconds: seconds of the first call for every shape.
       seconds: wall time of each pass.
       results: one for each batch, from the last pass.
@@ -71,6 +72,7 @@ class Arm:
     gamma: int
     decode: Callable[[Batch], GenerationResult]
     forced_alpha: float | None = None
+    tree: str | None = None
     compile_seconds: float = 0.0
     seconds: list[float] = dataclasses.field(default_factory=list)
     results: list[GenerationResult] = dataclasses.field(default_factory=list)

@@ -17,10 +17,15 @@ from specdec_jax.analysis import products as analysis_products
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.tuning import Choice
 from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.tree_text import read_tree
+from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
+from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import FORCED, verifier_of
 
 
@@ -53,14 +58,15 @@ def benchmark(
             **options.decoding(plain=not gamma) | forced,
         ), forced_alpha=forced_alpha)  # fmt: skip
 
+    trees = _trees(drafter, options)
     speculative = options.gammas if drafter is not None and (options.forced_alpha or not options.preset) else ()
     analysis_arms.check_prompts(target, drafter, batches, options)
     arms = {"plain": arm(0)}
     for gamma in speculative:
         for alpha in options.forced_alpha or (None,):
             arms[f"gamma {gamma}" + ("" if alpha is None else f", alpha {alpha:g}")] = arm(gamma, alpha)
-    arms |= others or {}
-    steps = _step_arms(target, drafter, batches, options)
+    arms |= {f"tree {text}": _tree_arm(text, target, drafter, options) for text in trees} | dict(others or {})
+    steps = _step_arms(target, drafter, batches, options, trees)
     analysis_arms.warm_up(arms, steps, batches)
     timed = []
     for repeat in range(options.repeats):
@@ -68,6 +74,8 @@ def benchmark(
         timed.append(analysis_arms.timed_steps(steps, repeat, f"steps, {turn}"))
         analysis_arms.one_pass(arms, batches, repeat, turn)
     record = _record(target, drafter, arms, analysis_arms.per_step(timed), batches, options)
+    if trees:
+        record |= _tree_records(arms, trees, target, analysis_arms.per_step(timed), batches, options)
     if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
         gammas = () if options.forced_alpha else options.gammas
         record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
@@ -81,14 +89,35 @@ def benchmark(
     return record, problems
 
 
-def _step_arms(target, drafter, batches, options: BenchmarkSetup) -> dict[str, Callable[[], object]]:
-    """Returns single steps and encoders by name, for the shapes that the batches have."""
+def _trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, Tree | DynamicTree]:
+    """Returns the trees that are timed, by their text, with the children and verifiers that suit the
+    drafter.
+
+    Raises:
+      UnsupportedCombination: a tree that the drafter does not draft.
+    """
+    given = {text: read_tree(text) for text in options.tree}
+    return {text: tree_options(tree, drafter, "auto", "block").tree or tree for text, tree in given.items()}
+
+
+def _tree_arm(text: str, target: LanguageModel, drafter: Drafter | None, options: BenchmarkSetup) -> Arm:
+    tree = read_tree(text)
+    how = Choice(tree.depth, "block", text).arguments(drafter, options)
+    return Arm(tree.size - 1, lambda batch: generate(target, batch.inputs, key=batch.keys, **how), tree=text)
+
+
+def _step_arms(target, drafter, batches, options: BenchmarkSetup, trees) -> dict[str, Callable[[], object]]:
+    """Returns single steps and encoders by name, for the shapes that the batches have; for a tree of
+    N nodes a call over them, and beside it one over N positions."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    longest, room = lengths[-1], timing.total_slots(target, lengths[-1], options.max_new_tokens, max(options.gammas))
+    gammas = list(dict.fromkeys([*options.gammas, *(tree.size - 1 for tree in trees.values())]))
+    longest, room = lengths[-1], timing.total_slots(target, lengths[-1], options.max_new_tokens, max(gammas))
     arms = analysis_products.products_arms(target.network, rows) | analysis_products.bare_arms(
-        target, drafter, rows, options.gammas
+        target, drafter, rows, gammas
     )
-    arms |= timing.step_arms(target, drafter, rows, lengths, room, options.gammas, options.gammas)
+    arms |= timing.step_arms(target, drafter, rows, lengths, room, gammas, options.gammas)
+    for text, tree in trees.items():
+        arms[f"nodes of {text}"] = timing.tree_arm(target.network, rows, longest, room, tree)
     for gamma in options.gammas if options.samples_preset else ():
         calls = timing.sampling_arms(target.network, rows, longest, room, gamma, options.sampling())
         arms |= {f"call {gamma}, {name}": call for name, call in calls.items()}
@@ -122,13 +151,15 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
             "compile_seconds": plain.compile_seconds,
         },
         "speculative": [
-            _arm_record(arm, plain, target, times, batches, padded, options) for arm in arms.values() if arm.gamma
+            _arm_record(arm, plain, target, times, batches, padded, options)
+            for arm in arms.values()
+            if arm.gamma and arm.tree is None
         ],
     }
 
 
 def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int], options) -> dict[str, Any]:
-    improvement, stats = Spread.of(plain.seconds_per_token / arm.seconds_per_token), _total_stats(arm)
+    improvement, stats = _improvement(plain, arm), _total_stats(arm)
     most = lambda result, name: max(getattr(row, name) for row in result.stats.per_row)
     counted = [
         predictions.Work(size, most(result, "target_calls"), most(result, "draft_calls"))
@@ -169,6 +200,39 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     }
 
 
+def _improvement(slower: Arm, faster: Arm) -> Spread:
+    """Returns the time of one arm divided by that of another, pass by pass, for as many tokens."""
+    return Spread.of(slower.seconds_per_token / faster.seconds_per_token)
+
+
+def _tree_records(
+    arms: Mapping[str, Arm], trees: Mapping[str, Tree | DynamicTree], target, times: Mapping[str, Spread], batches,
+    options,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what is known of every tree, and the time of the fastest chain over the fastest tree's."""
+    plain, step, found = arms["plain"], times["target step"].median, []
+    for text, tree in trees.items():
+        arm = arms[f"tree {text}"]
+        # Coupled trees repeat plain decoding's draws if those are of Gumbel noise too.
+        coupled = TREE_VERIFIERS[tree.judge].coupled and verifier_of(options.verifier).coupled
+        same_tokens = coupled or options.temperature == 0 and tree.judge not in LOSSY_TREES
+        found.append({
+            "tree": text, "nodes": tree.size, "depth": tree.depth, "children": tree.kind, "verifier": tree.judge,
+            "seconds": Spread.of(arm.seconds)._asdict(),
+            "tokens": arm.tokens,
+            "compile_seconds": arm.compile_seconds,
+            "stats": _total_stats(arm),
+            "improvement": _improvement(plain, arm)._asdict(),
+            "verify_cost": times[f"nodes of {text}"].median / step,
+            "differences": _differences(arm, plain, target, batches) if same_tokens else [],
+        })  # fmt: skip
+    best = lambda those: min(those, key=lambda arm: float(np.median(arm.seconds_per_token)))
+    chain = best([arm for arm in arms.values() if arm.gamma and arm.tree is None])
+    tree_arm = best([arm for arm in arms.values() if arm.tree is not None])
+    beside = {"tree": tree_arm.tree, "gamma": chain.gamma, "improvement": _improvement(chain, tree_arm)._asdict()}
+    return {"trees": found, "tree_over_chain": beside}
+
+
 def _total_stats(arm: Arm) -> dict[str, Any]:
     """Returns the statistics of all batches together; α is a ratio of sums, not a mean of ratios."""
     totals = arm.totals()
@@ -205,11 +269,12 @@ def _problems(record: dict, arms: dict[str, Arm], options, target: LanguageModel
     differ without being near-ties."""
     problems = analysis_arms.missing_outputs(arms)
     if target.config.dtype == "float32":
-        for arm_record in record["speculative"]:
+        for arm_record in [*record["speculative"], *record.get("trees", ())]:
+            name = f"tree {arm_record['tree']}" if "tree" in arm_record else f"gamma {arm_record['gamma']}"
             wrong = [item["input"] for item in arm_record["differences"] if not item["near_tie"]]
             if wrong:
                 problems.append(
-                    f"gamma {arm_record['gamma']}: got other tokens than plain decoding for inputs {wrong}, "
+                    f"{name}: got other tokens than plain decoding for inputs {wrong}, "
                     "expected the same but for near-ties"
                 )
     return problems

@@ -68,6 +68,7 @@ class BenchmarkSetup(BeamSetup, Protocol):
       gammas: the γ that are timed.
       gamma_policy: name of the policy of γ.
       forced_alpha: acceptance rates forced by coin; (): as the models say.
+      tree: the token trees that are timed, as text.
       preset: shape of a target with random weights, or None.
       samples_preset: whether the cost of sampling is measured.
     """
@@ -78,6 +79,8 @@ class BenchmarkSetup(BeamSetup, Protocol):
     def gamma_policy(self) -> str: ...
     @property
     def forced_alpha(self) -> tuple[float, ...]: ...
+    @property
+    def tree(self) -> tuple[str, ...]: ...
     @property
     def preset(self) -> str | None: ...
     @property

@@ -21,11 +21,13 @@ from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.request import Request, prepare
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.speculative import iteration, laws, prefill
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import DecodeState, Draft, StaticConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import VERIFIERS
 
 STEPS = 32
@@ -128,6 +130,37 @@ def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache,
         return jnp.concatenate([tokens[:, 1:], token], axis=1), cache
 
     return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
+
+
+@functools.partial(jax.jit, static_argnames=("tree", "slots", "steps"))
+def node_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, tree: Tree, slots: int, steps: int):
+    """Runs steps as `decode_steps` does over the N nodes `[B, N]` of `tree`, node 0 at `positions`;
+    `cache` is from `Network.node_cache`, with `slots` slots."""
+    branches = tree.branches(len(tokens))
+    nodes = WindowNodes(positions, positions, branches.depths, branches.lines, slots)
+
+    def body(_, carry):
+        tokens, cache = carry
+        states, cache = network.decode_nodes(tokens, nodes, cache)
+        return laws.argmax(network.head(states)).astype(jnp.int32), cache
+
+    return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
+
+
+def tree_arm(
+    network: Network, batch: int, input_length: int, slots: int, tree: Tree | DynamicTree
+) -> Callable[[], object]:
+    """Returns a call that runs `STEPS` steps over the nodes of a tree.
+
+    What a call takes does not depend on which node follows which: in the place of a tree whose shape
+    the drafter's law decides stands one of as many nodes, as deep.
+    """
+    if isinstance(tree, DynamicTree):
+        tree = Tree((*range(tree.depth), *(0,) * (tree.size - 1 - tree.depth)))
+    inputs, lengths = _inputs(network, batch, input_length)
+    cache = network.node_cache(prefill_cache(network, inputs, lengths, slots=slots), slots, slots)
+    tokens, positions = jnp.ones((batch, tree.size), jnp.int32), jnp.full(batch, (slots - tree.size) // 2, jnp.int32)
+    return functools.partial(node_steps, network, tokens, positions, cache, tree=tree, slots=slots, steps=STEPS)
 
 
 def step_arm(

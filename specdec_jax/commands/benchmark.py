@@ -24,6 +24,8 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.tree_text import EXPECTED, read_tree
+from specdec_jax.speculative.verifiers import LOSSY
 
 AGAINST = ("t5x",)
 
@@ -53,6 +55,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         "tokens drafted per target call (default: 4), with --num_beams levels of the tree (default: "
         f"{LEVELS}); several, comma-separated, are timed in turn",
     )
+    tree: tuple[str, ...] = option(
+        (), f"a token tree that is timed in turn with plain decoding and the chains of --gamma; repeatable: {EXPECTED}"
+    )  # fmt: skip
     beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
     input_file: str | None = option(
         None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
@@ -112,6 +117,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         self._check_beams()
         super().check() if not self.preset else self.check_decoding()
         self._check_forced()
+        self._check_trees()
         check_against(self.against, self.sampling())
         for gamma in self.gammas:
             check_gamma(gamma)
@@ -134,7 +140,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         """Refuses what has no meaning for a beam search, or none without one."""
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
-        self.check_beside_beams(temperature=0.0, verifier="block", gamma_policy="fixed", forced_alpha=(), suite=None)
+        self.check_beside_beams(
+            temperature=0.0, verifier="block", gamma_policy="fixed", forced_alpha=(), suite=None, tree=()
+        )
         if self.beam_width and not self.drafter:
             raise UnsupportedCombination(f"beam_width: got {self.beam_width} for plain beam search, expected a drafter")
         if self.num_beams is None:
@@ -163,6 +171,25 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         if self.forced_alpha and (self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy):
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
             raise UnsupportedCombination(f"forced_alpha: got a value with {got}, expected neither: nothing is verified")
+
+    def _check_trees(self) -> None:
+        """Refuses what is no tree, and what has no meaning beside one."""
+        for text in self.tree:
+            read_tree(text)
+        if not self.tree:
+            return
+        if not self.drafter:
+            raise UnsupportedCombination(
+                f"tree: got {', '.join(self.tree)!r} without --drafter, expected one: with random weights nothing that "
+                "is drafted stands"
+            )
+        for name, meaningless, expected in (
+            ("forced_alpha", bool(self.forced_alpha), "none"),
+            ("verifier", self.verifier in LOSSY, "an exact one: a tree has a verifier of its own"),
+            ("gamma_policy", self.gamma_policy != "fixed", "fixed"),
+        ):
+            if meaningless:
+                raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} with a tree, expected {expected}")
 
     @property
     def gammas(self) -> tuple[int, ...]:

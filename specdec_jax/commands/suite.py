@@ -97,6 +97,7 @@ def _check(options: BenchmarkOptions) -> None:
         "against",
         "json",
         "num_beams",
+        "tree",
         *(() if options.preset else ("temperature", "forced_alpha")),
     ):
         if getattr(options, name) != getattr(default, name):

@@ -212,12 +212,13 @@ def _arm_name(gamma: int) -> str:
 
 
 def _name(row: Row) -> str:
-    parts = [row.drafter] + [f"γ = {row.gamma}"] * (row.gamma is not None) + [row.verifier] * _is_forced(row)
+    parts = [row.drafter] + [f"γ = {row.gamma}"] * (row.gamma is not None) + [row.verifier] * _tells_arm(row)
     return ", ".join(parts)
 
 
-def _is_forced(row: Row) -> bool:
-    return row.verifier.startswith(FORCED.name)
+def _tells_arm(row: Row) -> bool:
+    """Returns whether the arms of a record differ by what the row calls its verification."""
+    return row.verifier.startswith((FORCED.name, "tree "))
 
 
 def _rates(found: Sequence[Row]) -> list[Markup]:

@@ -141,6 +141,7 @@ def wall_time(record: Mapping[str, Any]):
     for arm in record.get("speculative", ()):
         forced = "" if arm["forced_alpha"] is None else f", α forced to {arm['forced_alpha']:g}"
         bars.append((f"speculative, γ = {arm['gamma']}{forced}", milliseconds(arm), "tab:orange"))
+    bars += [(f"tree {arm['tree']}", milliseconds(arm), "tab:green") for arm in record.get("trees", ())]
     unit = "token" if searches is None else "input"
     figure, (axes,) = _figure((f"milliseconds per {unit}, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))

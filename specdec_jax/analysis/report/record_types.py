@@ -75,6 +75,17 @@ class SpeculativeArm(TypedDict):
     improvement: SpreadRecord
 
 
+class TreeArm(TypedDict):
+    tree: str
+    nodes: Count
+    depth: Count
+    verifier: str
+    stats: Stats
+    verify_cost: Number
+    differences: list
+    improvement: SpreadRecord
+
+
 class Against(TypedDict):
     name: str
     improvement: dict[str, SpreadRecord]
@@ -109,6 +120,7 @@ class Benchmark(TypedDict):
     verify_cost: dict[str, Number]
     bare: NotRequired[Bare | None]
     speculative: list[SpeculativeArm]
+    trees: NotRequired[list[TreeArm]]
     against: NotRequired[Against | None]
     example: NotRequired[Example | None]
 

@@ -78,6 +78,13 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
                 bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
             )
             for arm in record["speculative"]
+        ] + [
+            Row(
+                *named, options["temperature"], f"tree {arm['tree']}, {arm['verifier']}", None, None,
+                record["cost_ratio"], arm["verify_cost"], arm["stats"]["tokens_per_target_call"], None,
+                spread_of(arm["improvement"]), len(arm["differences"]),
+            )
+            for arm in record.get("trees", ())
         ]  # fmt: skip
     if kind is record_types.Searched:
         return [

@@ -1,6 +1,6 @@
 """Writes records as text for a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import machine
@@ -140,6 +140,15 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         )
     for arm in record["speculative"]:
         lines += ["", *_arm_lines(arm)]
+    for arm in record.get("trees", ()):
+        lines += ["", *_tree_lines(arm)]
+    if record.get("trees"):
+        beside, gain = record["tree_over_chain"], record["tree_over_chain"]["improvement"]
+        lines += [
+            "",
+            f"fastest tree over fastest chain (tree {beside['tree']}, gamma {beside['gamma']}): {gain['median']:.3f} "
+            f"times as fast ({gain['least']:.3f} to {gain['most']:.3f})",
+        ]
     if record.get("against"):
         lines += ["", *_against_lines(record["against"])]
     return "\n".join(lines)
@@ -199,22 +208,43 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
     if arm["oracle"]:
         calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in arm["oracle"].values())
         lines.append(f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)")
-    for item in arm["differences"]:
-        kind = "near-tie" if item["near_tie"] else "not a near-tie"
-        lines.append(
-            f"  differs from plain: input {item['input']}, token {item['position']}, {kind} "
-            f"(margin {item['margin']:.2e}, noise {item['noise']:.2e})"
-        )
-    return lines
+    return lines + _difference_lines(arm["differences"])
+
+
+def _tree_lines(arm: Mapping[str, Any]) -> list[str]:
+    gain, stats = arm["improvement"], arm["stats"]
+    return [
+        f"tree {arm['tree']} ({arm['nodes']} positions, depth {arm['depth']}, {arm['children']} children, "
+        f"{arm['verifier']})        {_seconds(arm['seconds'])}, {arm['tokens']} tokens; compilation "
+        f"{arm['compile_seconds']:.1f} s",
+        f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
+        f"  {stats['tokens_per_target_call']:.2f} tokens per target call, {stats['target_calls']} calls; v of its "
+        f"nodes {arm['verify_cost']:.3f}",
+        f"  a drafted token stands, by depth: {_standing(stats)} of the calls",
+        *_difference_lines(arm["differences"]),
+    ]
+
+
+def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"  differs from plain: input {item['input']}, token {item['position']}, "
+        f"{'near-tie' if item['near_tie'] else 'not a near-tie'} "
+        f"(margin {item['margin']:.2e}, noise {item['noise']:.2e})"
+        for item in differences
+    ]
+
+
+def _standing(stats: Mapping[str, Any]) -> str:
+    """Returns in what share of the calls the draft stands up to each position."""
+    return ", ".join(f"{count / max(stats['target_calls'], 1):.2f}" for count in stats["accepted_by_position"])
 
 
 def _without_alpha(stats: Mapping[str, Any]) -> str:
     """Returns what is known of acceptance if there is no rate."""
     if not stats["drafted"]:
         return "nothing was drafted"
-    standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
     return (
-        f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {standing} "
+        f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {_standing(stats)} "
         "(block verification judges a draft as a whole: no alpha)"
     )
 

@@ -1,0 +1,205 @@
+"""`specdec benchmark --tree` on a tiny random pair: what is timed, counted, reported, drawn and refused."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import benchmark_models
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from benchmark_models import CONFIG
+from toy_models import noisy_copy
+
+import specdec_jax as sd
+from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import timing
+from specdec_jax.analysis.report import page, plots, record_types, rows, summaries
+from specdec_jax.commands import benchmark as benchmark_command
+from specdec_jax.commands import main, suite
+from specdec_jax.speculative.trees import DynamicTree, Tree
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+target, batches = benchmark_models.target, benchmark_models.batches
+STATIC, DYNAMIC = "widths:2,1,1:gumbel", "dynamic:2,2,4"
+
+
+@pytest.fixture(scope="module")
+def options() -> benchmark_command.BenchmarkOptions:
+    return benchmark_command.BenchmarkOptions(
+        target="target", drafter="drafter", gamma=(3,), tree=(STATIC, DYNAMIC), max_new_tokens=12, repeats=2,
+        batch_size=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(target, options, batches):
+    """Drafter = target."""
+    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
+    return json.loads(json.dumps(record)), problems
+
+
+def test_record(measured, target, batches):
+    record, problems = measured
+    assert problems == []
+    record_types.check(record)
+    assert record_types.kind_of(record) is record_types.Benchmark
+    (chain,), (static, dynamic) = record["speculative"], record["trees"]
+    described = lambda arm: tuple(arm[name] for name in ("tree", "nodes", "depth", "children", "verifier"))
+    assert described(static) == (STATIC, 7, 3, "gumbel", "gumbel")
+    assert described(dynamic) == (DYNAMIC, 4, 2, "gumbel", "gumbel")
+    results = [
+        sd.generate(target, b.inputs, drafter=sd.ModelDrafter(target), tree=Tree.uniform((2, 1, 1)), max_new_tokens=12)
+        for b in batches
+    ]
+    calls = sum(result.stats.target_calls for result in results)
+    assert static["stats"]["target_calls"] == calls == chain["stats"]["target_calls"] < dynamic["stats"]["target_calls"]
+    for arm in (static, dynamic):
+        stats = arm["stats"]
+        assert arm["tokens"] == record["plain"]["tokens"] == stats["target_calls"] * stats["tokens_per_target_call"]
+        assert len(stats["accepted_by_position"]) == arm["depth"] and arm["differences"] == []
+        assert arm["improvement"]["least"] <= arm["improvement"]["median"] <= arm["improvement"]["most"]
+        assert (
+            arm["verify_cost"]
+            == record["steps"][f"nodes of {arm['tree']}"]["median"] / (record["steps"]["target step"]["median"])
+        )
+    # A call over N positions beside the one over N nodes.
+    assert record["verify_cost"].keys() == {"3", "6"} == record["bare"]["verify_cost"].keys()
+    fastest = min((static, dynamic), key=lambda arm: arm["seconds"]["median"])
+    assert record["tree_over_chain"]["tree"] == fastest["tree"] and record["tree_over_chain"]["gamma"] == 3
+    times = sorted(
+        chain["seconds"][one] / fastest["seconds"][other] for one in ("least", "most") for other in ("least", "most")
+    )
+    assert times[0] <= record["tree_over_chain"]["improvement"]["median"] <= times[-1]
+
+
+def test_summary_and_figures_say_what_the_record_says(measured):
+    record, _ = measured
+    text = summaries.benchmark_summary(record)
+    static, gain = record["trees"][0], record["tree_over_chain"]["improvement"]
+    assert f"tree {STATIC} (7 positions, depth 3, gumbel children, gumbel)" in text
+    calls = static["stats"]["target_calls"]
+    assert f"{static['stats']['tokens_per_target_call']:.2f} tokens per target call, {calls} calls" in text
+    assert f"v of its nodes {static['verify_cost']:.3f}" in text
+    by_depth = ", ".join(f"{count / calls:.2f}" for count in static["stats"]["accepted_by_position"])
+    assert f"by depth: {by_depth} of the calls" in text
+    assert f"{gain['median']:.3f} times as fast ({gain['least']:.3f} to {gain['most']:.3f})" in text
+    chain, row, _ = rows.rows(record)
+    assert chain.gamma == 3 and row.gamma is None and row.alpha is None, "what stands of a tree is not α"
+    assert row.verifier == f"tree {STATIC}, gumbel" and row.verify_cost == static["verify_cost"]
+    assert (row.improvement.median, row.differ) == (static["improvement"]["median"], 0)
+    html = page.report([(pathlib.Path("trees.json"), record)])
+    assert html.count(f"tree {STATIC}, gumbel") == 2  # in the table and beside its bar
+    axes = plots.wall_time(record).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "plain", "speculative, γ = 3", f"tree {STATIC}", f"tree {DYNAMIC}"
+    ]  # fmt: skip
+    broken = record | {"trees": [static | {"nodes": "many"}]}
+    with pytest.raises(ValueError, match=r"trees.0.nodes: got 'many', expected an integer"):
+        record_types.check(broken)
+
+
+def corrupt(monkeypatch):
+    """Makes the trees' second token of the first row of every batch differ."""
+    real = analysis_benchmark.generate
+
+    def generate(*args, tree=None, **how):
+        result = real(*args, tree=tree, **how)
+        if tree is None:
+            return result
+        tokens = result.tokens.copy()
+        tokens[0, 1] = (tokens[0, 1] + 1) % CONFIG.vocab_size
+        return result._replace(tokens=tokens)
+
+    monkeypatch.setattr(analysis_benchmark, "generate", generate)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "verifier", "wrong", "found"),
+    [
+        (0.0, "block", True, [(1, 1), (2, 1)]),
+        (1.0, "gumbel", True, [(1, 1), (2, 1)]),  # both arms take the same noise
+        (1.0, "gumbel", False, []),
+        (1.0, "block", True, []),
+    ],
+)
+def test_wrong_tokens_are_reported_where_they_must_be_equal(
+    monkeypatch, target, batches, options, temperature, verifier, wrong, found
+):
+    if wrong:
+        corrupt(monkeypatch)
+    once = dataclasses.replace(options, repeats=1, temperature=temperature, verifier=verifier, tree=(STATIC,))
+    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, once)
+    assert [(item["input"], item["position"]) for item in record["trees"][0]["differences"]] == found
+    message = (
+        f"tree {STATIC}: got other tokens than plain decoding for inputs [1, 2], expected the same but for near-ties"
+    )
+    assert problems == [message] * bool(found)
+
+
+def test_a_timed_call_over_nodes_sees_ancestors_alone(target):
+    network = noisy_copy(target, 2.0).network
+    inputs, lengths = np.full((2, 3), 5, np.int32), np.full(2, 3, np.int32)
+    cache = timing.prefill_cache(network, inputs, lengths, slots=12)
+    tokens, positions = jnp.array([[4, 9, 2], [7, 7, 1]], jnp.int32), jnp.array([2, 4], jnp.int32)
+    chain = functools.partial(timing.decode_steps, network, cache=cache)
+    nodes = functools.partial(timing.node_steps, network, cache=network.node_cache(cache, 12, 12), slots=12)
+    expected = chain(tokens, positions, steps=3)
+    np.testing.assert_array_equal(nodes(tokens, positions, tree=Tree.chain(2), steps=3), expected)
+    siblings = nodes(tokens, positions, tree=Tree((0, 0)), steps=1)
+    for last in (1, 2):  # each sibling follows node 0, as if it were the only one
+        expected = chain(tokens[:, jnp.array([0, last])], positions, steps=1)
+        np.testing.assert_array_equal(siblings[:, jnp.array([0, last])], expected)
+    assert not np.array_equal(siblings, chain(tokens, positions, steps=1))
+
+
+def test_in_the_place_of_a_tree_that_a_law_shapes_stands_one_as_large(monkeypatch, target):
+    seen = []
+    monkeypatch.setattr(timing, "node_steps", lambda *_, tree, **__: seen.append(tree))
+    timing.tree_arm(target.network, 2, 5, 24, DynamicTree(3, 2, 7))()
+    timing.tree_arm(target.network, 2, 5, 24, Tree((0, 0)))()
+    assert [(tree.size, tree.depth) for tree in seen] == [(7, 3), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tree": ("widths:2;1",)}, "tree: got 'widths:2;1', expected widths:3,2,1"),
+        ({"tree": ("widths:2:iid:mixed",)}, "verifier: got 'mixed', expected"),
+        ({"drafter": None}, "tree: got 'widths:2,1,1:gumbel, dynamic:2,2,4' without --drafter, expected one"),
+        (
+            {"preset": "t5_1_1/small", "target": None, "drafter": None, "drafter_preset": "t5_1_1/small"},
+            "tree: got .* without --drafter, expected one: with random weights nothing",
+        ),
+        ({"forced_alpha": (0.5,)}, r"forced_alpha: got \(0.5,\) with a tree, expected none"),
+        ({"preset": "t5_1_1/small", "target": None, "drafter": "lookup", "forced_alpha": (0.5,)}, "with a tree"),
+        ({"verifier": "lenient", "lenience": 0.5, "temperature": 1.0}, "verifier: got 'lenient' with a tree"),
+        ({"gamma_policy": "heuristic"}, "gamma_policy: got 'heuristic' with a tree, expected fixed"),
+        ({"num_beams": 2}, "tree: got .* with num_beams, expected none"),
+    ],
+)  # fmt: skip
+def test_refuses(options, settings, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(options, **settings).check()
+
+
+def test_the_suite_of_the_paper_has_no_trees(options, tmp_path):
+    asked = dataclasses.replace(options, suite="paper", output=str(tmp_path / "paper.jsonl"))
+    with pytest.raises(ValueError, match="tree: got .* with suite='paper'"):
+        suite.rows(asked)
+
+
+def test_a_drafter_of_chains_is_refused_before_anything_is_timed(monkeypatch, target, batches, options):
+    monkeypatch.setattr(analysis_benchmark.analysis_arms, "warm_up", lambda *_: pytest.fail("timed"))
+    with pytest.raises(ValueError, match="tree: got one for RandomDrafter"):
+        analysis_benchmark.benchmark(target, sd.RandomDrafter(CONFIG.vocab_size), batches, options)
+
+
+def test_the_flag_is_repeatable(monkeypatch):
+    seen = []
+    monkeypatch.setattr(suite, "run", seen.append)
+    command = ["benchmark", "--target=a", "--drafter=b", f"--tree={STATIC}", f"--tree={DYNAMIC}"]
+    assert main.main(command) == 0
+    assert seen[0].tree == (STATIC, DYNAMIC)
