@@ -134,7 +134,7 @@ class DemoOptions(DecodingOptions):
         children, verifier = _AS_TREE[self.verifier]
         if children not in drafter.tree_kinds:
             children, verifier = "top", "point"
-        length = self.wanted if tree is None else tree.depth
+        length = tree.depth if tree is not None and isinstance(self.wanted, str) else self.wanted
         assert isinstance(length, int)
         return {"gamma": "auto", "verifier": "block", "tree": Tree.chain(length, children=children, verifier=verifier)}
 
