@@ -40,6 +40,7 @@ from specdec_jax.decoding.stream import stream
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -102,6 +103,7 @@ LENIENT, TYPICAL = dict(verifier="lenient", lenience=1.0), dict(verifier="typica
 CHANGES = {  # option: (changes to BASE, the option's other value)
     "drafter": ({}, None),
     "gamma": ({}, [2, 1]),
+    "tree": (dict(gamma="auto"), Tree.uniform((2, 1))),
     "sampling": ({}, SamplingConfig(temperature=3.0)),
     "verifier": ({}, "gumbel"),
     "lenience": (LENIENT, [1.0, 0.01]),

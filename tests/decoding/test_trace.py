@@ -39,7 +39,8 @@ def law(model: str, tokens: tuple[int, ...], sampling: str):
 
 
 @pytest.mark.parametrize(("name", "sampling"), [
-    ("drawn", "argmax"), ("top", "filtered"), ("recursive", "filtered"), ("chains", "sampled"), ("dynamic", "sampled"),
+    ("drawn", "argmax"), ("recursive", "filtered"), ("dynamic", "sampled"),
+    pytest.param("top", "filtered", marks=pytest.mark.slow), pytest.param("chains", "sampled", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_trees_are_told_as_they_were(name, sampling):
     """p, q and p/q of each node, the tokens on its path taken as they are; and the path is what was committed."""

@@ -204,7 +204,7 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
         target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
     )
     batches = arms.cut(INPUTS[:1], INPUTS[:1], 1, 0)
-    steps = analysis_benchmark._step_arms(target(), early(), batches, options)
+    steps = analysis_benchmark._step_arms(target(), early(), batches, options, {})
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any("drafter encoder" in name for name in steps)
     assert steps["draft step"]().shape == (1, 1)
     monkeypatch.setattr(analysis_benchmark, "_step_arms", lambda *_: {name: lambda: None for name in steps})

@@ -90,7 +90,7 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     for name, drafter in {
         "none": sd.ModelDrafter(target), "list": sd.ModelDrafter(target, 5), "both": sd.ModelDrafter(target, 5, True),
     }.items():  # fmt: skip
-        arms = analysis_benchmark._step_arms(target, drafter, batches, options)
+        arms = analysis_benchmark._step_arms(target, drafter, batches, options, {})
         found[name] = {arm for arm in arms if arm.startswith("draft step")}
         assert arms["draft step"] is drafter.network
     assert found["none"] == {"draft step"} and found["list"] == {"draft step", "draft step, unreduced"}

@@ -74,7 +74,12 @@ def test_the_table_has_every_drafter_of_trees():
 # --- Identities ---
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+QUICK = ("early exit", "heads", "bigrams, drawn", "lookup", "two models")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
+)
 def test_coupled_trees_equal_plain_sampling(name):
     """In all rows, with ragged prefixes and limits, with EOS ids inside branches, and with parts of the tree alone."""
     of_t5, tree = DRAFTERS[name][0] is None, Tree((0, 0, 1, 0, 1, 2, 3, 6), verifier="gumbel")
@@ -96,8 +101,8 @@ def test_rows_at_temperature_0_are_plain_ones(name):
     "name, kinds, verifier",
     [
         ("early exit", ("drawn", "recursive"), "token"),
-        ("heads", ("drawn", "typical"), "typical"),
-        ("bigrams, drawn", ("iid", "traversal"), "block"),
+        pytest.param("heads", ("drawn", "typical"), "typical", marks=pytest.mark.slow),
+        pytest.param("bigrams, drawn", ("iid", "traversal"), "block", marks=pytest.mark.slow),
     ],
 )
 def test_one_branch_draws_what_a_chain_draws(name, kinds, verifier):
@@ -238,9 +243,8 @@ def test_law_of_merged_trees(verifier):
     assert merged_law(verifier) > 1e-9
 
 
-@pytest.mark.parametrize(
-    "mutant", ["one q for both drafters", pytest.param("both draw with the same words", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", ["one q for both drafters", "both draw with the same words"])
 def test_wrong_merges_are_found(mutant, monkeypatch):
     if mutant.startswith("one"):
         whole = merged._merged

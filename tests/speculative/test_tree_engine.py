@@ -90,7 +90,7 @@ TREES = {
 
 # Shape, model, and whether it runs in the CPU's kernels.
 GREEDY = [(shape, name, kernel) for shape in TREES for name in MODELS for kernel in (True, False)]
-QUICK = [("uniform", "t5", True), ("random", "t5", True), ("dynamic", "gpt", True), ("random", "gpt", False)]
+QUICK = [("uniform", "t5", True), ("dynamic", "gpt", True)]
 QUICK += [("late branch", "t5, a bias a layer", False)]
 
 
@@ -157,9 +157,17 @@ def test_a_chain_is_a_chain():
         assert_same(found, run(gamma=3, sampling=SAMPLED, verifier=verifier))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize(
-    "children", ["gumbel", "drawn", *(pytest.param(kind, marks=slow) for kind in ("top", "mixed", "iid"))]
+    "children, seed",
+    [
+        ("drawn", 0),
+        *(
+            pytest.param(kind, seed, marks=slow)
+            for kind in CHILDREN
+            for seed in range(4)
+            if (kind, seed) != ("drawn", 0)
+        ),
+    ],
 )
 def test_gumbel_trees_equal_plain_sampling(children, seed):
     """Whatever the tree, what its children are, and how many of its nodes are drafted."""
@@ -169,7 +177,10 @@ def test_gumbel_trees_equal_plain_sampling(children, seed):
         assert_same(run(tree=tree, gamma=gamma, sampling=MIXED, eos_ids=(1, 5)), expected)
 
 
-@pytest.mark.parametrize("tree", [DynamicTree(3, 2, 8), DynamicTree(4, 3, 12, "top", "gumbel"), DynamicTree(1, 4, 5)])
+@pytest.mark.parametrize("tree", [
+    DynamicTree(3, 2, 8), pytest.param(DynamicTree(4, 3, 12, "top", "gumbel"), marks=slow),
+    pytest.param(DynamicTree(1, 4, 5), marks=slow),
+])  # fmt: skip
 def test_gumbel_trees_of_any_shape_equal_plain_sampling(tree):
     expected = run(speculative=False, sampling=MIXED, verifier="gumbel", eos_ids=(1, 5))
     for gamma in ("auto", [1, 4, 3, 2]):
@@ -206,7 +217,7 @@ def test_a_row_does_not_depend_on_its_batch():
 # --- Limits and budgets ---
 
 
-@pytest.mark.parametrize("limit", [1, 3, [1, 7, 3, 10], *(pytest.param(limit, marks=slow) for limit in (2, 4, 5))])
+@pytest.mark.parametrize("limit", [[1, 7, 3, 10], *(pytest.param(limit, marks=slow) for limit in (1, 2, 3, 4, 5))])
 def test_no_row_passes_its_limit(limit):
     found = run(tree=Tree.uniform((2, 2, 2, 1)), max_new_tokens=limit, eos_ids=())
     assert_same(found, run(speculative=False, max_new_tokens=limit, eos_ids=()))
