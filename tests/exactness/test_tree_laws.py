@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toy
 import tree_reference as ref
-from enumerations import DELTA, EPSILON, laws
+from enumerations import ADJUSTMENTS, DELTA, EPSILON, laws
 from tree_reference import Plan
 
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
@@ -73,17 +73,7 @@ def test_law_of_two_iterations_is_the_targets(kind, verifier, vocab, shape, limi
             assert distance(target, [drafter], plan, limit, eos) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "adjustments",
-    [
-        {"temperature": 0},
-        {"temperature": 0.5},
-        {"top_k": 2},
-        {"top_p": 0.7},
-        {"temperature": 1.5, "top_k": 3, "top_p": 0.8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
 @every_pair
 def test_law_under_every_processor(kind, verifier, adjustments):
     target, draft = (toy.processed(law, **adjustments) for law in laws(4))

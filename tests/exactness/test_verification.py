@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import toy
-from enumerations import DRAFTS, GRID, SIZES, TARGETS, as_law, float64, law_of, laws
+from enumerations import ADJUSTMENTS, DRAFTS, GRID, SIZES, TARGETS, as_law, float64, law_of, laws
 from toy import Rule
 
 from specdec_jax.speculative import iteration
@@ -31,17 +31,7 @@ def test_law_of_two_iterations_is_the_targets(vocab, gamma, limit, eos):
             assert toy.total_variation(found, expected) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "adjustments",
-    [
-        {"temperature": 0},
-        {"temperature": 0.5},
-        {"top_k": 2},
-        {"top_p": 0.7},
-        {"temperature": 1.5, "top_k": 3, "top_p": 0.8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
 def test_law_under_every_processor(adjustments):
     target, draft = (toy.processed(law, **adjustments) for law in laws(4))
     found = toy.speculative_law(target, draft, 2, 4, {3})

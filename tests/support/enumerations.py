@@ -13,6 +13,13 @@ from specdec_jax.speculative.laws import Law
 SIZES = [(2, 1, 4), (2, 2, 5), (2, 3, 7), (3, 1, 4), (3, 2, 5), (3, 3, 6), (4, 1, 4), (4, 2, 5), (4, 3, 5)]
 
 
+# Temperature and filters under which the laws of iterations are enumerated.
+ADJUSTMENTS = [
+    {"temperature": 0}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.7},
+    {"temperature": 1.5, "top_k": 3, "top_p": 0.8},
+]  # fmt: skip
+
+
 def laws(vocab, zeros=0.0):
     return toy.table_law(vocab, 11, zeros), toy.table_law(vocab, 12, zeros)
 
