@@ -157,7 +157,7 @@ class ModelDrafter(Drafter):
         return draft_levels(self.network, widened, draft_state, state, tree)
 
     def move_beams(self, draft_state, sources, starts):
-        return draft_state.move_nodes(sources, starts)
+        return self.network.move_nodes(draft_state, sources, starts)
 
     def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> Any:
         cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **encoded)
@@ -165,11 +165,12 @@ class ModelDrafter(Drafter):
 
     def draft_tree(self, draft_state, state, num_wanted, room):
         widened = lambda logits: self.widened(logits, state.program.vocab_size)
-        return draft_with_model(self.network, widened, draft_state, state, num_wanted, room, state.program.lag)
+        whole, lag = self.shortlist is None, state.program.lag
+        return draft_with_model(self.network, widened, draft_state, state, num_wanted, room, lag, whole)
 
     def keep_path(self, draft_state, state, draft, path):
         fed = jnp.take_along_axis(draft.slots, path[:, 1:], axis=1)
-        return draft_state.move_nodes(state.lengths[:, None] - 1 + fed, state.lengths)
+        return self.network.move_nodes(draft_state, state.lengths[:, None] - 1 + fed, state.lengths)
 
     def rewind(self, draft_state: ModelDraftState, lengths: jax.Array) -> ModelDraftState:
         return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))

@@ -17,7 +17,7 @@ from specdec_jax.drafters.drafting import (
     record_signals,
 )
 from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.drafters.tree_levels import draft_children, draft_tree
+from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
@@ -143,7 +143,8 @@ class NGramDrafter(ChainDrafter):
             return logits.reshape(*level.tokens.shape, -1), carry
 
         def children_of(level, carry):
-            return None, self.table.ranked(after(level), max(level.counts)).reshape(*level.tokens.shape, -1), carry
+            tokens = self.table.ranked(after(level), max(level.counts))
+            return Children(tokens.reshape(*level.tokens.shape, -1)), carry
 
         if self.sampled:
             return (), draft_tree(state, num_wanted, room, logits_of, ())[0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
-from specdec_jax.drafters.tree_levels import draft_children
+from specdec_jax.drafters.tree_levels import Children, draft_children
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.trees import POINTS
@@ -85,7 +85,7 @@ class PromptLookupDrafter(ChainDrafter):
                 token = jnp.take_along_axis(known, place, axis=1)
                 tokens.append(jnp.where(jnp.take_along_axis(order, place, axis=1) < 0, -1, token))
                 order = jnp.where(known == token, -1, order)
-            return None, jnp.concatenate(tokens, axis=1).reshape(shape), carry
+            return Children(jnp.concatenate(tokens, axis=1).reshape(shape)), carry
 
         draft, _ = draft_children(state, num_wanted, room, children_of)
         return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))  # to find nothing is no failure

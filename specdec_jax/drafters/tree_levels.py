@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specdec_jax.models.axes import Peak
 from specdec_jax.models.network import Network
 from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.speculative import draws, laws, tree_growth
@@ -53,19 +54,40 @@ class Level(NamedTuple):
 
 # (level, carry) -> (logits `[B, J, V]` of the token after each of its nodes, carry)
 LogitsOf = Callable[[Level, Any], tuple[Float[Array, "B J V"], Any]]
-# (level, carry) -> (the laws that children were chosen from, or None; tokens of its nodes' children
-# by rank, −1 where there is none; carry)
-ChildrenOf = Callable[[Level, Any], tuple[Law | None, Int[Array, "B J K"], Any]]
+# (level, carry) -> (argmax token after each of its nodes, −1 where a logit is NaN, and its
+# log-probability; carry)
+PeaksOf = Callable[[Level, Any], tuple[Peak, Any]]
+
+
+class Children(NamedTuple):
+    """The children of the J nodes of a level, at most K of each.
+
+    Attributes:
+      tokens: by rank; −1 where there is none. A first child of −1 is taken for a law that contained
+        NaN.
+      law: the laws that they were chosen from; None where no verifier will ask.
+      log_q: log-probabilities of `tokens`; None where the drafter tells no law.
+    """
+
+    tokens: Int[Array, "B J K"]
+    law: Law | None = None
+    log_q: Float[Array, "B J K"] | None = None
+
+
+# (level, carry) -> (the children of its nodes; carry)
+ChildrenOf = Callable[[Level, Any], tuple[Children, Any]]
 
 
 def draft_tree(
     state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"], logits_of: LogitsOf, carry: Any,
+    peaks_of: PeaksOf | None = None,
 ) -> tuple[TreeDraft, Any]:  # fmt: skip
     """Drafts the tree `state.program.tree`; the arguments are those of `Drafter.draft_tree` and:
 
     Args:
       logits_of: gives the drafter's logits, as wide as the target's vocabulary, level by level.
       carry: what `logits_of` keeps from level to level.
+      peaks_of: does so for the greatest logits alone, where that takes less time.
 
     Returns:
       The draft, whose `calls` are 0, and the last carry.
@@ -76,12 +98,17 @@ def draft_tree(
     assert tree is not None, "a program of trees"
     words = _words(state, tree)
 
+    bare = state.program.mode.greedy and not state.program.mode.processes
+
     def children_of(level: Level, carry):
+        if peaks_of is not None and bare and max(level.counts) == 1:
+            (tokens, log_probs), carry = peaks_of(level, carry)
+            return Children(tokens[..., None], log_q=log_probs[..., None]), carry
         logits, carry = logits_of(level, carry)
         assert level.numbers is not None
         own = None if words is None else words[:, tree.children_of(level.numbers) - 1]
         law, _, chosen = _choose(state, level, logits, own)
-        return law, chosen, carry
+        return Children(chosen, law, _log_probs(law, chosen)), carry
 
     return draft_children(state, num_wanted, room, children_of, carry)
 
@@ -90,10 +117,7 @@ def draft_children(
     state: DecodeState, num_wanted, room, children_of: ChildrenOf, carry: Any = ()
 ) -> tuple[TreeDraft, Any]:
     """Does what `draft_tree` does, for a tree of fixed shape and a drafter that chooses children
-    itself.
-
-    A first child of token −1 is taken for a law that contained NaN.
-    """
+    itself."""
     program, tree, batch = state.program, state.program.tree, len(state.lengths)
     assert isinstance(tree, Tree)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
@@ -110,17 +134,17 @@ def draft_children(
         texts = sequences(state, so_far, lines, jnp.full((batch, len(inner)), depth, jnp.int32))
         counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
         level = Level(depth, inner, first, tree.fed[tree.lines[inner]], so_far[:, places], there, counts, texts)
-        law, chosen, carry = children_of(level, carry)
+        chosen, carry = children_of(level, carry)
         first += len(inner)
         if program.asks_draft_law:
-            found.append(law)
+            found.append(chosen.law)
         parents = np.searchsorted(inner, np.asarray(tree.parents)[children - 1])
-        new = chosen[:, parents, tree.ranks[children]]
+        new = chosen.tokens[:, parents, tree.ranks[children]]
         open_ = (there & ~_ended(state, level))[:, parents]
         open_ &= (children <= num_wanted[:, None]) & (depth < room)[:, None]
         tokens.append(jnp.where(open_, new, 0))
-        if law is not None:
-            log_q.append(_log_probs(law, chosen)[:, parents, tree.ranks[children]])
+        if chosen.log_q is not None:
+            log_q.append(chosen.log_q[:, parents, tree.ranks[children]])
         live.append(open_ & (new >= 0))
         column[children] = so_far.shape[1] + np.arange(len(children))
         order.append(children)
@@ -249,8 +273,8 @@ def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def draft_with_model(
-    network: Network, widened: Callable, cache: Any, state: DecodeState, num_wanted, room, lag: int
-) -> tuple[Any, TreeDraft]:
+    network: Network, widened: Callable, cache: Any, state: DecodeState, num_wanted, room, lag: int, whole: bool = True,
+) -> tuple[Any, TreeDraft]:  # fmt: skip
     """Drafts a tree with a model.
 
     The first call feeds the last `lag` committed tokens. Node n is fed to the slot of the last
@@ -261,6 +285,7 @@ def draft_with_model(
       widened: a function that brings its logits to the width of the target's vocabulary.
       cache: its cache, from `Network.node_cache`.
       lag: the most committed tokens that the cache may lack.
+      whole: whether the network's logits are of its ids in their order, not of a shortlist.
       The others are those of `Drafter.draft_tree`.
 
     Returns:
@@ -268,11 +293,10 @@ def draft_with_model(
     """
     origins, span, columns = state.lengths - 1, state.tokens.shape[1], max(state.program.gamma + 1, lag)
 
-    def logits_of(level: Level, cache):
+    def states_of(level: Level, cache):
         if level.depth:
             starts = origins + level.first
-            states, cache = network.decode_nodes(level.tokens, _fed(level, starts, origins, span), cache, level.live)
-            return widened(network.head(states, level.live)), cache
+            return network.decode_nodes(level.tokens, _fed(level, starts, origins, span), cache, level.live)
         first = jnp.maximum(origins - (lag - 1), 0)  # near position 0 the last tokens are fed needlessly
         fed = jnp.take_along_axis(state.tokens, first[:, None] + jnp.arange(lag), axis=1)
         depths = jnp.broadcast_to(jnp.arange(lag, dtype=jnp.int32), fed.shape)
@@ -280,10 +304,18 @@ def draft_with_model(
         nodes = WindowNodes(first, first, depths, jnp.broadcast_to(lines, (*fed.shape, columns)), span)
         live = jnp.broadcast_to(level.live, fed.shape)
         states, cache = network.decode_nodes(fed, nodes, cache, live)
-        states = jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1)
+        return jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1), cache
+
+    def logits_of(level: Level, cache):
+        states, cache = states_of(level, cache)
         return widened(network.head(states, level.live)), cache
 
-    draft, cache = draft_tree(state, num_wanted, room, logits_of, cache)
+    def peaks_of(level: Level, cache):
+        states, cache = states_of(level, cache)
+        return network.peak(states, level.live), cache
+
+    peaked = network.skips and whole and network.vocab_size <= state.program.vocab_size
+    draft, cache = draft_tree(state, num_wanted, room, logits_of, cache, peaks_of if peaked else None)
     deepest = jnp.max(jnp.where(draft.live, draft.branches.depths, 0), axis=1)
     return cache, draft._replace(calls=deepest)
 

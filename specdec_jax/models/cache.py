@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from specdec_jax.models import panels
 from specdec_jax.models.axes import PerRow
 from specdec_jax.models.sharding import ShardingRules
 
@@ -81,8 +82,12 @@ class KVCache:
         """
         return self.append(key, jnp.where(jnp.isfinite(value), value, 0), starts)
 
-    def move(self, sources: jax.Array, starts: jax.Array) -> "KVCache":
-        """Copies the slots `sources [B, M]` of every row to the slots from `starts [B]` on."""
+    def move(self, sources: jax.Array, starts: jax.Array, native: bool = False) -> "KVCache":
+        """Copies the slots `sources [B, M]` of every row to the slots from `starts [B]` on; with
+        `native` by the CPU's own kernel, since XLA on a CPU copies the whole cache to do so."""
+        if native:
+            key, value = panels.move(self.key, self.value, sources, starts)
+            return self.replace(key=key, value=value)
         take = lambda x: jnp.take_along_axis(x if x.ndim == 4 else x[None], sources[:, None, :, None], axis=2)
         write = self._write
         key, value = take(self.key), take(self.value)

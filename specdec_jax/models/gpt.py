@@ -132,9 +132,9 @@ class GPTCache:
 
     layers: tuple[KVCache, ...]
 
-    def move_nodes(self, sources, starts) -> "GPTCache":
+    def move_nodes(self, sources, starts, native: bool) -> "GPTCache":
         """Does what `KVCache.move` does, in every layer."""
-        return GPTCache(tuple(layer.move(sources, starts) for layer in self.layers))
+        return GPTCache(tuple(layer.move(sources, starts, native) for layer in self.layers))
 
     def repeated(self, copies: int) -> "GPTCache":
         """Returns the cache with `copies` rows side by side for each row."""

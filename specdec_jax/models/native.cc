@@ -867,6 +867,31 @@ static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
   return ffi::Error::Success();
 }
 
+// Copies the slots sources[b, 0 .. M − 1] of caches [B, H, S, K] to the M slots from starts[b] on, in place, as if all were read
+// before any is written.
+static ffi::Error Move(Floats keys, Floats values, Integers sources, Integers starts, Out<ffi::F32> new_keys,
+                       Out<ffi::F32> new_values) {
+  const auto ss = sources.dimensions(), cs = keys.dimensions();
+  if (ss.size() != 2 || cs.size() < 3) return unfit("move: expected sources [B, M] and caches [.., H, S, K]");
+  const int64_t B = ss[0], M = ss[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], size = B * H * S * K;
+  if (M > S || !has(keys, size) || !has(values, size) || !has(*new_keys, size) || !has(*new_values, size) || !has(starts, B))
+    return unfit("move: shapes do not fit");
+  static thread_local std::vector<float> own;
+  float* moved = room(own, M * K);
+  const auto move = [&](const float* from, float* to) {
+    if (to != from) std::memcpy(to, from, sizeof(float) * size);
+    for (int64_t row = 0; row < B * H; row++, to += S * K) {
+      const int64_t b = row / H;
+      for (int64_t m = 0; m < M; m++)
+        std::memcpy(moved + m * K, to + within(sources.typed_data()[b * M + m], S - 1) * K, sizeof(float) * K);
+      std::memcpy(to + within(starts.typed_data()[b], S - M) * K, moved, sizeof(float) * M * K);
+    }
+  };
+  move(keys.typed_data(), new_keys->typed_data());
+  move(values.typed_data(), new_values->typed_data());
+  return ffi::Error::Success();
+}
+
 // The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [L, H, L] by query position.
 static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> bias,
                                    ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
@@ -925,6 +950,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecNodeAttention, NodeAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                                   .Arg<Integers>().Arg<Integers>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>()
                                   .Ret<Floats>().Attr<float>("divisor").Attr<bool>("clear"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecMove, Move,
+                              ffi::Ffi::Bind().Arg<Floats>().Arg<Floats>().Arg<Integers>().Arg<Integers>().Ret<Floats>()
+                                  .Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                                   .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<bool>("clear"));

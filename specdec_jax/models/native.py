@@ -41,6 +41,7 @@ TARGETS = {
     "specdec_head_s8": "SpecdecHeadS8",
     "specdec_self_attention": "SpecdecSelfAttention",
     "specdec_node_attention": "SpecdecNodeAttention",
+    "specdec_move": "SpecdecMove",
     "specdec_cross_attention": "SpecdecCrossAttention",
     "specdec_encoder_attention": "SpecdecEncoderAttention",
 }

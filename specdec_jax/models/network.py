@@ -140,6 +140,10 @@ class Network:
         states, cache = apply({"params": self.params}, tokens, None, cache, layers, live, nodes, method="decode_states")
         return self._by_rows(states), pinned(cache, self.rules)
 
+    def move_nodes(self, cache: Any, sources: Int[Array, "B M"], starts: PerRow) -> Any:
+        """Copies the slots `sources` of every row of the cache to the M slots from `starts` on."""
+        return pinned(cache.move_nodes(sources, starts, self.module.native), self.rules)
+
     def head(self, states: States, live: Live = None) -> Logits:
         """Returns the logits of the states that `decode_states` or `decode_nodes` returned."""
         return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))

@@ -247,6 +247,16 @@ def attend_to_nodes(
     return tuple(call(*arguments, divisor=np.float32(divisor), clear=clear))
 
 
+def move(
+    keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"], sources: Int32[Array, "B M"],
+    starts: Int32[Array, " B"],
+) -> tuple[Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+    """Does what `KVCache.move` does, in place."""
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    call = jax.ffi.ffi_call("specdec_move", shapes, vmap_method="sequential", input_output_aliases={0: 0, 1: 1})
+    return tuple(call(keys, values, sources, starts))
+
+
 def attend_to_encoded(
     query: Float32[Array, "B T HK"], keys: Float32[Array, "B H L K"], values: Float32[Array, "B H L K"],
     lengths: Int32[Array, " B"], live: Live = None, clear: bool = True,

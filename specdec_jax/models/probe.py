@@ -127,6 +127,9 @@ def _attentions(rng) -> list[tuple]:
         for t in range(S):
             query, key, value = (split(whole, part)[b, :, h] for part in range(3))
             inside[b, t, h] = attended(query[t], key[: lengths[b]], value[: lengths[b]], table[t, h, : lengths[b]])
+    sources, moved = positions[:, None] + np.array([[2, 0, 1]], np.int32), keys.copy()
+    for b in range(B):
+        moved[b, :, positions[b] : positions[b] + 3] = keys[b][:, sources[b]]
     flat = lambda x: x.reshape(*x.shape[:2], H * K)
     query = np.ascontiguousarray(qkv[..., : H * K])
     return [
@@ -135,6 +138,7 @@ def _attentions(rng) -> list[tuple]:
         ("specdec_node_attention", (qkv, keys, values, bias[0], positions, places, paths, live[:0]),
          {"divisor": divisor, "clear": True},
          [(shape, np.float32) for shape in ((B, T, H * K), keys.shape, values.shape)], flat(branched)),
+        ("specdec_move", (keys, values, sources, positions), {}, [(keys.shape, np.float32)] * 2, moved),
         ("specdec_cross_attention", (query, keys, values, lengths, live[:0]), {"clear": True}, [((B, T, H * K),
             np.float32)], flat(crossed)),
         ("specdec_encoder_attention", (whole, table, lengths), {}, [((B, S, H * K), np.float32)],

@@ -149,9 +149,9 @@ class DecoderCache:
     cross_mask: Mask
     position_bias: tuple[Float32[Array, "S H S"] | Float32[Array, "H P"], ...]
 
-    def move_nodes(self, sources: jax.Array, starts: jax.Array) -> "DecoderCache":
+    def move_nodes(self, sources: jax.Array, starts: jax.Array, native: bool) -> "DecoderCache":
         """Does what `KVCache.move` does, in every layer."""
-        return self.replace(layers=tuple(layer.move(sources, starts) for layer in self.layers))
+        return self.replace(layers=tuple(layer.move(sources, starts, native) for layer in self.layers))
 
     def pinned(self) -> "DecoderCache":
         """Returns the cache with its layout on the mesh fixed; under jit."""

@@ -103,7 +103,7 @@ def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
     taken = after.steps - state.steps
     if program.gamma:  # the beams of every step move from the slots where they were scored to those of plain search
         sources, starts = state.starts[:, None] + levels, state.starts + program.beams
-        cache, draft_state = cache.move_nodes(sources, starts), drafter.move_beams(draft_state, sources, starts)
+        cache, draft_state = target.move_nodes(cache, sources, starts), drafter.move_beams(draft_state, sources, starts)
     return pinned(
         after.replace(
             starts=state.starts + taken * program.beams, target_cache=cache, draft_state=draft_state,

@@ -85,7 +85,7 @@ def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[D
     )  # fmt: skip
     # The path's keys and values go to the slots that follow node 0's. Mostly they lie there already,
     # but to decide that would copy the caches: a few rows cost less to move.
-    cache = cache.move_nodes(origins[:, None] + path[:, 1:], origins + 1)
+    cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
     draft_state = drafter.keep_path(draft_state, state, draft, path)
     if observed:
         fed = jnp.concatenate([draft.tokens[:, :1], chain.tokens], axis=1)

@@ -41,11 +41,6 @@ class HashCache:
     tokens: jax.Array
     inputs: jax.Array
 
-    def move_nodes(self, sources, starts):
-        row, slots = jnp.arange(len(starts))[:, None], starts[:, None] + jnp.arange(sources.shape[1])
-        moved = self.tokens.at[row, slots].set(jnp.take_along_axis(self.tokens, sources, axis=1), mode="drop")
-        return self.replace(tokens=moved)
-
 
 def _mix(h, value):
     """Returns one round of murmur3 over uint32."""
@@ -167,6 +162,11 @@ class HashNetwork(Headless):
         number = jnp.broadcast_to(cache.inputs[:, None], tokens.shape)
         logits = self.law.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
         return logits, cache.replace(tokens=stored)
+
+    def move_nodes(self, cache, sources, starts):
+        row, slots = jnp.arange(len(starts))[:, None], starts[:, None] + jnp.arange(sources.shape[1])
+        moved = cache.tokens.at[row, slots].set(jnp.take_along_axis(cache.tokens, sources, axis=1), mode="drop")
+        return cache.replace(tokens=moved)
 
 
 class HashModel:
