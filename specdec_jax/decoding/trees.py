@@ -7,6 +7,7 @@ import numpy as np
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy
+from specdec_jax.speculative.tree_budgets import of_tree
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
@@ -65,11 +66,11 @@ def tree_options(
     if automatic:
         gamma = tree.size - 1
     if isinstance(gamma, Policy) and gamma.counts_nodes:
-        most = gamma.maximum
+        gamma, most = of_tree(gamma, tree), gamma.maximum
     elif isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__"):
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
-            "Heuristic"
+            "policy that counts nodes (Heuristic, Renewal, Entropy, EntropyBound, Confidence)"
         )
     else:
         most = gamma

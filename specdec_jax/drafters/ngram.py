@@ -143,7 +143,8 @@ class NGramDrafter(ChainDrafter):
             return logits.reshape(*level.tokens.shape, -1), carry
 
         def children_of(level, carry):
-            return None, self.table.ranked(after(level), max(level.counts)).reshape(*level.tokens.shape, -1), carry
+            ranked = self.table.ranked(after(level), max(level.counts))
+            return None, ranked.reshape(*level.tokens.shape, -1), None, carry
 
         if self.sampled:
             return (), draft_tree(state, num_wanted, room, logits_of, ())[0]

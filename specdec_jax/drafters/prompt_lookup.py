@@ -85,7 +85,7 @@ class PromptLookupDrafter(ChainDrafter):
                 token = jnp.take_along_axis(known, place, axis=1)
                 tokens.append(jnp.where(jnp.take_along_axis(order, place, axis=1) < 0, -1, token))
                 order = jnp.where(known == token, -1, order)
-            return None, jnp.concatenate(tokens, axis=1).reshape(shape), carry
+            return None, jnp.concatenate(tokens, axis=1).reshape(shape), None, carry
 
         draft, _ = draft_children(state, num_wanted, room, children_of)
         return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))  # to find nothing is no failure
