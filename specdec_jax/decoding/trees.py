@@ -52,11 +52,15 @@ def tree_options(
     automatic = isinstance(gamma, str) and gamma == "auto"
     chains = not isinstance(drafter, Drafter) or drafter.drafts_chains
     if chains and tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA:
-        return TreeOptions(None, tree.depth if automatic else gamma, verifier)
+        gamma = tree.depth if automatic else gamma
+        most = gamma.maximum if isinstance(gamma, Policy) else gamma
+        check_per_row("gamma", most, np.size(most), 0, tree.depth)
+        return TreeOptions(None, gamma, verifier)
     if isinstance(drafter, Drafter):
         if not drafter.drafts_trees:
             raise UnsupportedCombination(
-                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None"
+                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None, or a ModelDrafter, "
+                "EarlyExitDrafter, HeadsDrafter, NGramDrafter, PromptLookupDrafter or a MergedDrafter of two of these"
             )
         tree = _fitted(tree, drafter)
     if verifier != _UNSET:
@@ -70,7 +74,7 @@ def tree_options(
     elif isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__"):
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
-            "policy that counts nodes (Heuristic, Renewal, Entropy, EntropyBound, Confidence)"
+            "policy: Heuristic, Renewal, Entropy, EntropyBound or Confidence"
         )
     else:
         most = gamma

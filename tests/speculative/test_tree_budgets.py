@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from law_samples import DRAWS, FALSE_ALARM, SPREAD, g_test, hash_pair, joint_law, sample
+from law_samples import DRAWS, FALSE_ALARM, SPREAD, V, g_test, hash_pair, joint_law, sample
 from policies import DRAFT, INPUTS, OPTIONS, TARGET, plain
-from toy_models import compilations, noisy_copy, tiny_t5
+from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 from tree_policies import SlowRenewal
 
 import specdec_jax as sd
@@ -177,6 +177,18 @@ def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
     found = sd.generate(target, INPUTS, drafter=sd.ModelDrafter(target), tree=STATIC, gamma=policy, **options)
     assert found.stats.acceptance_rate == 1
     assert len({row.draft_calls / row.target_calls for row in found.stats.per_row}) > 1
+
+
+def test_a_trace_shows_the_entropies_of_all_nodes():
+    """Children of one node are drawn from one law; those of different nodes mostly are not."""
+    target, options = HashModel(V, 0, vocabulary=Words()), dict(gamma=sd.Confidence(G, threshold=0.1), max_new_tokens=9)
+    steps = sd.trace(target, "w3 w4", drafter=sd.ModelDrafter(DRAFT), tree=STATIC, **options)
+    for step in steps:
+        by_parent = {}
+        for node, entropy in zip(step.tree.nodes[1:], step.entropies, strict=True):
+            by_parent.setdefault(node.parent, set()).add(entropy)
+        assert all(len(entropies) == 1 for entropies in by_parent.values())
+        assert len(set.union(set(), *by_parent.values())) == len(by_parent)
 
 
 @slow
