@@ -11,7 +11,7 @@ from specdec_jax.speculative.gamma import POLICIES
 from specdec_jax.speculative.trees import CHILDREN
 
 PAIRS = [(kind, name) for kind in CHILDREN if kind != "gumbel" for name in CHILDREN[kind] if name != "gumbel"]
-QUICK = {("drawn", "traversal"), ("drawn", "recursive"), ("mixed", "mixed"), ("top", "point")}
+QUICK = {("drawn", "traversal"), ("mixed", "mixed")}
 # Parents of nodes 1, 2 … of two levels, and of three.
 WIDE, DEEP = (0, 0, 1, 1, 2, 2), (0, 1, 0, 2, 3)
 CHOICES = {

@@ -111,7 +111,7 @@ def adapted(policy, tree, **options):
 
 
 @pytest.mark.parametrize("name, tree", [
-    ("entropy", STATIC), ("renewal", STATIC), ("confidence", DynamicTree(3, 3, 12)),
+    ("renewal", STATIC), ("confidence", DynamicTree(3, 3, 12)),
     *(pytest.param(name, tree, marks=slow) for name in CHOICES for tree in (
         STATIC, Tree.uniform((3, 2, 2), children="mixed"), Chains(3, 4), DynamicTree(3, 3, 12, "top"), DynamicTree(3, 3, 12))),
 ], ids=str)  # fmt: skip
@@ -170,6 +170,7 @@ def test_what_policies_see_of_a_tree(tree, temperature):
     assert not np.any(stopped & np.any(live[:, 1:, None] & (parents[:, 1:, None] == np.arange(1, tree.size)), axis=1))
 
 
+@slow
 def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
     """A drafter that is the target is right at every depth that it drafts, whatever was left out before."""
     target, options = noisy_copy(tiny_t5(0, 24), 2.0), dict(max_new_tokens=14, eos_ids=())
@@ -179,6 +180,7 @@ def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
     assert len({row.draft_calls / row.target_calls for row in found.stats.per_row}) > 1
 
 
+@slow
 def test_a_trace_shows_the_entropies_of_all_nodes():
     """Children of one node are drawn from one law; those of different nodes mostly are not."""
     target, options = HashModel(V, 0, vocabulary=Words()), dict(gamma=sd.Confidence(G, threshold=0.1), max_new_tokens=9)
