@@ -291,6 +291,8 @@ class Renewal(Policy):
     per target step's time; it begins at the greatest value that `acceptance` promises for a fixed
     γ. δ = (v − 1) / G is what one more position adds to a target call.
 
+    `tree_budgets.TreeRenewal` is the same for the nodes of a tree.
+
     Attributes:
       maximum: G.
       minimum: the least γ; above 0, so that acceptance is always learned.
