@@ -102,7 +102,7 @@ def _trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, Tree |
 
 def _tree_arm(text: str, target: LanguageModel, drafter: Drafter | None, options: BenchmarkSetup) -> Arm:
     tree = read_tree(text)
-    how = Choice(tree.depth, "block", text).arguments(drafter, options)
+    how = Choice(tree.depth, "block", text).arguments(drafter, options) | {"gamma": options.gamma_of("auto", tree)}
     return Arm(tree.size - 1, lambda batch: generate(target, batch.inputs, key=batch.keys, **how), tree=text)
 
 

@@ -186,7 +186,6 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         for name, meaningless, expected in (
             ("forced_alpha", bool(self.forced_alpha), "none"),
             ("verifier", self.verifier in LOSSY, "an exact one: a tree has a verifier of its own"),
-            ("gamma_policy", self.gamma_policy != "fixed", "fixed"),
         ):
             if meaningless:
                 raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} with a tree, expected {expected}")

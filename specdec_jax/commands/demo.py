@@ -89,7 +89,7 @@ class DemoOptions(DecodingOptions):
         gamma, tree = self.wanted, self.shape()
         check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
         at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
-        self.gamma_of(gamma)
+        self.gamma_of(gamma, tree)
         if self.trace and (isinstance(gamma, str) and tree is None or self.gamma_policy != "fixed"):
             raise UnsupportedCombination(
                 f"trace: got True with gamma={gamma!r}, gamma_policy={self.gamma_policy!r}, expected a number of tokens"
@@ -126,7 +126,7 @@ class DemoOptions(DecodingOptions):
         tree = self.shape()
         chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
         if not (self.trace and chain):
-            return {"gamma": self.gamma_of(self.wanted), "verifier": self.verifier, "tree": tree}
+            return {"gamma": self.gamma_of(self.wanted, tree), "verifier": self.verifier, "tree": tree}
         if not drafter.drafts_trees:
             raise UnsupportedCombination(
                 f"trace: got True with {drafter.name}, whose probabilities are not told, expected another drafter"
@@ -221,7 +221,7 @@ def _time(options: DemoOptions, screen: "Screen", target: LanguageModel, drafter
     `shapes` has the number of a sentence of each padded length.
     """
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
-    gamma = options.gamma_of(options.wanted)
+    gamma = options.gamma_of(options.wanted, options.shape())
     speculative = dict(drafter=drafter, gamma=gamma, tree=options.shape(), **options.decoding())
     arms: dict[str, Callable[[int], GenerationResult]] = {
         "plain": lambda number: decode(number, **options.decoding(plain=True)),

@@ -83,7 +83,7 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         )  # fmt: skip
         tree = self.shape().get("tree")
         check_gamma(self.gamma, MAX_GAMMA if tree is None else tree.size - 1)
-        self.gamma_of(self.gamma)
+        self.gamma_of(self.gamma, tree)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
         check_text("stop", check_stop(self.stop, self.deadline))
@@ -207,9 +207,10 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
 
 def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
     """Returns the arguments of `generate`."""
+    shape = options.shape()
     return options.decoding() | dict(
-        drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline,
-        **options.beams(), **options.shape(),
+        drafter=drafter, gamma=options.gamma_of(options.gamma, shape.get("tree")), stop=options.stop,
+        deadline=options.deadline, **options.beams(), **shape,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from specdec_jax.models.sharding import ShardingRules, make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, POLICIES, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS, verifier_of
 
 AUTO_HELP = (
@@ -108,8 +109,8 @@ class DecodingOptions:
     )
     gamma_policy: str = option(
         "fixed",
-        "how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 if --gamma is "
-        f"auto): fixed, {', '.join(POLICIES)}",
+        "how the number of drafted tokens, or of a tree's nodes, adapts while decoding, with --gamma as its maximum "
+        f"(if that is auto: 4, of a tree all nodes, up to {MAX_GAMMA}): fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
         (), "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
@@ -145,9 +146,9 @@ class DecodingOptions:
             typical_delta=self.typical_delta,
         )  # fmt: skip
 
-    def gamma_of(self, gamma: int | str) -> int | str | Policy:
+    def gamma_of(self, gamma: int | str, tree: Tree | DynamicTree | None = None) -> int | str | Policy:
         """Returns what `generate` takes as γ: `gamma` itself, or the policy with `gamma` (for
-        "auto" 4) as its maximum.
+        "auto" 4, with `tree` all its nodes) as its maximum.
 
         Raises:
           ValueError: no such policy, or settings that it does not have.
@@ -168,7 +169,9 @@ class DecodingOptions:
                 raise ValueError(
                     f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r}, expected one of {expected}"
                 )
-        return policy(FIXED if gamma == "auto" else gamma, **settings) if gamma else 0
+        if gamma == "auto":
+            gamma = FIXED if tree is None else min(tree.size - 1, MAX_GAMMA)
+        return policy(gamma, **settings) if gamma else 0
 
     def check(self) -> None:
         """Raises ValueError for options that can be seen to be wrong before a model is loaded."""

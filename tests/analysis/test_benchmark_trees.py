@@ -176,7 +176,6 @@ def test_in_the_place_of_a_tree_that_a_law_shapes_stands_one_as_large(monkeypatc
         ({"forced_alpha": (0.5,)}, r"forced_alpha: got \(0.5,\) with a tree, expected none"),
         ({"preset": "t5_1_1/small", "target": None, "drafter": "lookup", "forced_alpha": (0.5,)}, "with a tree"),
         ({"verifier": "lenient", "lenience": 0.5, "temperature": 1.0}, "verifier: got 'lenient' with a tree"),
-        ({"gamma_policy": "heuristic"}, "gamma_policy: got 'heuristic' with a tree, expected fixed"),
         ({"num_beams": 2}, "tree: got .* with num_beams, expected none"),
     ],
 )  # fmt: skip
