@@ -84,7 +84,9 @@ def test_summary_and_figures_say_what_the_record_says(measured):
     assert f"{static['stats']['tokens_per_target_call']:.2f} tokens per target call, {calls} calls" in text
     assert f"v of its nodes {static['verify_cost']:.3f}" in text
     by_depth = ", ".join(f"{count / calls:.2f}" for count in static["stats"]["accepted_by_position"])
-    assert f"by depth: {by_depth} of the calls" in text
+    stood, reached = (static["stats"][f"{what}_by_position"] for what in ("accepted", "examined"))
+    given = ", ".join(f"{one / of:.2f}" for one, of in zip(stood, reached))
+    assert f"by depth: {by_depth} of the calls; where those above it stand: {given}\n" in text
     assert f"{gain['median']:.3f} times as fast ({gain['least']:.3f} to {gain['most']:.3f})" in text
     chain, row, _ = rows.rows(record)
     assert chain.gamma == 3 and row.gamma is None and row.alpha is None, "what stands of a tree is not α"

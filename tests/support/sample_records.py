@@ -23,6 +23,8 @@ MEASURE = {
     "acceptance": {
         "alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]},
         "coverage": {"mixed": [{"covered": 0.625, "standard_error": 0.125}, {"covered": 0.75, "standard_error": None}]},
+        "by_depth": {"token": [{"stands": 0.5, "standard_error": 0.125}]},
+        "coverage_by_depth": {"mixed": [[], [{"covered": 0.75, "standard_error": None}]]},
     },
     "verify_cost": {"1": 1.0, "2": 1.25},
     "table": [{

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.coverage import KINDS
+from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.report.markup import Markup, printable
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.files.writing import check_output, write_file
@@ -193,14 +193,14 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
 
 
 def improvement(record: Mapping[str, Any]):
-    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position, v by
-    number of positions, and coverage by number of children where it was scored."""
+    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position and by
+    depth, v by number of positions, and coverage by number of children where it was scored."""
     from matplotlib.figure import Figure
 
     table, accepted = record["table"], record["acceptance"]
     gammas = [row["gamma"] for row in table]
-    coverage = accepted.get("coverage")
-    panels = 4 if coverage else 3
+    coverage, by_depth = accepted.get("coverage"), depth_curves(accepted)
+    panels = 3 + bool(coverage) + bool(by_depth)
     figure = Figure(figsize=(4 * panels, 4), layout="constrained")
     gain, stands, cost, *others = figure.subplots(1, panels)
     if accepted["alpha"] is not None:
@@ -219,11 +219,18 @@ def improvement(record: Mapping[str, Any]):
     cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
     cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
     cost.axhline(1, color="grey", linewidth=1)
-    for axes in others:
+    if coverage:
         for kind, values in coverage.items():
             ks, errors = range(1, len(values) + 1), [value["standard_error"] or 0.0 for value in values]
-            axes.errorbar(ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind])
-        axes.set(xlabel="k, children of a node", ylabel="P(the target's token is among them)", ylim=(None, 1))
+            others[0].errorbar(
+                ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind]
+            )
+        others[0].set(xlabel="k, children of a node", ylabel="P(the target's token is among them)", ylim=(None, 1))
+    if by_depth:
+        for name, rates in by_depth.items():
+            means, errors = [mean for mean, _ in rates], [error or 0.0 for _, error in rates]
+            others[-1].errorbar(range(1, len(rates) + 1), means, errors, fmt="o-", capsize=3, label=name)
+        others[-1].set(xlabel="depth", ylabel="P(a token stands where those above it do)", ylim=(0, 1.05))
     for axes in (gain, stands, *others):
         axes.legend()
     options = record["options"]

@@ -164,10 +164,15 @@ class Covered(TypedDict):
     standard_error: Positive | None
 
 
+Children = Literal["top", "mixed"]
+
+
 class Accepted(TypedDict):
     alpha: Share | None
     by_position: dict[Verifier, list[Stands]]
-    coverage: NotRequired[dict[Literal["top", "mixed"], list[Covered]]]
+    by_depth: NotRequired[dict[Verifier, list[Stands]]]
+    coverage: NotRequired[dict[Children, list[Covered]]]
+    coverage_by_depth: NotRequired[dict[Children, list[list[Covered]]]]
 
 
 class Expected(TypedDict):
