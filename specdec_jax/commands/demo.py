@@ -206,7 +206,7 @@ def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sen
         _draw(screen, step, target)
         screen.say("")
     if options.plot:
-        plots.save(tree_plot.token_tree(step, target), options.plot)
+        plots.save(tree_plot.token_tree(tree_drawing.Drawn.of(step, target)), options.plot)
 
 
 def _draw(screen: "Screen", step: TraceStep, target: LanguageModel, numbers: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Runs `specdec measure`: α, coverage, acceptance by depth, c and v of a target and a drafter on this machine."""
+"""Runs `specdec measure`: α, coverage, acceptance by depth, c and v of a pair on this machine."""
 
 import dataclasses
 import json

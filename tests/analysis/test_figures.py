@@ -189,6 +189,9 @@ def test_the_page_says_what_the_records_say(page):
     # Figures 1 and 5.
     assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
     assert '<span class="rejected"> zwei</span><span class="corrected"> drei</span></pre>' in text
+    # A tree: its nodes, the target's own token, and the mask's title.
+    assert "<h4>Tree widths:2: call 1 of the first input</h4>" in text
+    assert all(f">{drawn}</text>" in text for drawn in ("[START]", "Zwei", "Drei &lt;", "vier", "sees, of the tree"))
 
 
 def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
@@ -202,7 +205,7 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
 
 def test_the_page_stands_alone_and_is_the_same_again(page):
     text = page("one.html")
-    assert text.count("<svg") == 3 + 4 == text.count("</svg>")
+    assert text.count("<svg") == 3 + 5 == text.count("</svg>")
     assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
     assert text == page("two.html")
 

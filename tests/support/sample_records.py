@@ -15,7 +15,10 @@ BENCHMARK = {
         {"gamma": 0, "lines": [], "spans": [["target encoder", 0.001], ["target call", 0.002], ["target call", 0.002]]},
         {"gamma": 3, "lines": [[["accepted", "Eins &"], ["rejected", " zwei"], ["corrected", " drei"]]],
          "spans": [["target encoder", 0.001], ["draft step", 0.0005], ["draft step", 0.0005], ["target call", 0.002]]},
-    ]},
+    ], "trees": [{
+        "tree": "widths:2", "call": 1, "path": [0, 2], "own": " vier",
+        "nodes": [{"text": "[START]", "parent": -1}, {"text": "Zwei", "parent": 0}, {"text": "Drei <", "parent": 0}],
+    }]},
 }  # fmt: skip
 MEASURE = {
     **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},

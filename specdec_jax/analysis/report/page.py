@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax.analysis import formulas, traces
-from specdec_jax.analysis.report import paper, plots, summaries
+from specdec_jax.analysis import formulas, traces, tree_drawing
+from specdec_jax.analysis.report import paper, plots, summaries, tree_plot
 from specdec_jax.analysis.report.markup import Markup, element, join
 from specdec_jax.analysis.report.record_types import Benchmark, Measured, Searched, kind_of
 from specdec_jax.analysis.report.rows import (
@@ -187,9 +187,9 @@ def _against(against: Mapping[str, Any] | None) -> list[Markup]:
 
 
 def _example(example: Mapping[str, Any] | None) -> list[Markup]:
-    """Returns figures 1 and 5 of one input."""
+    """Returns figures 1 and 5 of one input, and its trees."""
     if not example or len(example["arms"]) < 2:
-        return []
+        return _trees(example)
     parts = [
         element("h4", "As in figure 1: one line per target call"),
         element("p", example["input"]),
@@ -200,7 +200,17 @@ def _example(example: Mapping[str, Any] | None) -> list[Markup]:
             lines = [join(*(_piece(kind, text) for kind, text in line)) for line in arm["lines"]]
             parts += [element("p", f"γ = {arm['gamma']}"), element("pre", Markup("\n".join(lines)))]
     timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
-    return [*parts, element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
+    parts += [element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
+    return parts + _trees(example)
+
+
+def _trees(example: Mapping[str, Any] | None) -> list[Markup]:
+    """Returns a picture of one call's tree and attention mask for every tree of an example."""
+    parts: list[Markup] = []
+    for drawn in (example or {}).get("trees", ()):
+        parts.append(element("h4", f"Tree {drawn['tree']}: call {drawn['call']} of the first input"))
+        parts.append(plots.svg(tree_plot.token_tree(tree_drawing.Drawn.read(drawn))))
+    return parts
 
 
 def _piece(kind: str, text: str) -> Markup:

@@ -44,8 +44,8 @@ def svg(figure) -> Markup:
     return Markup(text[text.index("<svg") :])
 
 
-def _drawn(name: str) -> str:
-    """Returns a name on one line, short enough for a figure."""
+def shortened(name: str) -> str:
+    """Returns a text on one line, short enough for a figure."""
     text = " ".join(printable(name).split())
     return text if len(text) <= 60 else f"{text[:59]}…"
 
@@ -118,7 +118,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
     if predicted:
         axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: α or counted calls, c, v, encoders")
     axes.axvline(1, color="grey", linewidth=1)
-    axes.set_yticks(places, [_drawn(name) for name, _, _ in rows], parse_math=False)
+    axes.set_yticks(places, [shortened(name) for name, _, _ in rows], parse_math=False)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -155,7 +155,7 @@ def wall_time(record: Mapping[str, Any]):
     axes.invert_yaxis()
     host = record["machine"]
     axes.set_title(
-        f"{_drawn(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
+        f"{shortened(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
         f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {host['cores']} cores",
         fontsize="medium", parse_math=False,
     )  # fmt: skip
@@ -235,7 +235,7 @@ def improvement(record: Mapping[str, Any]):
         axes.legend()
     options = record["options"]
     figure.suptitle(
-        f"{_drawn(record['target']['name'])} with {_drawn(record['drafter']['name'])}, "
+        f"{shortened(record['target']['name'])} with {shortened(record['drafter']['name'])}, "
         f"temperature {options['temperature']:g}, batch {options['batch_size']}: c = {record['cost_ratio']:.3f}",
         parse_math=False,
     )

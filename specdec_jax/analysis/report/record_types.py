@@ -8,7 +8,9 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+from specdec_jax.analysis.tree_drawing import Drawn
 from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.trees import MAX_NODES
 
 # Bounds within which numbers can be drawn; no measurement comes near them.
 Number = Annotated[float, -1e12, 1e12]
@@ -17,7 +19,7 @@ Share = Annotated[float, 0, 1.01]  # a mean of probabilities in float32 may exce
 Count = Annotated[int, 0, 10**12]
 Gamma = Annotated[int, 0, MAX_GAMMA]
 Verifier = Literal["token", "block", "gumbel", "lenient", "typical", "rejection"]
-MOST_ITEMS, MOST_CALLS, MOST_CHARACTERS = 500, 20_000, 100_000
+MOST_ITEMS, MOST_CALLS, MOST_CHARACTERS, MOST_TREES = 500, 20_000, 100_000, 16
 
 
 class SpreadRecord(TypedDict):
@@ -103,9 +105,23 @@ class ExampleArm(TypedDict):
     spans: Annotated[list[tuple[Call, Positive]], 0, MOST_CALLS]
 
 
+class DrawnNode(TypedDict):
+    text: str
+    parent: Annotated[int, -1, MAX_NODES]
+
+
+class DrawnTree(TypedDict):
+    tree: str
+    call: Count
+    nodes: Annotated[list[DrawnNode], 0, MAX_NODES]
+    path: Annotated[list[Count], 0, MAX_NODES]
+    own: str | None
+
+
 class Example(TypedDict):
     input: str
     arms: Annotated[list[ExampleArm], 0, MAX_GAMMA + 1]
+    trees: NotRequired[Annotated[list[DrawnTree], 0, MOST_TREES]]
 
 
 class Benchmark(TypedDict):
@@ -284,6 +300,11 @@ def check(record: Any) -> None:
         raise ValueError(f"got {_shown(record)}, expected an object")
     kind = kind_of(record)
     _check(record, kind, "")
+    for number, drawn in enumerate((record.get("example") or {}).get("trees", ()) if kind is Benchmark else ()):
+        try:
+            Drawn.read(drawn)
+        except ValueError as error:
+            raise ValueError(f"example.trees.{number}.{error}") from None
     if kind is Measured:
         by_position, table = record["acceptance"]["by_position"], record["table"]
         for name, values in by_position.items():
