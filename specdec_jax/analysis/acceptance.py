@@ -24,7 +24,7 @@ from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import prepare
-from specdec_jax.decoding.results import NotNumbers, finish
+from specdec_jax.decoding.results import GenerationResult, NotNumbers, finish
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
@@ -119,7 +119,7 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
     """Decodes plainly and scores the outputs with both models."""
     config: SamplingConfig = options.sampling()
     sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
-    covered: dict[str, list[np.ndarray]] = {}
+    covered: list[dict[str, np.ndarray]] = []
     trees: dict[str, list[list[np.ndarray]]] = {}
     work: dict[tuple[str, int], list[Work]] = {(name, g): [] for name in verifiers for g in range(1, gamma + 1)}
     for batch in track(batches, len(batches), "scoring"):
@@ -127,18 +127,15 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
             lambda batch: generate(target, batch.inputs, key=batch.keys, **options.decoding(plain=True))
         )
         lengths.append(result.lengths)
-        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        agreed = _scored(target, drafter, batch, result, config)
         expected = {key: [] for key in work}
         for row, length in enumerate(result.lengths):
-            sound = np.isfinite(agreed.overlap[row, :length])
-            if not sound.all():
-                raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
             sums.append(float(agreed.overlap[row, :length].sum()))
             counts.append(int(length))
-            for kind, found in agreed.covered.mean.items():
-                covered.setdefault(kind, []).append(found[row, :length].sum(axis=0, dtype=np.float64))
-                given = agreed.covered.log_given[kind][row, :length]
-                trees.setdefault(kind, []).append([along(column, gamma, SURVIVAL["token"]) for column in given.T])
+            covered.append(agreed.covered.sums(row, length))
+            for kind, found in agreed.covered.log_given.items():
+                given = [along(column, gamma, SURVIVAL["token"]) for column in found[row, :length].T]
+                trees.setdefault(kind, []).append(given)
             ended = result.finish_reasons[row] == "eos"
             for name in verifiers:
                 # At temperature 0 all verifiers are one.
@@ -155,6 +152,31 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
         mean_coverage(covered, counts), {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
         {kind: [_by_depth(rows, gamma) for rows in zip(*found, strict=True)] for kind, found in trees.items()},
     )  # fmt: skip
+
+
+def _scored(
+    target, drafter: ModelDrafter, batch: Batch, result: GenerationResult, config: SamplingConfig
+) -> "Agreement":
+    """Returns the `agreement` along a batch's outputs; raises NotNumbers for a damaged drafter."""
+    agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+    for row, length in enumerate(result.lengths):
+        sound = np.isfinite(agreed.overlap[row, :length])
+        if not sound.all():
+            raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
+    return agreed
+
+
+def coverage_of(
+    target, drafter: ModelDrafter, batches: Sequence[Batch], results: Sequence[GenerationResult],
+    config: SamplingConfig,
+) -> Coverage:  # fmt: skip
+    """Returns the coverage along outputs of the target, one result for each batch."""
+    sums, counts = [], []
+    for batch, result in zip(batches, results, strict=True):
+        agreed = _scored(target, drafter, batch, result, config)
+        sums += [agreed.covered.sums(row, length) for row, length in enumerate(result.lengths)]
+        counts += result.lengths.tolist()
+    return mean_coverage(sums, counts)
 
 
 def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:

@@ -45,6 +45,11 @@ class Covered(NamedTuple):
     mean: dict[str, Float[Array, "B T K"]]
     log_given: dict[str, Float[Array, "B T K"]]
 
+    def sums(self, row: int, length: int) -> dict[str, np.ndarray]:
+        """Returns `mean` of a row added up over its first `length` positions, `[K]` by kind."""
+        positions = {kind: np.asarray(found[row, :length], np.float64) for kind, found in self.mean.items()}
+        return {kind: found.sum(axis=0) for kind, found in positions.items()}
+
 
 def coverage_at(law: Law, draft_law: Law, tokens: Int[Array, "B T"], greedy: bool) -> Covered:
     """Returns the coverage at each position.
@@ -80,17 +85,17 @@ def coverage_at(law: Law, draft_law: Law, tokens: Int[Array, "B T"], greedy: boo
     )
 
 
-def mean_coverage(sums: Mapping[str, Sequence[np.ndarray]], counts: Sequence[int]) -> Coverage:
+def mean_coverage(sums: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> Coverage:
     """Returns means over all positions, with standard errors clustered by sentence.
 
     Args:
-      sums: for each kind of children and each sentence, `Covered.mean` added up over its positions.
+      sums: `Covered.sums` of each sentence.
       counts: positions of each sentence.
     """
     if not sum(counts):
         return {}
     means = lambda rows: [formulas.clustered_mean(column, counts) for column in np.transpose(rows)]
-    return {kind: means(sums[kind]) for kind in KINDS if kind in sums}
+    return {kind: means([found[kind] for found in sums]) for kind in KINDS if kind in sums[0]}
 
 
 def by_rank(covered: Sequence[tuple[float, float | None]]) -> list[float]:

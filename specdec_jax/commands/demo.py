@@ -27,6 +27,7 @@ from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import track, waiting
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep, trace
+from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import native
 from specdec_jax.models.language_model import LanguageModel
@@ -88,6 +89,7 @@ class DemoOptions(DecodingOptions):
             raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
         gamma, tree = self.wanted, self.shape()
         check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
+        check_beside_tree(tree, self.verifier)
         at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
         self.gamma_of(gamma)
         if self.trace and (isinstance(gamma, str) and tree is None or self.gamma_policy != "fixed"):

@@ -81,8 +81,12 @@ def test_rows_of_every_kind_of_record():
             0,
             0.03125,
             1.25,
-        )
-    ]
+        ),
+        rows.Row(
+            "big", "small", "7 of ende/test.tsv.gz", 0.0, "tree widths:2, mixed", None, None, 0.0625, 1.125, 1.75, None,
+            spread, 0,
+        ),
+    ]  # fmt: skip
     assert rows.rows(MEASURE) == [
         rows.Row("big", "small", "7 built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None)
     ]
@@ -190,6 +194,7 @@ def test_the_page_says_what_the_records_say(page):
     assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
     assert '<span class="rejected"> zwei</span><span class="corrected"> drei</span></pre>' in text
     # A tree: its nodes, the target's own token, and the mask's title.
+    assert '<td class="text">tree widths:2</td><td>3</td><td>1</td><td>1.88</td><td>1.75</td>' in text
     assert "<h4>Tree widths:2: call 1 of the first input</h4>" in text
     assert all(f">{drawn}</text>" in text for drawn in ("[START]", "Zwei", "Drei &lt;", "vier", "sees, of the tree"))
 
@@ -200,7 +205,7 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
         "prediction": "with_counts",
         "predicted": {"with_lengths": 1.625, "with_counts": 1.375},
     }
-    assert [row.predicted for row in rows.rows(record)] == [1.375]
+    assert [row.predicted for row in rows.rows(record)] == [1.375, None]
 
 
 def test_the_page_stands_alone_and_is_the_same_again(page):

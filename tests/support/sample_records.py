@@ -11,6 +11,11 @@ BENCHMARK = {
             "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
     }],
+    "trees": [{
+        "tree": "widths:2", "nodes": 3, "depth": 1, "verifier": "mixed", "verify_cost": 1.125, "differences": [],
+        "stats": {"acceptance_rate": None, "tokens_per_target_call": 1.75}, "predicted": 1.875,
+        "improvement": IMPROVEMENT,
+    }],
     "example": {"input": "A < B", "arms": [
         {"gamma": 0, "lines": [], "spans": [["target encoder", 0.001], ["target call", 0.002], ["target call", 0.002]]},
         {"gamma": 3, "lines": [[["accepted", "Eins &"], ["rejected", " zwei"], ["corrected", " drei"]]],

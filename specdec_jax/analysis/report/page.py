@@ -163,6 +163,7 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     if kind in (Benchmark, Searched):
         parts += _against(record.get("against"))
     if kind is Benchmark:
+        parts += _tree_tokens(record.get("trees", ()))
         parts += _example(record.get("example"))
     return parts
 
@@ -202,6 +203,24 @@ def _example(example: Mapping[str, Any] | None) -> list[Markup]:
     timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
     parts += [element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
     return parts + _trees(example)
+
+
+def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    """Returns a table of what each tree commits."""
+    if not trees:
+        return []
+    lines = [
+        (f"tree {arm['tree']}", arm["nodes"], arm["depth"], _shown(arm.get("predicted"), 2),
+         _shown(arm["stats"]["tokens_per_target_call"], 2))
+        for arm in trees
+    ]  # fmt: skip
+    return [
+        _table("Tokens per target call of trees", ("tree", "positions", "depth", "predicted", "measured"), lines),
+        _note(
+            "Predicted: by coverage in the same run, as if every node stood independently of the others and no output "
+            "ended; nothing for trees that the drafter's law shapes."
+        ),
+    ]
 
 
 def _trees(example: Mapping[str, Any] | None) -> list[Markup]:

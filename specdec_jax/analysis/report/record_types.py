@@ -83,6 +83,7 @@ class TreeArm(TypedDict):
     depth: Count
     verifier: str
     stats: Stats
+    predicted: NotRequired[Number | None]
     verify_cost: Number
     differences: list
     improvement: SpreadRecord

@@ -6,6 +6,7 @@ from typing import Any
 from specdec_jax.analysis import machine
 from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.machine import hardware
+from specdec_jax.analysis.predictions import TREE_PREDICTIONS
 from specdec_jax.analysis.tuning import Choice, choice_of
 
 _HOW = {
@@ -234,9 +235,22 @@ def _tree_lines(arm: Mapping[str, Any]) -> list[str]:
         f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
         f"  {stats['tokens_per_target_call']:.2f} tokens per target call, {stats['target_calls']} calls; v of its "
         f"nodes {arm['verify_cost']:.3f}",
+        f"  {tree_prediction(arm)}",
         _depth_line(stats),
         *_difference_lines(arm["differences"]),
     ]
+
+
+def tree_prediction(arm: Mapping[str, Any]) -> str:
+    """Returns in words how many tokens per target call a tree was expected to commit."""
+    why = TREE_PREDICTIONS[arm["prediction"]]
+    if arm["predicted"] is None:
+        return f"no prediction: {why}"
+    measured = arm["stats"]["tokens_per_target_call"]
+    return (
+        f"predicted    {arm['predicted']:.2f} tokens per target call ({why}; as if every node stood independently of "
+        f"the others and no output ended); measured over predicted {measured / arm['predicted']:.3f}"
+    )
 
 
 def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> list[str]:
