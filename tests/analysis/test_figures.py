@@ -8,7 +8,7 @@ import re
 
 import gin
 import pytest
-from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE
+from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE, SHOWN
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import page as report_page
@@ -199,6 +199,15 @@ def test_the_page_says_what_the_records_say(page):
     assert all(f">{drawn}</text>" in text for drawn in ("[START]", "Zwei", "Drei &lt;", "vier", "sees, of the tree"))
 
 
+def test_a_demo_is_shown_call_by_call():
+    text = report_page.report([(pathlib.Path("demo.json"), SHOWN)])
+    assert rows.rows(SHOWN) == [] and "<p>big with small, temperature 0.5</p>" in text
+    assert '<pre><span class="committed">Vier</span><span class="accepted"> fünf</span>' in text
+    assert "<h4>Tree widths:2: call 1 of “C &amp; D”</h4>" in text and ">Drei &lt;</text>" in text
+    drawn = text.count("<svg")
+    assert report_page.report([(pathlib.Path("demo.json"), SHOWN | {"tree": None})]).count("<svg") == drawn - 1
+
+
 def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
     record = json.loads(json.dumps(BENCHMARK))
     record["speculative"][0] |= {
@@ -216,7 +225,10 @@ def test_the_page_stands_alone_and_is_the_same_again(page):
 
 
 def test_forced_acceptance_is_marked_and_no_measured_alpha():
-    record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
+    record = json.loads(json.dumps(BENCHMARK)) | {
+        "options": BENCHMARK["options"] | {"preset": "t5_1_1/large"},
+        "trees": [],
+    }
     record["speculative"][0]["forced_alpha"] = 0.8
     (row,) = rows.rows(record)
     assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 rows of random ids")
@@ -228,6 +240,7 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
 def test_lenience_makes_a_table_of_its_own():
     def record(lenience: float, alpha: float) -> dict:
         changed = json.loads(json.dumps(BENCHMARK))
+        changed["trees"] = []
         changed["options"] |= {"verifier": "lenient", "lenience": lenience, "temperature": 1.0}
         changed["speculative"][0]["stats"]["acceptance_rate"] = alpha
         return changed

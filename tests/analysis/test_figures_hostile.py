@@ -9,7 +9,7 @@ import typing
 from unittest import mock
 
 import pytest
-from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE, SEARCHED
+from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE, SEARCHED, SHOWN
 
 from specdec_jax.analysis.report import markup, plots, record_types
 from specdec_jax.analysis.report import page as report_page
@@ -23,6 +23,7 @@ KINDS = {
     "lenient": BENCHMARK | {"options": LENIENT},
     "measure": MEASURE | {"same_positions": SAME},
     "compared": COMPARED,
+    "demo": SHOWN,
     "searched": SEARCHED | {"against": AGAINST},
     "estimate": ESTIMATE,
 }
@@ -220,6 +221,8 @@ def test_a_suites_lines_are_checked_each(shown):
         ("benchmark", ("example", "trees")),
         ("benchmark", ("example", "trees", 0, "nodes")),
         ("benchmark", ("example", "trees", 0, "path")),
+        ("demo", ("calls",)),
+        ("demo", ("calls", 0, "lines")),
         ("measure", ("table",)),
         ("compared", ("arms",)),
         ("estimate", ("times", "rows")),

@@ -14,6 +14,7 @@ import rich.console
 
 import specdec_jax as sd
 from specdec_jax.analysis import traces
+from specdec_jax.analysis.report import rows
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import demo, sentences
 from specdec_jax.commands import generate as generate_command
@@ -74,7 +75,8 @@ def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
 def test_demo_of_a_tree(specdec, tmp_path):
     """One call is drawn, with as many tokens as the sentence says, and as a figure; the times are those of trees."""
     plot = tmp_path / "tree.svg"
-    argv = ["demo", *MODELS, "--repeats=1", "--tree=widths:2,1", f"--plot={plot}", "Tom", "We"]
+    record = tmp_path / "demo.json"
+    argv = ["demo", *MODELS, "--repeats=1", "--tree=widths:2,1", f"--output={record}", f"--plot={plot}", "Tom", "We"]
     code, out, _ = specdec(*argv)
     assert code == 0 and "proposes a tree of up to 4 tokens" in out.splitlines()[0]
     number, sentence, drafted, stand = re.search(
@@ -87,6 +89,12 @@ def test_demo_of_a_tree(specdec, tmp_path):
     marked = "".join(re.findall("{=(.*?)=}", "".join(drawn))).replace(" ", "")
     assert marked == "".join(re.findall("{=(.*?)=}", call)).replace(" ", "")
     assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
+    (found,) = rows.read_records(str(record))
+    assert [shown["input"] for shown in found["calls"]] == ["Tom", "We"]
+    assert (found["tree"]["input"], found["tree"]["call"]) == (sentence, int(number))
+    assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (int(drafted) + 1, int(stand) + 1)
+    pieces = [text.strip() for line in found["calls"][0]["lines"] for _, text in line]
+    assert pieces and all(piece in out for piece in pieces)
     assert "tokens per target call" in out and specdec(*argv[:-3], f"--plot={tmp_path / 'no.bmp'}", "Tom")[0] == 2
 
 

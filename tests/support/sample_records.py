@@ -40,6 +40,11 @@ MEASURE = {
         "by_position": {"token": {"tokens": 1.5, "with_verify_cost": 1.125}},
     }],
 }  # fmt: skip
+SHOWN = {
+    **{name: BENCHMARK[name] for name in ("machine", "target", "drafter")}, "options": {"temperature": 0.5},
+    "calls": [{"input": "C & D", "lines": [[["committed", "Vier"], ["accepted", " fünf"], ["bonus", " sechs"]]]}],
+    "tree": BENCHMARK["example"]["trees"][0] | {"input": "C & D"},
+}  # fmt: skip
 COMPARED = {
     "machine": MACHINE, "target": "big", "input_file": "test.txt", "sentences": 9, "temperature": 0.0,
     "verifier": "token", "plain_seconds": [1.0],

@@ -1,5 +1,4 @@
-"""Defines, as types, what tables and figures read of each kind of record, and checks records
-against them."""
+"""Defines as types what the report reads of each kind of record, and checks records against them."""
 
 import functools
 import re
@@ -45,8 +44,11 @@ class Machine(TypedDict):
     numpy: NotRequired[str]
 
 
-class Options(TypedDict):
+class ShownOptions(TypedDict):
     temperature: Positive
+
+
+class Options(ShownOptions):
     verifier: str
     input_file: str | None
     preset: NotRequired[str | None]
@@ -117,6 +119,26 @@ class DrawnTree(TypedDict):
     nodes: Annotated[list[DrawnNode], 0, MAX_NODES]
     path: Annotated[list[Count], 0, MAX_NODES]
     own: str | None
+
+
+class ShownInput(TypedDict):
+    input: str
+    lines: Annotated[list[Line], 0, MOST_CALLS]
+
+
+class ShownTree(DrawnTree):
+    input: str
+
+
+class Shown(TypedDict):
+    """A record of `specdec demo`."""
+
+    machine: Machine
+    options: ShownOptions
+    target: Named
+    drafter: Named
+    calls: list[ShownInput]
+    tree: ShownTree | None
 
 
 class Example(TypedDict):
@@ -288,7 +310,7 @@ class Estimate(TypedDict):
 
 def kind_of(record: Mapping[str, Any]) -> type:
     """Returns the kind of a record, recognised by its keys."""
-    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark, "searches": Searched}
+    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark, "searches": Searched, "calls": Shown}
     return next((kind for mark, kind in marks.items() if mark in record), Measured)
 
 
@@ -301,11 +323,6 @@ def check(record: Any) -> None:
         raise ValueError(f"got {_shown(record)}, expected an object")
     kind = kind_of(record)
     _check(record, kind, "")
-    for number, drawn in enumerate((record.get("example") or {}).get("trees", ()) if kind is Benchmark else ()):
-        try:
-            Drawn.read(drawn)
-        except ValueError as error:
-            raise ValueError(f"example.trees.{number}.{error}") from None
     if kind is Measured:
         by_position, table = record["acceptance"]["by_position"], record["table"]
         for name, values in by_position.items():
@@ -335,6 +352,11 @@ def _check(value: Any, kind: Any, name: str) -> None:
                 _check(value[key], part, f"{name}{key}.")
         if kind is SpreadRecord:
             expect(value["least"] <= value["median"] <= value["most"], "a median between least and most")
+        if kind in (DrawnTree, ShownTree):
+            try:
+                Drawn.read(value)
+            except ValueError as error:
+                raise ValueError(f"{name}{error}") from None
     elif origin is Literal:
         expect(isinstance(value, str) and value in parts, f"one of {', '.join(parts)}")
     elif origin is list:
