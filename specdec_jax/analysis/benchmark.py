@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.analysis import acceptance, comparison, machine, near_ties, predictions, timing, traces, tree_drawing
 from specdec_jax.analysis import arms as analysis_arms
-from specdec_jax.analysis import comparison, machine, near_ties, predictions, timing, traces
 from specdec_jax.analysis import products as analysis_products
 from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.coverage import Coverage
 from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.trees import tree_options
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.drafter import Drafter
@@ -75,10 +77,17 @@ def benchmark(
         analysis_arms.one_pass(arms, batches, repeat, turn)
     record = _record(target, drafter, arms, analysis_arms.per_step(timed), batches, options)
     if trees:
-        record |= _tree_records(arms, trees, target, analysis_arms.per_step(timed), batches, options)
+        coverage: Coverage = {}
+        if isinstance(drafter, ModelDrafter) and drafter.scorable and any(isinstance(t, Tree) for t in trees.values()):
+            plain = arms["plain"].results
+            coverage = acceptance.coverage_of(target, drafter, batches, plain, options.sampling())
+        record |= _tree_records(arms, trees, target, analysis_arms.per_step(timed), batches, options, coverage)
     if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
         gammas = () if options.forced_alpha else options.gammas
         record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
+        first = traces.first_text(batches) if trees else None
+        if first is not None:
+            record["example"]["trees"] = tree_drawing.examples(target, drafter, first, options)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas}
@@ -207,7 +216,7 @@ def _improvement(slower: Arm, faster: Arm) -> Spread:
 
 def _tree_records(
     arms: Mapping[str, Arm], trees: Mapping[str, Tree | DynamicTree], target, times: Mapping[str, Spread], batches,
-    options,
+    options, coverage: Coverage,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns what is known of every tree, and the time of the fastest chain over the fastest tree's."""
     plain, step, found = arms["plain"], times["target step"].median, []
@@ -222,6 +231,7 @@ def _tree_records(
             "tokens": arm.tokens,
             "compile_seconds": arm.compile_seconds,
             "stats": _total_stats(arm),
+            **predictions.tree_tokens(tree, coverage),
             "improvement": _improvement(plain, arm)._asdict(),
             "verify_cost": times[f"nodes of {text}"].median / step,
             "differences": _differences(arm, plain, target, batches) if same_tokens else [],

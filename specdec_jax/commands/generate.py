@@ -25,6 +25,7 @@ from specdec_jax.decoding.progress import Progress
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import Stats
 from specdec_jax.decoding.stream import stream
+from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
 from specdec_jax.models.language_model import LanguageModel
@@ -83,6 +84,7 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         )  # fmt: skip
         tree = self.shape().get("tree")
         check_gamma(self.gamma, MAX_GAMMA if tree is None else tree.size - 1)
+        check_beside_tree(tree, self.verifier)
         self.gamma_of(self.gamma, tree)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)

@@ -11,11 +11,19 @@ BENCHMARK = {
             "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
     }],
+    "trees": [{
+        "tree": "widths:2", "nodes": 3, "depth": 1, "verifier": "mixed", "verify_cost": 1.125, "differences": [],
+        "stats": {"acceptance_rate": None, "tokens_per_target_call": 1.75}, "predicted": 1.875,
+        "improvement": IMPROVEMENT,
+    }],
     "example": {"input": "A < B", "arms": [
         {"gamma": 0, "lines": [], "spans": [["target encoder", 0.001], ["target call", 0.002], ["target call", 0.002]]},
         {"gamma": 3, "lines": [[["accepted", "Eins &"], ["rejected", " zwei"], ["corrected", " drei"]]],
          "spans": [["target encoder", 0.001], ["draft step", 0.0005], ["draft step", 0.0005], ["target call", 0.002]]},
-    ]},
+    ], "trees": [{
+        "tree": "widths:2", "call": 1, "path": [0, 2], "own": " vier",
+        "nodes": [{"text": "[START]", "parent": -1}, {"text": "Zwei", "parent": 0}, {"text": "Drei <", "parent": 0}],
+    }]},
 }  # fmt: skip
 MEASURE = {
     **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},
@@ -23,12 +31,19 @@ MEASURE = {
     "acceptance": {
         "alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]},
         "coverage": {"mixed": [{"covered": 0.625, "standard_error": 0.125}, {"covered": 0.75, "standard_error": None}]},
+        "by_depth": {"token": [{"stands": 0.5, "standard_error": 0.125}]},
+        "coverage_by_depth": {"mixed": [[], [{"covered": 0.75, "standard_error": None}]]},
     },
     "verify_cost": {"1": 1.0, "2": 1.25},
     "table": [{
         "gamma": 1, "verify_cost": 1.25, "tokens": 1.625, "theorem_3_8": 1.5, "with_verify_cost": 1.24,
         "by_position": {"token": {"tokens": 1.5, "with_verify_cost": 1.125}},
     }],
+}  # fmt: skip
+SHOWN = {
+    **{name: BENCHMARK[name] for name in ("machine", "target", "drafter")}, "options": {"temperature": 0.5},
+    "calls": [{"input": "C & D", "lines": [[["committed", "Vier"], ["accepted", " fünf"], ["bonus", " sechs"]]]}],
+    "tree": BENCHMARK["example"]["trees"][0] | {"input": "C & D"},
 }  # fmt: skip
 COMPARED = {
     "machine": MACHINE, "target": "big", "input_file": "test.txt", "sentences": 9, "temperature": 0.0,

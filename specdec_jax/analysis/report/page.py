@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax.analysis import formulas, traces
-from specdec_jax.analysis.report import paper, plots, summaries
+from specdec_jax.analysis import formulas, traces, tree_drawing
+from specdec_jax.analysis.report import paper, plots, summaries, tree_plot
 from specdec_jax.analysis.report.markup import Markup, element, join
-from specdec_jax.analysis.report.record_types import Benchmark, Measured, Searched, kind_of
+from specdec_jax.analysis.report.record_types import Benchmark, Measured, Searched, Shown, kind_of
 from specdec_jax.analysis.report.rows import (
     Row,
     estimated,
@@ -76,7 +76,10 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
         parts.append(element("p", "Nothing: no records were given (", element("code", "--records"), ")."))
     found = [record for _, record in read]
     for path, record in read:
-        parts += [] if estimated(record) else _measured(path, record)
+        if kind_of(record) is Shown:
+            parts += _shown_calls(path, record)
+        elif not estimated(record):
+            parts += _measured(path, record)
     parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
     for record in filter(estimated, found):
         parts += _estimate(record)
@@ -163,6 +166,7 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     if kind in (Benchmark, Searched):
         parts += _against(record.get("against"))
     if kind is Benchmark:
+        parts += _tree_tokens(record.get("trees", ()))
         parts += _example(record.get("example"))
     return parts
 
@@ -187,20 +191,70 @@ def _against(against: Mapping[str, Any] | None) -> list[Markup]:
 
 
 def _example(example: Mapping[str, Any] | None) -> list[Markup]:
-    """Returns figures 1 and 5 of one input."""
+    """Returns figures 1 and 5 of one input, and its trees."""
     if not example or len(example["arms"]) < 2:
-        return []
+        return _trees(example)
     parts = [
         element("h4", "As in figure 1: one line per target call"),
         element("p", example["input"]),
-        _note(*(_piece(kind, text) for kind, text in traces.LEGEND)),
+        _legend(),
     ]
     for arm in example["arms"]:
         if arm["lines"]:
-            lines = [join(*(_piece(kind, text) for kind, text in line)) for line in arm["lines"]]
-            parts += [element("p", f"γ = {arm['gamma']}"), element("pre", Markup("\n".join(lines)))]
+            parts += [element("p", f"γ = {arm['gamma']}"), _lines(arm["lines"])]
     timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
-    return [*parts, element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
+    parts += [element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
+    return parts + _trees(example)
+
+
+def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    """Returns a table of what each tree commits."""
+    if not trees:
+        return []
+    lines = [
+        (f"tree {arm['tree']}", arm["nodes"], arm["depth"], _shown(arm.get("predicted"), 2),
+         _shown(arm["stats"]["tokens_per_target_call"], 2))
+        for arm in trees
+    ]  # fmt: skip
+    return [
+        _table("Tokens per target call of trees", ("tree", "positions", "depth", "predicted", "measured"), lines),
+        _note(
+            "Predicted: by coverage in the same run, as if every node stood independently of the others and no output "
+            "ended; nothing for trees that the drafter's law shapes."
+        ),
+    ]
+
+
+def _trees(example: Mapping[str, Any] | None) -> list[Markup]:
+    """Returns a picture of one call for every tree of an example."""
+    drawn = (example or {}).get("trees", ())
+    return [part for tree in drawn for part in _tree(tree, "the first input")]
+
+
+def _tree(drawn: Mapping[str, Any], input: str) -> list[Markup]:
+    """Returns a picture of a call's tree and attention mask."""
+    figure = tree_plot.token_tree(tree_drawing.Drawn.read(drawn))
+    return [element("h4", f"Tree {drawn['tree']}: call {drawn['call']} of {input}"), plots.svg(figure)]
+
+
+def _shown_calls(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
+    """Returns what `specdec demo` showed."""
+    about = (
+        f"{record['target']['name']} with {record['drafter']['name']}, temperature {record['options']['temperature']:g}"
+    )
+    parts = [element("h3", path.name), element("p", about), _note(measured_at(record)), _legend()]
+    for shown in record["calls"]:
+        parts += [element("p", shown["input"]), _lines(shown["lines"])]
+    return parts + (_tree(record["tree"], f"“{record['tree']['input']}”") if record["tree"] else [])
+
+
+def _legend() -> Markup:
+    return _note(*(_piece(kind, text) for kind, text in traces.LEGEND))
+
+
+def _lines(lines: Sequence[Sequence[tuple[str, str]]]) -> Markup:
+    """Returns a line for each call of the target."""
+    return element("pre", Markup("\n".join(join(*(_piece(kind, text) for kind, text in line)) for line in lines)))
 
 
 def _piece(kind: str, text: str) -> Markup:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.coverage import KINDS
+from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.report.markup import Markup, printable
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.files.writing import check_output, write_file
@@ -44,8 +44,8 @@ def svg(figure) -> Markup:
     return Markup(text[text.index("<svg") :])
 
 
-def _drawn(name: str) -> str:
-    """Returns a name on one line, short enough for a figure."""
+def shortened(name: str) -> str:
+    """Returns a text on one line, short enough for a figure."""
     text = " ".join(printable(name).split())
     return text if len(text) <= 60 else f"{text[:59]}…"
 
@@ -118,7 +118,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
     if predicted:
         axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: α or counted calls, c, v, encoders")
     axes.axvline(1, color="grey", linewidth=1)
-    axes.set_yticks(places, [_drawn(name) for name, _, _ in rows], parse_math=False)
+    axes.set_yticks(places, [shortened(name) for name, _, _ in rows], parse_math=False)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -155,7 +155,7 @@ def wall_time(record: Mapping[str, Any]):
     axes.invert_yaxis()
     host = record["machine"]
     axes.set_title(
-        f"{_drawn(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
+        f"{shortened(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
         f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {host['cores']} cores",
         fontsize="medium", parse_math=False,
     )  # fmt: skip
@@ -193,14 +193,14 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
 
 
 def improvement(record: Mapping[str, Any]):
-    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position, v by
-    number of positions, and coverage by number of children where it was scored."""
+    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position and by
+    depth, v by number of positions, and coverage by number of children where it was scored."""
     from matplotlib.figure import Figure
 
     table, accepted = record["table"], record["acceptance"]
     gammas = [row["gamma"] for row in table]
-    coverage = accepted.get("coverage")
-    panels = 4 if coverage else 3
+    coverage, by_depth = accepted.get("coverage"), depth_curves(accepted)
+    panels = 3 + bool(coverage) + bool(by_depth)
     figure = Figure(figsize=(4 * panels, 4), layout="constrained")
     gain, stands, cost, *others = figure.subplots(1, panels)
     if accepted["alpha"] is not None:
@@ -219,16 +219,23 @@ def improvement(record: Mapping[str, Any]):
     cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
     cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
     cost.axhline(1, color="grey", linewidth=1)
-    for axes in others:
+    if coverage:
         for kind, values in coverage.items():
             ks, errors = range(1, len(values) + 1), [value["standard_error"] or 0.0 for value in values]
-            axes.errorbar(ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind])
-        axes.set(xlabel="k, children of a node", ylabel="P(the target's token is among them)", ylim=(None, 1))
+            others[0].errorbar(
+                ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind]
+            )
+        others[0].set(xlabel="k, children of a node", ylabel="P(the target's token is among them)", ylim=(None, 1))
+    if by_depth:
+        for name, rates in by_depth.items():
+            means, errors = [mean for mean, _ in rates], [error or 0.0 for _, error in rates]
+            others[-1].errorbar(range(1, len(rates) + 1), means, errors, fmt="o-", capsize=3, label=name)
+        others[-1].set(xlabel="depth", ylabel="P(a token stands where those above it do)", ylim=(0, 1.05))
     for axes in (gain, stands, *others):
         axes.legend()
     options = record["options"]
     figure.suptitle(
-        f"{_drawn(record['target']['name'])} with {_drawn(record['drafter']['name'])}, "
+        f"{shortened(record['target']['name'])} with {shortened(record['drafter']['name'])}, "
         f"temperature {options['temperature']:g}, batch {options['batch_size']}: c = {record['cost_ratio']:.3f}",
         parse_math=False,
     )

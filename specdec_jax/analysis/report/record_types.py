@@ -1,5 +1,4 @@
-"""Defines, as types, what tables and figures read of each kind of record, and checks records
-against them."""
+"""Defines as types what the report reads of each kind of record, and checks records against them."""
 
 import functools
 import re
@@ -8,7 +7,9 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+from specdec_jax.analysis.tree_drawing import Drawn
 from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.trees import MAX_NODES
 
 # Bounds within which numbers can be drawn; no measurement comes near them.
 Number = Annotated[float, -1e12, 1e12]
@@ -17,7 +18,7 @@ Share = Annotated[float, 0, 1.01]  # a mean of probabilities in float32 may exce
 Count = Annotated[int, 0, 10**12]
 Gamma = Annotated[int, 0, MAX_GAMMA]
 Verifier = Literal["token", "block", "gumbel", "lenient", "typical", "rejection"]
-MOST_ITEMS, MOST_CALLS, MOST_CHARACTERS = 500, 20_000, 100_000
+MOST_ITEMS, MOST_CALLS, MOST_CHARACTERS, MOST_TREES = 500, 20_000, 100_000, 16
 
 
 class SpreadRecord(TypedDict):
@@ -43,8 +44,11 @@ class Machine(TypedDict):
     numpy: NotRequired[str]
 
 
-class Options(TypedDict):
+class ShownOptions(TypedDict):
     temperature: Positive
+
+
+class Options(ShownOptions):
     verifier: str
     input_file: str | None
     preset: NotRequired[str | None]
@@ -81,6 +85,7 @@ class TreeArm(TypedDict):
     depth: Count
     verifier: str
     stats: Stats
+    predicted: NotRequired[Number | None]
     verify_cost: Number
     differences: list
     improvement: SpreadRecord
@@ -103,9 +108,43 @@ class ExampleArm(TypedDict):
     spans: Annotated[list[tuple[Call, Positive]], 0, MOST_CALLS]
 
 
+class DrawnNode(TypedDict):
+    text: str
+    parent: Annotated[int, -1, MAX_NODES]
+
+
+class DrawnTree(TypedDict):
+    tree: str
+    call: Count
+    nodes: Annotated[list[DrawnNode], 0, MAX_NODES]
+    path: Annotated[list[Count], 0, MAX_NODES]
+    own: str | None
+
+
+class ShownInput(TypedDict):
+    input: str
+    lines: Annotated[list[Line], 0, MOST_CALLS]
+
+
+class ShownTree(DrawnTree):
+    input: str
+
+
+class Shown(TypedDict):
+    """A record of `specdec demo`."""
+
+    machine: Machine
+    options: ShownOptions
+    target: Named
+    drafter: Named
+    calls: list[ShownInput]
+    tree: ShownTree | None
+
+
 class Example(TypedDict):
     input: str
     arms: Annotated[list[ExampleArm], 0, MAX_GAMMA + 1]
+    trees: NotRequired[Annotated[list[DrawnTree], 0, MOST_TREES]]
 
 
 class Benchmark(TypedDict):
@@ -164,10 +203,15 @@ class Covered(TypedDict):
     standard_error: Positive | None
 
 
+Children = Literal["top", "mixed"]
+
+
 class Accepted(TypedDict):
     alpha: Share | None
     by_position: dict[Verifier, list[Stands]]
-    coverage: NotRequired[dict[Literal["top", "mixed"], list[Covered]]]
+    by_depth: NotRequired[dict[Verifier, list[Stands]]]
+    coverage: NotRequired[dict[Children, list[Covered]]]
+    coverage_by_depth: NotRequired[dict[Children, list[list[Covered]]]]
 
 
 class Expected(TypedDict):
@@ -266,7 +310,7 @@ class Estimate(TypedDict):
 
 def kind_of(record: Mapping[str, Any]) -> type:
     """Returns the kind of a record, recognised by its keys."""
-    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark, "searches": Searched}
+    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark, "searches": Searched, "calls": Shown}
     return next((kind for mark, kind in marks.items() if mark in record), Measured)
 
 
@@ -308,6 +352,11 @@ def _check(value: Any, kind: Any, name: str) -> None:
                 _check(value[key], part, f"{name}{key}.")
         if kind is SpreadRecord:
             expect(value["least"] <= value["median"] <= value["most"], "a median between least and most")
+        if kind in (DrawnTree, ShownTree):
+            try:
+                Drawn.read(value)
+            except ValueError as error:
+                raise ValueError(f"{name}{error}") from None
     elif origin is Literal:
         expect(isinstance(value, str) and value in parts, f"one of {', '.join(parts)}")
     elif origin is list:

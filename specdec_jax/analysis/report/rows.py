@@ -49,15 +49,18 @@ def read_records(path: str) -> list[dict[str, Any]]:
         for record in found:
             record_types.check(record)
     except ValueError as error:
-        kinds = "`specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
+        kinds = (
+            "`specdec benchmark`, `specdec measure`, `specdec demo`, scripts/compare_drafters.py or scripts/tpu_aot.py"
+        )
         raise ValueError(f"{path}: {reading.reason(error)}, in a record of {kinds}") from None
     return found
 
 
 def rows(record: Mapping[str, Any]) -> list[Row]:
-    """Returns a row for each way of decoding in a record; none for an estimate."""
+    """Returns a row for each way of decoding that a record has measured; none for an estimate or a
+    demo."""
     kind = record_types.kind_of(record)
-    if kind is record_types.Estimate:
+    if kind in (record_types.Estimate, record_types.Shown):
         return []
     if kind is record_types.Compared:
         return [_compared(record, arm) for arm in record["arms"]]
