@@ -260,7 +260,9 @@ class Estimate(TypedDict):
     needed_gb: Number
     memory_gb: Number
     fits: bool
-    copied_in_loops: list
+    copied_in_loops: list | None
+    floor_ms: NotRequired[Number]
+    iteration_ms: NotRequired[Number | None]
     times: NotRequired[Times]
 
 

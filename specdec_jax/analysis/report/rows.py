@@ -149,12 +149,14 @@ def memory_estimate(record: Mapping[str, Any]) -> str:
     """Returns a sentence with the compiler's estimate of a pair's memory."""
     pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
     pair += f", {record['num_beams']} beams" if record.get("num_beams") else ""
+    copied, time = record["copied_in_loops"], record.get("iteration_ms")
     return (
         f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
         f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed "
         f"{record['needed_gb']:.1f} of "
         f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "
-        f"Arrays over a megabyte that loop bodies copy: {len(record['copied_in_loops'])}."
+        f"Arrays over a megabyte that loop bodies copy: {'unknown' if copied is None else len(copied)}."
+        + (f" An iteration: {time:.2f} ms, floor {record['floor_ms']:.2f}." if time else "")
     )
 
 
