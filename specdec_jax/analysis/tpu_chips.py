@@ -1,7 +1,7 @@
 """Names the TPUs that programs are compiled for ahead of time, and lays out estimates for them."""
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
@@ -36,7 +36,7 @@ def chip_line(chip: str, code: int, text: str) -> str:
       code: exit code of the process that compiled for it.
       text: what it printed, a record of `scripts/tpu_aot.py` or nothing.
     """
-    found = json.loads(text) if text.strip() else {"failed": f"exit code {code}"}
+    found: dict[str, Any] = json.loads(text) if text.strip() else {"failed": f"exit code {code}"}
     if "failed" in found:
         kind = "does not fit" if "RESOURCE_EXHAUSTED" in found["failed"] else "failed"
         return f"{chip:<6} {kind}: {found['failed'][:200]}"

@@ -46,18 +46,21 @@ def read_records(path: str) -> list[dict[str, Any]]:
     lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
     try:
         found = [reading.parse_json(line) for line in lines]
+        if found and isinstance(found[0], dict) and "accelerator_report" in found[0]:
+            found = [{**found[0], "figures": found[1:]}]
         for record in found:
             record_types.check(record)
     except ValueError as error:
-        kinds = "`specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
+        kinds = "`specdec benchmark`, `specdec measure`, or a script: compare_drafters, tpu_aot, accelerator_report"
         raise ValueError(f"{path}: {reading.reason(error)}, in a record of {kinds}") from None
     return found
 
 
 def rows(record: Mapping[str, Any]) -> list[Row]:
-    """Returns a row for each way of decoding in a record; none for an estimate."""
+    """Returns a row for each way of decoding in a record; none for an estimate, nor for an
+    accelerator's figures, which `accelerators.py` lays out."""
     kind = record_types.kind_of(record)
-    if kind is record_types.Estimate:
+    if kind in (record_types.Estimate, record_types.Accelerator):
         return []
     if kind is record_types.Compared:
         return [_compared(record, arm) for arm in record["arms"]]
