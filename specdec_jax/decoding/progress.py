@@ -128,6 +128,7 @@ def track(
         for number, item in enumerate(items):
             bar.update(task, completed=number, description=what + name(number), refresh=True)
             yield item
+        bar.update(task, completed=total, description=what, refresh=True)
 
 
 @contextlib.contextmanager
