@@ -20,6 +20,7 @@ from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.progress import waiting
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
@@ -73,8 +74,8 @@ def benchmark(
     timed = []
     for repeat in range(options.repeats):
         turn = f"pass {repeat + 1} of {options.repeats}"
-        timed.append(analysis_arms.timed_steps(steps, repeat, f"steps, {turn}"))
-        analysis_arms.one_pass(arms, batches, repeat, turn)
+        timed.append(analysis_arms.timed_steps(steps, repeat, f"timing steps, {turn}"))
+        analysis_arms.one_pass(arms, batches, repeat, f"timing, {turn}")
     record = _record(target, drafter, arms, analysis_arms.per_step(timed), batches, options)
     if trees:
         coverage: Coverage = {}
@@ -84,10 +85,11 @@ def benchmark(
         record |= _tree_records(arms, trees, target, analysis_arms.per_step(timed), batches, options, coverage)
     if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
         gammas = () if options.forced_alpha else options.gammas
-        record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
-        first = traces.first_text(batches) if trees else None
-        if first is not None:
-            record["example"]["trees"] = tree_drawing.examples(target, drafter, first, options)
+        with waiting("tracing the calls of the first input"):
+            record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
+            first = traces.first_text(batches) if trees else None
+            if first is not None:
+                record["example"]["trees"] = tree_drawing.examples(target, drafter, first, options)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas}

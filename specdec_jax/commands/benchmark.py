@@ -254,9 +254,8 @@ def _preset(
         kernels = "rounded" if quantize == "int8" else None
         dtype = loader.choose_dtype(options.dtype, preset, kernels=kernels)
         config = PRESETS[preset].replace(dtype=dtype)
-        random = LanguageModel.random(config, name=preset, rules=options.placement(drafts), quantize=quantize)
-        random.eos_ids = ()  # every output has full length
-        return random
+        # Without EOS ids every output has full length.
+        return LanguageModel.filled(config, name=preset, eos_ids=(), rules=options.placement(drafts), quantize=quantize)
 
     assert options.preset
     target = target or model(options.preset)

@@ -2,6 +2,7 @@
 and `generate` takes."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from specdec_jax.files.reading import shown
 from specdec_jax.models import identity, layouts, panels
 from specdec_jax.models.axes import Logits
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.filling import filled_params
 from specdec_jax.models.network import (
     Network,
     check_positions,
@@ -96,13 +98,28 @@ class LanguageModel:
         With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none"
         leave them as they are.
         """
+
+        def make() -> dict:
+            key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
+            return random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
+
+        return cls._made(config, make, vocabulary, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
+
+    @classmethod
+    def filled(cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None) -> "LanguageModel":
+        """Makes a model whose parameters are numbers of no meaning, for timing: even T5-XXL's take
+        seconds (`filling.py`); arguments as for `random`."""
+        make = functools.partial(filled_params, config, rules)
+        return cls._made(config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
+
+    @classmethod
+    def _made(cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how):
+        """Returns a model of the parameters that `make` makes, once it is checked that there can be one."""
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
-        key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
-        params = random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
-        params = layouts.round_params(params) if quantize == "int8" else params
-        return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True, rules=rules)
+        params = layouts.round_params(make()) if quantize == "int8" else make()
+        return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
 
     @property
     def params(self) -> dict:

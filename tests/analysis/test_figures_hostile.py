@@ -9,7 +9,7 @@ import typing
 from unittest import mock
 
 import pytest
-from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE, SEARCHED, SHOWN
+from sample_records import ACCELERATOR, AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE, SEARCHED, SHOWN
 
 from specdec_jax.analysis.report import markup, plots, record_types
 from specdec_jax.analysis.report import page as report_page
@@ -26,6 +26,7 @@ KINDS = {
     "demo": SHOWN,
     "searched": SEARCHED | {"against": AGAINST},
     "estimate": ESTIMATE,
+    "accelerator": ACCELERATOR,
 }
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>' & $\\frac{ ]]> --> \0\x1b[2J\x85\ud800\ufffe <a href='javascript:alert(1)'>"
 # All that the page is made of; the second are matplotlib's.

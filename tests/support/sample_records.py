@@ -84,3 +84,22 @@ AGAINST = {
     "improvement": {"plain": IMPROVEMENT, "gamma 3": IMPROVEMENT | {"median": 1.625}},
     "differences": [{}],
 }
+
+
+ACCELERATOR = {
+    "accelerator_report": 1, "machine": MACHINE | {"device": "gpu: NVIDIA H100, 1"}, "flags": "",
+    "options": {"drafter": "t5_1_1/small", "dtype": "bfloat16", "tiny": False, "gamma": 7, "input_length": 128,
+                "max_new_tokens": 64},
+    "plan": ["copy", "xxl, call over 8", "xxl, plain", "xxl, alpha 0.75", "xxl, int8", "xxl, beams", "xxl, T5X"],
+    "figures": [
+        {"figure": "copy", "kind": "copy", "milliseconds": IMPROVEMENT, "gb_per_second": 3100.0},
+        {"figure": "xxl, call over 8", "kind": "call", "target": "t5_1_1/xxl", "batch": 1, "width": 8,
+         "milliseconds": IMPROVEMENT, "v": 1.0625},
+        {"figure": "xxl, plain", "kind": "plain", "target": "t5_1_1/xxl", "batch": 1, "milliseconds": IMPROVEMENT,
+         "tokens_per_second": 250.0},
+        {"figure": "xxl, alpha 0.75", "kind": "speculative", "target": "t5_1_1/xxl", "batch": 1, "alpha": 0.75,
+         "gamma": 7, "milliseconds": IMPROVEMENT, "improvement": 3.125, "iteration_ms": 4.5, "tokens_per_second": 750.0},
+        {"figure": "xxl, int8", "kind": "int8 call", "target": "t5_1_1/xxl", "unsupported": "bfloat16"},
+        {"figure": "xxl, beams", "kind": "beams", "target": "t5_1_1/xxl", "failed": "RESOURCE_EXHAUSTED"},
+    ],
+}  # fmt: skip

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import formulas, traces, tree_drawing
-from specdec_jax.analysis.report import paper, plots, summaries, tree_plot
+from specdec_jax.analysis.report import accelerators, paper, plots, summaries, tree_plot
 from specdec_jax.analysis.report.markup import Markup, element, join
-from specdec_jax.analysis.report.record_types import Benchmark, Measured, Searched, Shown, kind_of
+from specdec_jax.analysis.report.record_types import Accelerator, Benchmark, Measured, Searched, Shown, kind_of
 from specdec_jax.analysis.report.rows import (
     Row,
     estimated,
@@ -76,10 +76,9 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
         parts.append(element("p", "Nothing: no records were given (", element("code", "--records"), ")."))
     found = [record for _, record in read]
     for path, record in read:
-        if kind_of(record) is Shown:
-            parts += _shown_calls(path, record)
-        elif not estimated(record):
-            parts += _measured(path, record)
+        if not estimated(record):
+            sections = {Accelerator: _accelerator, Shown: _shown_calls}.get(kind_of(record), _measured)
+            parts += sections(path, record)
     parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
     for record in filter(estimated, found):
         parts += _estimate(record)
@@ -169,6 +168,20 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
         parts += _tree_tokens(record.get("trees", ()))
         parts += _example(record.get("example"))
     return parts
+
+
+def _accelerator(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
+    options, figure = record["options"], accelerators.plot(record)
+    about = (
+        f"Weights of no meaning, {options['dtype']}{', all shapes shrunk' if options['tiny'] else ''}, drafter "
+        f"{options['drafter']}, γ = {options['gamma']}, inputs of {options['input_length']} ids, "
+        f"{options['max_new_tokens']} new tokens."
+    )
+    return [
+        element("h3", path.name), element("p", about), _note(measured_at(record)),
+        _table("An accelerator's figures", accelerators.HEAD, accelerators.lines(record)), _note(accelerators.NOTE),
+        *([] if figure is None else [plots.svg(figure)]),
+    ]  # fmt: skip
 
 
 def _reached(row: Row) -> Spread | None:
@@ -333,11 +346,8 @@ def _estimate(record: Mapping[str, Any]) -> list[Markup]:
 _EXPECTED = (
     (
         "T5-XXL with T5-small on an accelerator",
-        lambda record: (
-            kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl" and not _on_cpu(record)
-        ),
-        "specdec benchmark --preset=t5_1_1/xxl --drafter_preset=t5_1_1/small --gamma=5,7 --forced_alpha=0.62,0.75 "
-        "--output=gpu.json",
+        lambda record: not estimated(record) and not _on_cpu(record) and _of_xxl(record),
+        "python scripts/accelerator_report.py --output=accelerator.jsonl",
     ),
     (
         "T5X's own decoding beside ours",
@@ -350,6 +360,12 @@ _EXPECTED = (
         "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times > tpu.json",
     ),
 )
+
+
+def _of_xxl(record: Mapping[str, Any]) -> bool:
+    if kind_of(record) is Accelerator:
+        return any(figure.get("target") == "t5_1_1/xxl" and "improvement" in figure for figure in record["figures"])
+    return kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl"
 
 
 def _on_cpu(record: Mapping[str, Any]) -> bool:

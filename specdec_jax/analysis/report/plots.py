@@ -56,14 +56,14 @@ _GAMMAS, _COSTS = (1, 3, 5, 7, 10), (0.01, 0.02, 0.05, 0.1)
 
 def expected_tokens():
     """Draws figure 2: tokens per target call over α, equation (1)."""
-    figure, axes = _figure(("α", "expected tokens per target call"))
+    figure, axes = panels(("α", "expected tokens per target call"))
     _over_alpha(axes[0], lambda alpha, gamma: formulas.expected_tokens(alpha, gamma))
     return figure
 
 
 def optimal_gammas():
     """Draws figure 3: the best γ over α for several c, section 3.5."""
-    figure, (axes,) = _figure(("α", "best γ"))
+    figure, (axes,) = panels(("α", "best γ"))
     alphas = np.linspace(0.0, 0.95, 96)
     for cost in _COSTS:
         axes.step(alphas, [formulas.optimal_gamma(alpha, cost) for alpha in alphas], where="mid", label=f"c = {cost:g}")
@@ -73,12 +73,13 @@ def optimal_gammas():
 
 def arithmetic_operations():
     """Draws figure 4, right: the factor in arithmetic operations over α, ĉ = 0."""
-    figure, axes = _figure(("α", "arithmetic operations"))
+    figure, axes = panels(("α", "arithmetic operations"))
     _over_alpha(axes[0], lambda alpha, gamma: formulas.operations(alpha, gamma))
     return figure
 
 
-def _figure(*labels: tuple[str, str]):
+def panels(*labels: tuple[str, str]):
+    """Returns a figure with a panel for each pair of labels, of its x and its y axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(labels), 3.5), layout="constrained")
@@ -101,7 +102,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
 
     `rows` are (name, improvement, predicted or None).
     """
-    figure, (axes,) = _figure(("improvement over plain decoding", ""))
+    figure, (axes,) = panels(("improvement over plain decoding", ""))
     figure.set_size_inches(9, 1.5 + 0.35 * len(rows))
     places = np.arange(len(rows))[::-1]
     median, least, most = np.array([spread for _, spread, _ in rows]).T
@@ -143,7 +144,7 @@ def wall_time(record: Mapping[str, Any]):
         bars.append((f"speculative, γ = {arm['gamma']}{forced}", milliseconds(arm), "tab:orange"))
     bars += [(f"tree {arm['tree']}", milliseconds(arm), "tab:green") for arm in record.get("trees", ())]
     unit = "token" if searches is None else "input"
-    figure, (axes,) = _figure((f"milliseconds per {unit}, with the spread of the passes", ""))
+    figure, (axes,) = panels((f"milliseconds per {unit}, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
     axes.grid(False, axis="y")
     slowest = max(most for _, (_, _, most), _ in bars)
@@ -173,7 +174,7 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
 
     `arms` are (name, (kind of call, seconds) of every call).
     """
-    figure, (axes,) = _figure(("milliseconds", ""))
+    figure, (axes,) = panels(("milliseconds", ""))
     figure.set_size_inches(9, 1.2 + 0.5 * len(arms))
     axes.grid(False)
     for place, (_, spans) in enumerate(arms):

@@ -304,13 +304,63 @@ class Estimate(TypedDict):
     needed_gb: Number
     memory_gb: Number
     fits: bool
-    copied_in_loops: list
+    copied_in_loops: list | None
+    floor_ms: NotRequired[Number]
+    iteration_ms: NotRequired[Number | None]
     times: NotRequired[Times]
+
+
+class Figure(TypedDict):
+    """A line of scripts/accelerator_report.py after the first; without `milliseconds` it says why."""
+
+    figure: str
+    kind: str
+    target: NotRequired[str]
+    batch: NotRequired[Count]
+    width: NotRequired[Count]
+    alpha: NotRequired[Share]
+    gamma: NotRequired[Gamma]
+    milliseconds: NotRequired[SpreadRecord]
+    v: NotRequired[Number]
+    c: NotRequired[Number]
+    over_full: NotRequired[Number]
+    improvement: NotRequired[Number]
+    iteration_ms: NotRequired[Number]
+    tokens_per_second: NotRequired[Number]
+    gb_per_second: NotRequired[Number]
+    failed: NotRequired[str]
+    unsupported: NotRequired[str]
+
+
+class AcceleratorOptions(TypedDict):
+    drafter: str
+    dtype: str
+    tiny: bool
+    gamma: Gamma
+    input_length: Count
+    max_new_tokens: Count
+
+
+class Accelerator(TypedDict):
+    """All lines of a file of scripts/accelerator_report.py: its first, with the others as `figures`."""
+
+    accelerator_report: Count
+    machine: Machine
+    options: AcceleratorOptions
+    plan: list[str]
+    figures: list[Figure]
 
 
 def kind_of(record: Mapping[str, Any]) -> type:
     """Returns the kind of a record, recognised by its keys."""
-    marks = {"fits": Estimate, "arms": Compared, "speculative": Benchmark, "searches": Searched, "calls": Shown}
+    marks = {
+        "accelerator_report": Accelerator,
+        "fits": Estimate,
+        "arms": Compared,
+        "speculative": Benchmark,
+        "searches": Searched,
+        "calls": Shown,
+    }
     return next((kind for mark, kind in marks.items() if mark in record), Measured)
 
 
