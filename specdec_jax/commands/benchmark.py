@@ -254,9 +254,7 @@ def _preset(
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
         bits = INPUT_BITS.get(quantize or "")
-        dtype = loader.choose_dtype(
-            options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16
-        )
+        dtype = loader.choose_dtype(options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16)
         config = PRESETS[preset].replace(dtype=dtype)
         random = LanguageModel.random(config, name=preset, rules=options.placement(drafts), quantize=quantize)
         random.eos_ids = ()  # every output has full length

@@ -69,22 +69,25 @@ static inline void store(float* p, Vec v, int64_t n) {
 }
 static inline Vec all(float x) { return x - Vec{}; }
 
+// The vector turned by kBy numbers, in a form for which compilers have one instruction.
+template <int kBy, typename V, int... I>
+static inline V turned(V v, std::integer_sequence<int, I...>) {
+  return V{v[(I + kBy) % kLanes]...};
+}
+
 // Its numbers brought together by `join`, halves first.
-template <typename Join>
-static inline float folded(Vec v, const Join& join) {
-  float lanes[kLanes];
-  store(lanes, v);
-#pragma GCC unroll 4
-  for (int width = kLanes / 2; width >= 1; width /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < width; i++) lanes[i] = join(lanes[i], lanes[i + width]);
-  return lanes[0];
+template <int kWidth = kLanes / 2, typename V, typename Join>
+static inline auto folded(V v, const Join& join) {
+  if constexpr (kWidth == 0) return v[0];
+  else return folded<kWidth / 2>(join(v, turned<kWidth>(v, std::make_integer_sequence<int, kLanes>())), join);
 }
-static inline float sum_of(Vec v) {
-  return folded(v, [](float a, float b) { return a + b; });
+template <typename V>
+static inline auto sum_of(V v) {
+  return folded(v, [](V a, V b) { return a + b; });
 }
-static inline float greatest_of(Vec v) {
-  return folded(v, [](float a, float b) { return b > a ? b : a; });
+template <typename V>
+static inline auto greatest_of(V v) {
+  return folded(v, [](V a, V b) { return b > a ? b : a; });
 }
 
 constexpr float kShift = 12582912.0f;  // 1.5 · 2^23: what is added to it is rounded to an integer
@@ -407,26 +410,30 @@ static __attribute__((noinline)) void finish(const Product<W>& of, const float* 
   }
 }
 
+template <int... I>
+constexpr Vec counted(std::integer_sequence<int, I...>) {
+  return Vec{(float)I...};
+}
+constexpr Vec kFirst = counted(std::make_integer_sequence<int, kLanes>());  // 0, 1, ..
+
 // Of up to 16 columns of a row, the first of which is `column` of it.
 static Peak peak_of(const float* columns, const float* scales, int64_t count, int32_t column, bool summed) {
-  float own[kPanel];
-  for (int j = 0; j < kPanel; j += kLanes) store(own + j, load(columns + j));
-  for (int64_t j = 0; scales && j < count; j++) own[j] *= scales[j];
-  for (int64_t j = count; j < kPanel; j++) own[j] = -INFINITY;
-  Vec most = load(own), wrong = Vec{};
-  for (int j = 0; j < kPanel; j += kLanes) {
-    const Vec v = load(own + j);
-    most = v > most ? v : most;
-    wrong = v == v ? wrong : all(1.0f);
+  Vec own[kParts], most = all(-INFINITY), wrong = {}, first = all(kPanel);
+  for (int q = 0; q < kParts; q++) {
+    const int64_t n = count - q * kLanes;
+    const Vec v = load(columns + q * kLanes);
+    own[q] = kFirst < (float)n ? scales ? v * load(scales + q * kLanes, n > 0 ? n : 0) : v : all(-INFINITY);
+    most = own[q] > most ? own[q] : most;
+    wrong = own[q] == own[q] ? wrong : all(1.0f);
   }
-  Peak peak{greatest_of(most), 0, -1};
   if (sum_of(wrong) != 0) return {NAN, NAN, -1};
-  for (int j = kPanel - 1; j >= 0; j--)
-    if (own[j] == peak.greatest) peak.column = column + j;
+  Peak peak{greatest_of(most), 0, -1};
+  for (int q = kParts - 1; q >= 0; q--) first = own[q] == peak.greatest ? kFirst + (float)(q * kLanes) : first;
+  peak.column = column - greatest_of(-first);
   if (summed) {
     Vec sums = {};
     const Vec greatest = all(peak.greatest > -INFINITY ? peak.greatest : 0.0f);
-    for (int j = 0; j < kPanel; j += kLanes) sums += exp_of(load(own + j) - greatest);
+    for (int q = 0; q < kParts; q++) sums += exp_of(own[q] - greatest);
     peak.sum = sum_of(sums);
   }
   return peak;
@@ -545,14 +552,15 @@ static __attribute__((noinline)) void rounded(const float* x, int64_t K, typenam
   Integer* out = reinterpret_cast<Integer*>(to);
   for (int64_t first = 0; first < K; first += kEach, x += kEach, out += kEach) {
     const int64_t count = K - first < kEach ? K - first : kEach;
-    Vec most = {}, wrong = {};
+    Ints most = {};  // the bits of magnitudes, which have the order of the magnitudes
     for (int64_t k = 0; k < count; k += kLanes) {
-      const Vec v = load(x + k, count - k), size = (Vec)((Ints)v & 0x7fffffff);
+      const Ints size = (Ints)load(x + k, count - k) & 0x7fffffff;
       most = size > most ? size : most;
-      wrong += v * 0.0f;
     }
-    const float greatest = greatest_of(most);
-    const bool finite = sum_of(wrong) == 0;
+    const int32_t bits = greatest_of(most);
+    const bool finite = bits < 0x7f800000;
+    float greatest;
+    std::memcpy(&greatest, &bits, sizeof(bits));
     // What is as small as this is as good as 0, and its reciprocal would not be finite.
     const float inverse = finite && greatest > 1e-30f ? kMost / greatest : 0.0f;
     Ints total = {};
@@ -561,13 +569,11 @@ static __attribute__((noinline)) void rounded(const float* x, int64_t K, typenam
       const Ints integers = (Ints)(v * inverse + all(kShift)) - 0x4b400000;
       total += integers;
       Integer own[kLanes];
-      narrowed(integers, own);
-      std::memcpy(out + k, own, sizeof(Integer) * (count - k < kLanes ? count - k : kLanes));
+      narrowed(integers, count - k < kLanes ? own : out + k);
+      if (count - k < kLanes) std::memcpy(out + k, own, sizeof(Integer) * (count - k));
     }
     for (int64_t k = count; k % kInputs; k++) out[k] = 0;
-    int32_t sum = 0;
-    for (int i = 0; i < kLanes; i++) sum += total[i];
-    *roundings++ = {finite ? greatest / kMost : NAN, Kind<W>::kExcess * -sum};
+    *roundings++ = {finite ? greatest / kMost : NAN, Kind<W>::kExcess * -sum_of(total)};
   }
 }
 
