@@ -22,6 +22,7 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
+from specdec_jax.models.panels import INPUT_BITS
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
@@ -251,8 +252,8 @@ def _preset(
 ) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
-        kernels = "rounded" if quantize == "int8" else None
-        dtype = loader.choose_dtype(options.dtype, preset, kernels=kernels)
+        bits = INPUT_BITS.get(quantize or "")
+        dtype = loader.choose_dtype(options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16)
         config = PRESETS[preset].replace(dtype=dtype)
         # Without EOS ids every output has full length.
         return LanguageModel.filled(config, name=preset, eos_ids=(), rules=options.placement(drafts), quantize=quantize)

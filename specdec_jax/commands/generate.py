@@ -332,6 +332,7 @@ def _deciding(
         "versions": {name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
         "dtype": target.config.dtype,
         "target in 8 bits": target.quantized,
+        "bits of the target's inputs": target.input_bits,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
         "target": digest([target.contents.encode(), own.vocabulary_contents(target.vocabulary)]),

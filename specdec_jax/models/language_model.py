@@ -43,9 +43,9 @@ class LanguageModel:
       encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
         whose encoder output it was trained on; None: unknown.
       network: the same model as jitted functions take it.
-      quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output.
-        Inputs of products are then rounded to 16 bits, and all else is float32; `params` has the
-        values times the scales.
+      input_bits: bits to which inputs of products are rounded, 16 or 8, if the kernels, the head's
+        too, are in 8 bits, with a scale for each output; all else is then float32, and `params` has
+        the values times the scales. None: the kernels are not in 8 bits.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LanguageModel:
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
         native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
-        self.quantized = layouts.quantized(params)
+        self.input_bits = layouts.input_bits_of(params)
         if self.quantized and not native:
             raise ValueError(f"params: got kernels in 8 bits, expected {panels.needed(config.dtype)}")
         if rules is not None:
@@ -85,7 +85,7 @@ class LanguageModel:
         if native and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
             packed, module = layouts.with_head(packed, True, native), config.with_own_head().module(fused, native)
-            packed = layouts.in_int8(packed) if self.quantized else packed
+            packed = layouts.in_int8(packed, self.input_bits) if self.input_bits else packed
         self.network = Network(packed, module, rules)
 
     @classmethod
@@ -95,8 +95,8 @@ class LanguageModel:
     ) -> "LanguageModel":  # fmt: skip
         """Makes a model with random parameters in the configuration's dtype, for tests and timing.
 
-        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none"
-        leave them as they are.
+        With `quantize="int8"` or "w8a8" its kernels are rounded to 8 bits, as by `load`; None and
+        "none" leave them as they are.
         """
 
         def make() -> dict:
@@ -118,8 +118,14 @@ class LanguageModel:
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
-        params = layouts.round_params(make()) if quantize == "int8" else make()
+        bits = panels.INPUT_BITS.get(quantize or "none")
+        params = layouts.round_params(make(), bits) if bits else make()
         return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the kernels are in 8 bits."""
+        return self.input_bits is not None
 
     @property
     def params(self) -> dict:
@@ -135,14 +141,15 @@ class LanguageModel:
 
     @functools.cached_property
     def contents(self) -> str:
-        """A digest of the exact weights, with the configuration and whether the weights are in 8
-        bits.
+        """A digest of the exact weights, with the configuration and whether the weights, and the
+        inputs of products, are in 8 bits.
 
         Models that may compute different numbers differ in it. Weights in 8 bits count as different
         from the same numbers in float32, because inputs of their products are rounded.
         """
         exact = identity.exact(self.network.params, self.network.rules)
-        return f"{exact} {self.config}{' in 8 bits' if self.quantized else ''}"
+        rounding = {None: "", 16: " in 8 bits", 8: " in 8 bits with inputs in 8 bits"}[self.input_bits]
+        return f"{exact} {self.config}{rounding}"
 
     def has(self, fingerprint: str) -> bool:
         """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest

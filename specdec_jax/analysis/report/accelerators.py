@@ -4,7 +4,7 @@ acceptance."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax.analysis.report.plots import shortened, panels
+from specdec_jax.analysis.report.plots import panels, shortened
 
 HEAD = ("figure", "batch", "milliseconds", "(least to most)", "ratio", "ms an iteration", "tokens a second", "")
 NOTE = (
