@@ -248,8 +248,9 @@ def run(lines: Lines, planned: Sequence[Stage], threads: int, seconds: float) ->
             say(shown(line))
         if todo:
             took[stage.kind] = time.monotonic() - begin
-            jax.clear_caches()  # programs keep memory of the device
-            gc.collect()
+            gc.collect()  # the models of the stage
+            if jax.default_backend() == "cpu":  # programs there take memory mappings, of which a process has 65,530
+                jax.clear_caches()
     return missing
 
 

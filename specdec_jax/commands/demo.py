@@ -347,7 +347,7 @@ def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
     results: dict[str, list[GenerationResult]] = {}
     for repeat in range(repeats):
         results = {name: [] for name in arms}
-        for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}"):
+        for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}, sentence"):
             for name in timing.rotate(arms, repeat + number):
                 start = time.perf_counter()
                 results[name].append(arms[name](number))
