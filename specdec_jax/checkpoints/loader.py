@@ -74,9 +74,8 @@ def load(
         the bytes. This needs float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they
         are there). None: weights that are stored in 8 bits stay so where that is possible, which changes numbers only
         by the rounding of inputs; all others are in `dtype`. "int8": kernels, the head's too, are rounded while they
-        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "w8a8": the
-        same, but inputs are rounded to 8 bits, which takes half as much arithmetic and changes the law more. "none":
-        all weights are in `dtype`.
+        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "w8a8": also
+        rounds inputs to 8 bits: faster for many rows, a law further away. "none": all weights are in `dtype`.
       say: called with the line about the chosen dtype; prints it to standard error by default.
 
     Raises:
@@ -91,8 +90,7 @@ def load(
     checkpoint = open_checkpoint(folder, config)
     checkpoint = complete(checkpoint, vocabulary, folder)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
-    input_bits = panels.INPUT_BITS.get(quantize or "", 16)
-    dtype = choose_dtype(dtype, path, say, kernels, input_bits)
+    dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.INPUT_BITS.get(quantize or "", 16))
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
