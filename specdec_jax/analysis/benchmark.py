@@ -22,7 +22,6 @@ from specdec_jax.analysis.tuning import Choice
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.progress import waiting
 from specdec_jax.decoding.trees import tree_options
-from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.drafter import Drafter
@@ -78,18 +77,11 @@ def benchmark(
         analysis_arms.one_pass(arms, batches, repeat, f"timing, {turn}")
     record = _record(target, drafter, arms, analysis_arms.per_step(timed), batches, options)
     if trees:
-        coverage: Coverage = {}
-        if isinstance(drafter, ModelDrafter) and drafter.scorable and any(isinstance(t, Tree) for t in trees.values()):
-            plain = arms["plain"].results
-            coverage = acceptance.coverage_of(target, drafter, batches, plain, options.sampling())
+        coverage = _coverage(target, drafter, trees, batches, arms["plain"], options)
         record |= _tree_records(arms, trees, target, analysis_arms.per_step(timed), batches, options, coverage)
     if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
-        gammas = () if options.forced_alpha else options.gammas
         with waiting("tracing the calls of the first input"):
-            record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
-            first = traces.first_text(batches) if trees else None
-            if first is not None:
-                record["example"]["trees"] = tree_drawing.examples(target, drafter, first, options)
+            record["example"] = _example(target, drafter, batches, analysis_arms.per_step(timed), options)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas}
@@ -109,6 +101,23 @@ def _trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, Tree |
     """
     given = {text: read_tree(text) for text in options.tree}
     return {text: tree_options(tree, drafter, "auto", "block").tree or tree for text, tree in given.items()}
+
+
+def _example(target, drafter: Drafter, batches, times: Mapping[str, Spread], options) -> dict[str, Any] | None:
+    """Returns the calls of one input with every γ, and one call of every tree; None if there is no
+    text."""
+    gammas, first = () if options.forced_alpha else options.gammas, traces.first_text(batches)
+    if first is None:
+        return None
+    trees = {"trees": tree_drawing.examples(target, drafter, first, options)} if options.tree else {}
+    return traces.example(target, drafter, gammas, first, times, options) | trees
+
+
+def _coverage(target, drafter, trees, batches, plain: Arm, options: BenchmarkSetup) -> Coverage:
+    """Returns the coverage along plain decoding's outputs, empty where nothing is predicted from it."""
+    if not drafter.scorable or not any(isinstance(tree, Tree) for tree in trees.values()):
+        return {}
+    return acceptance.coverage_of(target, drafter, batches, plain.results, options.sampling())
 
 
 def _tree_arm(text: str, target: LanguageModel, drafter: Drafter | None, options: BenchmarkSetup) -> Arm:

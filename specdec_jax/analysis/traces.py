@@ -77,13 +77,9 @@ def first_text(batches: Sequence[Batch]) -> Batch | None:
 
 
 def example(
-    target: LanguageModel, drafter, gammas: Sequence[int], batches, times: Mapping[str, Spread], options
-) -> dict[str, Any] | None:
-    """Returns the first input that has any text, decoded plainly and with every γ of `gammas`; None
-    if there is none."""
-    batch = first_text(batches)
-    if batch is None:
-        return None
+    target: LanguageModel, drafter, gammas: Sequence[int], batch: Batch, times: Mapping[str, Spread], options
+) -> dict[str, Any]:
+    """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
     arms = []
     for gamma in (0, *gammas):
         steps = trace(
