@@ -303,6 +303,10 @@ class Attention(nn.Module):
             attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
             return self.out.in_panels(attended, live, residual=x)
         query = self.query(norm(x))
+        if cross.together is not None:
+            # Else a TPU's compiler would transpose the product, and for that copy its kernel at
+            # the beginning of every program.
+            query = jax.lax.optimization_barrier(query)
         query = self._split(query, cross.together)
         return x + dropped(self.attend(query, cross, mask[:, None, None, :]))
 
