@@ -2,6 +2,7 @@
 default."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,15 @@ def product(
 
     The result is in `dtype`.
     """
-    return jax.lax.dot_general(a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype)
+    multiply = lambda a, b: jax.lax.dot_general(
+        a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype
+    )
+    if math.prod(a.shape[:-1]) > 1 or (contracted[0], batch) != ((a.ndim - 1,), ((), ())):
+        return multiply(a, b)
+    # For a single row an accelerator's compiler would not use the units for matrices, and would add
+    # up in the dtype of the operands.
+    twice = lambda a, b: multiply(jnp.concatenate([a, a], axis=a.ndim - 2), b)[..., :1, :]
+    return jax.lax.platform_dependent(a, b, cpu=multiply, default=twice)
 
 
 def precision_of(dtype) -> jax.lax.Precision | None:
