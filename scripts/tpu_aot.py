@@ -49,7 +49,7 @@ from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import layouts
-from specdec_jax.models.network import Network
+from specdec_jax.models.network import Network, heads_together
 from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
 from specdec_jax.models.t5 import PRESETS, T5
@@ -102,7 +102,8 @@ def abstract_network(preset: str, drafts: bool = False) -> Network:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
-    return Network(params, T5(module.config, fused=fused), rules)
+    module = T5(module.config, fused=fused)
+    return Network(params, module, rules, heads_together("tpu", module, rules))
 
 
 def abstract_drafter(preset: str) -> ModelDrafter:

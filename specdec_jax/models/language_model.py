@@ -20,6 +20,7 @@ from specdec_jax.models.network import (
     decoder_only,
     fuses,
     given_lengths,
+    heads_together,
     join,
     lay_out,
     random_params,
@@ -86,7 +87,8 @@ class LanguageModel:
             # An embedding is read by rows, a head by columns.
             packed, module = layouts.with_head(packed, True, native), config.with_own_head().module(fused, native)
             packed = layouts.in_int8(packed, self.input_bits) if self.input_bits else packed
-        self.network = Network(packed, module, rules)
+        platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
+        self.network = Network(packed, module, rules, heads_together(platform, module, rules))
 
     @classmethod
     def random(
