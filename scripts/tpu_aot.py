@@ -2,6 +2,7 @@
 
     pip install '.[tpu-aot]'
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --chip=all     # a line for each TPU: does it fit, how fast at best
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=widths:4,3,2,1  # a tree of 65 nodes in the place of γ
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
@@ -13,14 +14,19 @@ It prints the compiler's memory analysis, the arrays of more than a megabyte tha
 and with `--times` the compiler's own estimate of single calls; nothing here is a measurement. On a
 mesh all sizes are for one device, the collectives of the loop are counted, and every device holds
 the whole drafter. Exit code 1 if the programs do not fit.
+
+With `--chip=all` a process for each chip compiles, and the chip's line follows as soon as it is
+there: the memory that is needed, the estimate of an iteration (a target call over γ + 1 positions
+and γ draft calls over two, since the estimates for a single row are too high), and the floor under
+it: the bytes of the decoders' weights and caches over the bandwidth. Standard error says what is
+being compiled.
 """
 
-import collections
 import dataclasses
 import functools
 import json
 import math
-import re
+import subprocess
 import sys
 
 import jax
@@ -31,15 +37,19 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from specdec_jax.analysis import formulas
+from specdec_jax.analysis.compiled_text import collectives, estimated_cycles, loop_copies
+from specdec_jax.analysis.products import Products
 from specdec_jax.analysis.report import paper
+from specdec_jax.analysis.tpu_chips import CHIPS, chip_line
 from specdec_jax.decoding.beams import BeamOptions, begin
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.progress import waiting
 from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import layouts
-from specdec_jax.models.network import Network
+from specdec_jax.models.network import Network, heads_together
 from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
 from specdec_jax.models.t5 import PRESETS, T5
@@ -49,6 +59,7 @@ from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import read_tree
 
+_CHIP = flags.DEFINE_enum("chip", "v4", [*CHIPS, "all"], "TPU to compile for; all: a table, a line for each.")
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
 _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0)
@@ -59,13 +70,14 @@ _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
-_TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "TPU topology to compile for; the first devices are used.")
-_MESH = flags.DEFINE_string("mesh", None, "DATAxMODEL devices, as for `specdec generate`; by default one device.")
-_MEMORY = flags.DEFINE_float("memory_gb", 32.0, "Memory of one device, in GB (10^9 bytes).")
-_TIMES = flags.DEFINE_bool("times", False, "Estimate the time of single calls too, for the rows of table 2.")
-_CLOCK = flags.DEFINE_float(
-    "clock_ghz", 1.05, "Clock of the device, in cycles per nanosecond (TPU v4: 1.05).", lower_bound=0.01
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "Another topology of the chip, such as v4:2x2x2; the first devices are used."
 )
+_MESH = flags.DEFINE_string("mesh", None, "DATAxMODEL devices, as for `specdec generate`; by default one device.")
+_MEMORY = flags.DEFINE_float("memory_gb", None, "Memory of a device, in GB (10^9 bytes), if not the chip's.")
+_TIMES = flags.DEFINE_bool("times", False, "Estimate the time of single calls too, for the rows of table 2.")
+_ITERATION = flags.DEFINE_bool("iteration", False, "Estimate the time of an iteration too, as --chip=all does.")
+_CLOCK = flags.DEFINE_float("clock_ghz", None, "Clock in cycles per nanosecond, if not the chip's.", lower_bound=0.01)
 _TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
 
 GB = 1e9
@@ -90,7 +102,8 @@ def abstract_network(preset: str, drafts: bool = False) -> Network:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
-    return Network(params, T5(module.config, fused=fused), rules)
+    module = T5(module.config, fused=fused)
+    return Network(params, module, rules, heads_together("tpu", module, rules))
 
 
 def abstract_drafter(preset: str) -> ModelDrafter:
@@ -98,51 +111,24 @@ def abstract_drafter(preset: str) -> ModelDrafter:
     return ModelDrafter.tree_unflatten(None, (abstract_network(preset, drafts=True), None))
 
 
-def computations(text: str) -> dict[str, list[str]]:
-    """Returns the instructions of each computation of a compiled program, the entry's under
-    "ENTRY"."""
-    found: dict[str, list[str]] = {}
-    for block in re.findall(r"^(?:ENTRY )?%?[\w.\-]+ \(.*?^}", text, re.MULTILINE | re.DOTALL):
-        first, *lines = block.splitlines()
-        found["ENTRY" if first.startswith("ENTRY") else first.split()[0].lstrip("%")] = lines
-    return found
-
-
-def estimated_seconds(text: str) -> float:
-    """Returns the compiler's estimate of one run of a program without loops: the sum of the cycles
-    at every instruction."""
-    cycles = [
-        int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(computations(text)["ENTRY"]))
-    ]
-    known = [number for number in cycles if number < 2**40]  # a huge number means that there is no estimate
-    return sum(known) / (_CLOCK.value * 1e9)
-
-
-def loop_copies(text: str, least: int = 2**20) -> list[str]:
-    """Returns the arrays of at least `least` bytes that bodies of loops copy."""
-    parts = computations(text)
-    bodies = {
-        name for lines in parts.values() for line in lines for name in re.findall(r" while\(.*body=%?([\w.\-]+)", line)
-    }
-    widths = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "pred": 1}
-    found = []
-    for line in (line for name in bodies for line in parts.get(name, ())):
-        copied = re.search(r"= (\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", line)
-        if copied and widths.get(copied[1], 4) * math.prod(map(int, copied[2].split(","))) >= least:
-            found.append(f"{copied[1]}[{copied[2]}]")
-    return sorted(found)
-
-
-def collectives(text: str) -> dict[str, int]:
-    """Returns how many collectives of each kind a program has."""
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
-
-
 def size(tree) -> int:
     """Returns the bytes of all leaves of a tree of placed shapes, on one device."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def estimated_seconds(text: str) -> float:
+    """Returns the compiler's estimate of one run of a program without loops."""
+    return estimated_cycles(text) / ((_CLOCK.value or CHIPS[_CHIP.value].clock) * 1e9)
+
+
+def text_of(program) -> str | None:
+    """Returns a compiled program's text; None where JAX cannot read what the chip's compiler wrote."""
+    try:
+        return program.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        print(f"no text of a program: {str(error)[:120]}", file=sys.stderr)
+        return None
 
 
 def _tree():
@@ -155,10 +141,12 @@ def _gamma() -> int:
 
 @functools.cache
 def _devices() -> list:
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=_TOPOLOGY.value, chip_config_name="megacore" if "v4" in _TOPOLOGY.value else None
-    )
-    return topology.devices
+    how = {"chip_config_name": "megacore"} if _CHIP.value == "v4" else {}  # v4's two cores are one device
+    return topologies.get_topology_desc(platform="tpu", topology_name=_topology(), **how).devices
+
+
+def _topology() -> str:
+    return _TOPOLOGY.value or CHIPS[_CHIP.value].topology
 
 
 @functools.cache
@@ -169,7 +157,7 @@ def placement(drafts: bool = False) -> ShardingRules | None:
     data, model = parse_mesh(_MESH.value)
     if data * model > len(_devices()):
         raise app.UsageError(
-            f"mesh: got {_MESH.value}, expected at most the {len(_devices())} devices of {_TOPOLOGY.value}"
+            f"mesh: got {_MESH.value}, expected at most the {len(_devices())} devices of {_topology()}"
         )
     return ShardingRules(Mesh(np.array(_devices()[: data * model]).reshape(data, model), AXES), replicate=drafts)
 
@@ -204,10 +192,11 @@ def abstract_cache(preset: str, drafts: bool):
 @functools.cache
 def call_seconds(preset: str, width: int, drafts: bool = False) -> float:
     """Returns the compiler's estimate of a call over `width` positions, in seconds."""
-    network, cache = abstract_network(preset, drafts), abstract_cache(preset, drafts)
-    row = jax.ShapeDtypeStruct((_BATCH.value,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((_BATCH.value, width), jnp.int32)
-    return estimated_seconds(call.lower(*place((network, tokens, row, cache))).compile().as_text())
+    with waiting(f"compiling a call of {preset} over {width} position{'s' * (width != 1)}"):
+        network, cache = abstract_network(preset, drafts), abstract_cache(preset, drafts)
+        row = jax.ShapeDtypeStruct((_BATCH.value,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((_BATCH.value, width), jnp.int32)
+        return estimated_seconds(call.lower(*place((network, tokens, row, cache))).compile().as_text())
 
 
 @functools.partial(jax.jit, donate_argnums=3)
@@ -291,40 +280,99 @@ def report() -> dict:
     batch, gamma = _BATCH.value, _gamma()
     target = place(abstract_network(_TARGET.value))
     drafter = place(abstract_drafter(_DRAFTER.value)) if gamma else None
-    lowered = lowered_start(target, drafter)
-    compiled = lowered.compile()
+    with waiting(f"compiling encoders and prefill of {_TARGET.value} for {_topology()}"):
+        lowered = lowered_start(target, drafter)
+        compiled = lowered.compile()
     state, encoders = place(lowered.out_info, compiled.output_shardings), compiled.memory_analysis()
-    loop = lowered_loop(target, drafter, state).compile()
-    text = loop.as_text()
-    if _TEXT.value:
+    with waiting(f"compiling the loop of {_TARGET.value}"):
+        loop = lowered_loop(target, drafter, state).compile()
+        text = text_of(loop)
+    if _TEXT.value and text:
         write_file(_TEXT.value, text)
     memory = loop.memory_analysis()
     weights, caches = (size(target) + size(drafter)) / GB, size(state) / GB
     # Both models' encoders stay in memory beside the loop, whose program takes only the decoders' weights.
     needed = weights + caches + max(memory.temp_size_in_bytes, encoders.temp_size_in_bytes) / GB
+    most, read = _MEMORY.value or CHIPS[_CHIP.value].memory, caches + _step_gb(target)
+    read += gamma * _step_gb(drafter.network) if drafter else 0
     return {
         "what": "compiler's memory analysis, ahead of time; not a measurement",
-        "topology": _TOPOLOGY.value, "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
+        "chip": _CHIP.value, "topology": _topology(), "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
         "gamma": gamma, "tree": _TREE.value, "num_beams": _BEAMS.value, "batch_size": batch, "dtype": "bfloat16",
         "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
         "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
-        "mesh": _MESH.value, "collectives": collectives(text),
-        "memory_gb": _MEMORY.value, "fits": needed <= _MEMORY.value, "copied_in_loops": loop_copies(text),
+        "mesh": _MESH.value, "collectives": collectives(text) if text else None,
+        "memory_gb": most, "fits": needed <= most, "floor_ms": round(1e3 * read / CHIPS[_CHIP.value].bandwidth, 3),
+        "copied_in_loops": loop_copies(text) if text else None,
         "jax": jax.__version__,
     }  # fmt: skip
 
 
-def main(argv):
+def _step_gb(network: Network) -> float:
+    """Returns the GB of the weights with which a device multiplies in one step."""
+    return size(Products.of(network).kernels) / GB
+
+
+def iteration_ms() -> float | None:
+    """Returns the estimate of a target call over γ + 1 positions and of γ draft steps; without a
+    draft of a plain step. A call over one position counts as one over two.
+
+    None where JAX cannot read what the chip's compiler wrote.
+    """
+    gamma = _GAMMA.value
+    try:
+        target = call_seconds(_TARGET.value, max(gamma + 1, 2))
+        steps = gamma * call_seconds(_DRAFTER.value, 2, drafts=True) if gamma else 0.0
+    except jax.errors.JaxRuntimeError as error:
+        print(f"no estimate: {str(error)[:120]}", file=sys.stderr)
+        return None
+    return round(1e3 * (target + steps), 3)
+
+
+def every_chip(arguments: list[str]) -> int:
+    """Prints the table, each line as soon as it is there; returns 1 if a chip's programs do not fit."""
+    print("estimates by the TPU compiler, ahead of time; nothing here is a measurement")
+    print("chip     needed, GB     fits   iteration     floor    iteration / floor", flush=True)
+    codes = []
+    for chip in CHIPS:
+        print(f"{chip}, in a process of its own", file=sys.stderr, flush=True)
+        command = [sys.executable, __file__, *arguments, f"--chip={chip}", "--iteration"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        print(chip_line(chip, done.returncode, done.stdout), flush=True)
+        codes.append(done.returncode)
+    return int(any(codes))
+
+
+def _check(argv: list[str]) -> None:
+    """Refuses what the command line cannot mean."""
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    if _TOPOLOGY.value and _TOPOLOGY.value.split(":")[0] != _CHIP.value:
+        raise app.UsageError(f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip")
+    one = {"times": _TIMES, "hlo": _TEXT, "memory_gb": _MEMORY, "clock_ghz": _CLOCK} if _CHIP.value == "all" else {}
+    chain = {"tree": _TREE, "num_beams": _BEAMS} if _CHIP.value == "all" or _ITERATION.value else {}
+    for name, flag in {**one, **chain}.items():
+        if flag.value:
+            raise app.UsageError(f"{name}: got {flag.value} with the estimate of an iteration, expected none")
+
+
+def main(argv):
+    _check(argv)
+    if _CHIP.value == "all":
+        sys.exit(every_chip(sys.argv[1:]))
     if _MESH.value:
         try:
             placement().check(PRESETS[_TARGET.value])
             placement().check_rows("batch_size", _BATCH.value)
         except ValueError as error:
             raise app.UsageError(str(error)) from None
-    result = report()
+    try:
+        result = report()
+    except jax.errors.JaxRuntimeError as error:  # most often the compiler's, that the memory does not suffice
+        why = " ".join(str(error).split())
+        print(json.dumps({"what": "refused by the compiler", "chip": _CHIP.value, "failed": why[:1000]}, indent=2))
+        sys.exit(1)
     if _TREE.value:
         width, node = _gamma() + 1, tree_call_seconds(_TARGET.value)
         result["nodes"] = _tree().size
@@ -332,6 +380,8 @@ def main(argv):
             f"{width} of a chain": round(1e3 * call_seconds(_TARGET.value, width), 3),
             f"{_tree().size} nodes": round(1e3 * node, 3),
         }
+    if _ITERATION.value:
+        result["iteration_ms"] = iteration_ms()
     if _TIMES.value:
         result["times"] = times()
     print(json.dumps(result, indent=2))

@@ -17,14 +17,14 @@ import numpy as np
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.arms import Batch
-from specdec_jax.analysis.coverage import Coverage, by_rank, coverage_at, mean_coverage
+from specdec_jax.analysis.coverage import Coverage, Covered, Rates, by_rank, coverage_at, mean_coverage
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import prepare
-from specdec_jax.decoding.results import NotNumbers, finish
+from specdec_jax.decoding.results import GenerationResult, NotNumbers, finish
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
@@ -53,16 +53,22 @@ class Acceptance:
       work: by verifier and γ = 1 … G, for each batch.
       coverage: how often the target's token is among the drafter's first choices; empty where it
         was counted.
+      by_depth: by verifier, for depths d = 1 … as deep as any token was examined: (P(the token of
+        depth d stands where the d − 1 above it do), its standard error).
+      coverage_by_depth: by kind of children, for k children of every node: the same as `by_depth` of
+        such a tree.
     """
 
     how: str
     alpha: float | None
     error: float | None
     positions: int
-    survival: dict[str, list[tuple[float, float | None]]]
+    survival: dict[str, Rates]
     lengths: list[np.ndarray]
     work: dict[tuple[str, int], list[Work]]
     coverage: Coverage = dataclasses.field(default_factory=dict)
+    by_depth: dict[str, Rates] = dataclasses.field(default_factory=dict)
+    coverage_by_depth: dict[str, list[Rates]] = dataclasses.field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """Returns the part of a record that says all this."""
@@ -71,20 +77,23 @@ class Acceptance:
             "alpha": self.alpha,
             "standard_error": self.error,
             "positions": self.positions,
-            "by_position": {
-                name: [{"stands": mean, "standard_error": error} for mean, error in values]
-                for name, values in self.survival.items()
-            },
+            "by_position": {name: _named("stands", values) for name, values in self.survival.items()},
+            "by_depth": {name: _named("stands", values) for name, values in self.by_depth.items()},
             "tokens_per_target_call": {
                 name: formulas.tokens_by_survival([mean for mean, _ in values])
                 for name, values in self.survival.items()
             },
-            "coverage": {
-                kind: [{"covered": mean, "standard_error": error} for mean, error in values]
-                for kind, values in self.coverage.items()
+            "coverage": {kind: _named("covered", values) for kind, values in self.coverage.items()},
+            "coverage_by_depth": {
+                kind: [_named("covered", values) for values in widths]
+                for kind, widths in self.coverage_by_depth.items()
             },
             "by_rank": {kind: by_rank(values) for kind, values in self.coverage.items()},
         }
+
+
+def _named(name: str, rates: Rates) -> list[dict[str, Any]]:
+    return [{name: mean, "standard_error": error} for mean, error in rates]
 
 
 def measure_acceptance(
@@ -110,23 +119,23 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
     """Decodes plainly and scores the outputs with both models."""
     config: SamplingConfig = options.sampling()
     sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
-    covered: dict[str, list[np.ndarray]] = {}
+    covered: list[dict[str, np.ndarray]] = []
+    trees: dict[str, list[list[np.ndarray]]] = {}
     work: dict[tuple[str, int], list[Work]] = {(name, g): [] for name in verifiers for g in range(1, gamma + 1)}
     for batch in track(batches, len(batches), "scoring"):
         result = batch.through(
             lambda batch: generate(target, batch.inputs, key=batch.keys, **options.decoding(plain=True))
         )
         lengths.append(result.lengths)
-        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        agreed = _scored(target, drafter, batch, result, config)
         expected = {key: [] for key in work}
         for row, length in enumerate(result.lengths):
-            sound = np.isfinite(agreed.overlap[row, :length])
-            if not sound.all():
-                raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
             sums.append(float(agreed.overlap[row, :length].sum()))
             counts.append(int(length))
-            for kind, found in agreed.coverage.items():
-                covered.setdefault(kind, []).append(found[row, :length].sum(axis=0, dtype=np.float64))
+            covered.append(agreed.covered.sums(row, length))
+            for kind, found in agreed.covered.log_given.items():
+                given = [along(column, gamma, SURVIVAL["token"]) for column in found[row, :length].T]
+                trees.setdefault(kind, []).append(given)
             ended = result.finish_reasons[row] == "eos"
             for name in verifiers:
                 # At temperature 0 all verifiers are one.
@@ -137,8 +146,37 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
         for key, rows in expected.items():  # a batch runs until its last row is done
             work[key].append(Work(batch.padded, *(max(values) for values in zip(*rows, strict=True))))
     alpha, error = formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)
-    survival = {name: _mean_survival(rows, gamma) for name, rows in survivals.items()}
-    return Acceptance("scored", alpha, error, sum(counts), survival, lengths, work, mean_coverage(covered, counts))
+    return Acceptance(
+        "scored", alpha, error, sum(counts),
+        {name: _mean_survival(rows, gamma) for name, rows in survivals.items()}, lengths, work,
+        mean_coverage(covered, counts), {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
+        {kind: [_by_depth(rows, gamma) for rows in zip(*found, strict=True)] for kind, found in trees.items()},
+    )  # fmt: skip
+
+
+def _scored(
+    target, drafter: ModelDrafter, batch: Batch, result: GenerationResult, config: SamplingConfig
+) -> "Agreement":
+    """Returns the `agreement` along a batch's outputs; raises NotNumbers for a damaged drafter."""
+    agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+    for row, length in enumerate(result.lengths):
+        sound = np.isfinite(agreed.overlap[row, :length])
+        if not sound.all():
+            raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
+    return agreed
+
+
+def coverage_of(
+    target, drafter: ModelDrafter, batches: Sequence[Batch], results: Sequence[GenerationResult],
+    config: SamplingConfig,
+) -> Coverage:  # fmt: skip
+    """Returns the coverage along outputs of the target, one result for each batch."""
+    sums, counts = [], []
+    for batch, result in zip(batches, results, strict=True):
+        agreed = _scored(target, drafter, batch, result, config)
+        sums += [agreed.covered.sums(row, length) for row, length in enumerate(result.lengths)]
+        counts += result.lengths.tolist()
+    return mean_coverage(sums, counts)
 
 
 def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
@@ -155,7 +193,7 @@ def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
     return survival(windows)
 
 
-def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> list[tuple[float, float | None]]:
+def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> Rates:
     """Returns means and standard errors for i = 1 … G, over all positions that have at least i
     tokens after them."""
     found = []
@@ -166,13 +204,27 @@ def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> list[tuple[float, 
     return found
 
 
+def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
+    """Returns the rate at each depth d, Σ P(at least d stand) / Σ P(at least d − 1 stand) over the
+    positions of `_mean_survival`, up to the last depth that is reached at all."""
+    found: Rates = []
+    for depth in range(gamma):
+        complete = [np.pad(row, ((0, 0), (1, 0)), constant_values=1)[: max(0, len(row) - depth)] for row in rows]
+        above, stands = ([row[:, place].sum() for row in complete] for place in (depth, depth + 1))
+        if not any(above):
+            break
+        found.append(formulas.clustered_mean(stands, above))
+    return found
+
+
 def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptance:
     """Decodes with γ = G and counts; a smaller γ is expected to accept as many at its positions as
     G does at its first ones."""
     alpha: float | None = None
     error: float | None = None
     positions, lengths = 0, []
-    survival: dict[str, list[tuple[float, float | None]]] = {}
+    survival: dict[str, Rates] = {}
+    by_depth: dict[str, Rates] = {}
     work: dict[tuple[str, int], list[Work]] = {}
     for name in verifiers:
         decoding = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier=name)
@@ -190,6 +242,8 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
         survival[name] = [
             formulas.clustered_mean(by_position[:, i], calls) if any(calls) else (0.0, None) for i in range(gamma)
         ]
+        at_depth = zip(by_position.T, np.array([row.examined_by_position for row in rows]).T, strict=True)
+        by_depth[name] = [formulas.clustered_mean(stood, reached) for stood, reached in at_depth if any(reached)]
         per_call = formulas.tokens_by_survival([mean for mean, _ in survival[name]])
         lengths = lengths or [result.lengths for result in results]
         for g in range(1, gamma + 1):
@@ -198,7 +252,7 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
                 for result in results
             ]
             work[name, g] = [Work(batch.padded, n, g * n) for batch, n in zip(batches, batch_calls, strict=True)]
-    return Acceptance("counted", alpha, error, positions, survival, lengths, work)
+    return Acceptance("counted", alpha, error, positions, survival, lengths, work, by_depth=by_depth)
 
 
 class Comparison(NamedTuple):
@@ -269,12 +323,12 @@ class Agreement(NamedTuple):
       overlap: Σ min(p, q) over the vocabulary, the probability that a drafted token is accepted; at
         temperature 0 whether the argmax is the same.
       log_ratio: log q(y) − log p(y) of the token y of the output.
-      coverage: what `coverage_at` returns, `[B, T, K]`.
+      covered: what `coverage_at` returns, `[B, T, K]`.
     """
 
     overlap: np.ndarray
     log_ratio: np.ndarray
-    coverage: dict[str, np.ndarray]
+    covered: Covered
 
 
 def agreement(
@@ -329,4 +383,4 @@ def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: Samplin
     # A sampled token has p > 0, unless two ways of computing p round differently (ties, the edge of a filter).
     here = jnp.where(here > -jnp.inf, here, there)
     log_ratio = jnp.where(there > -jnp.inf, there - here, -jnp.inf)
-    return overlap, log_ratio, coverage_at(law, ranked, mode.greedy)
+    return overlap, log_ratio, coverage_at(law, ranked, tokens, mode.greedy)

@@ -131,12 +131,16 @@ def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], opti
 def warm_up(arms: Mapping[str, Arm], steps: Mapping[str, Callable], batches: Sequence[Batch]) -> None:
     """Compiles everything that is timed later, and records the seconds of each arm."""
     shapes = {batch.padded: batch for batch in batches}
-    for arm, batch in track([(arm, batch) for arm in arms.values() for batch in shapes.values()],
-                            len(arms) * len(shapes), "compiling"):  # fmt: skip
+    compiled = {
+        f"{name}, inputs of {length} ids": (arm, batch)
+        for name, arm in arms.items()
+        for length, batch in shapes.items()
+    }
+    for arm, batch in track(compiled.values(), len(compiled), "compiling", names=list(compiled)):
         start = time.perf_counter()
         batch.through(arm.decode)
         arm.compile_seconds += time.perf_counter() - start
-    for step in track(steps.values(), len(steps), "compiling steps"):
+    for step in track(steps.values(), len(steps), "compiling steps", names=list(steps)):
         jax.block_until_ready(step())
 
 
@@ -145,7 +149,7 @@ def one_pass(arms: Mapping[str, Arm], batches: Sequence[Batch], turn: int, what:
     for arm in arms.values():
         arm.seconds.append(0.0)
         arm.results = []
-    for index, batch in enumerate(track(batches, len(batches), what)):
+    for index, batch in enumerate(track(batches, len(batches), f"{what}, batch")):
         for name in timing.rotate(arms, turn + index):
             start = time.perf_counter()
             result = batch.through(arms[name].decode)
@@ -167,13 +171,14 @@ def missing_outputs(arms: Mapping[str, Arm]) -> list[str]:
 
 def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str, float]:
     """Returns the seconds of one call of every arm of single steps."""
-    return {name: timing.timed(steps[name]) for name in track(timing.rotate(steps, turn), len(steps), what)}
+    names = timing.rotate(steps, turn)
+    return {name: timing.timed(steps[name]) for name in track(names, len(steps), f"{what}, step", names=names)}
 
 
 def time_steps(steps: Mapping[str, Callable], repeats: int) -> dict[str, Spread]:
     """Returns the seconds of one step, by arm, over `repeats` passes."""
     turns = range(repeats)
-    return per_step([timed_steps(steps, turn, f"steps, pass {turn + 1} of {repeats}") for turn in turns])
+    return per_step([timed_steps(steps, turn, f"timing steps, pass {turn + 1} of {repeats}") for turn in turns])
 
 
 def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:

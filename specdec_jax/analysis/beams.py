@@ -86,7 +86,7 @@ def benchmark_beams(
     arms |= {"greedy": greedy} | dict(others or {})
     analysis_arms.warm_up(arms, {}, batches)
     for repeat in range(options.repeats):
-        analysis_arms.one_pass(arms, batches, repeat, f"pass {repeat + 1} of {options.repeats}")
+        analysis_arms.one_pass(arms, batches, repeat, f"timing, pass {repeat + 1} of {options.repeats}")
 
     plain, problems = arms["plain"], analysis_arms.missing_outputs(arms)
     how = trees[0].arguments(None, options)

@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.analysis import acceptance, comparison, machine, near_ties, predictions, timing, traces, tree_drawing
 from specdec_jax.analysis import arms as analysis_arms
-from specdec_jax.analysis import comparison, machine, near_ties, predictions, timing, traces
 from specdec_jax.analysis import products as analysis_products
 from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.coverage import Coverage
 from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.progress import waiting
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
@@ -71,14 +73,15 @@ def benchmark(
     timed = []
     for repeat in range(options.repeats):
         turn = f"pass {repeat + 1} of {options.repeats}"
-        timed.append(analysis_arms.timed_steps(steps, repeat, f"steps, {turn}"))
-        analysis_arms.one_pass(arms, batches, repeat, turn)
+        timed.append(analysis_arms.timed_steps(steps, repeat, f"timing steps, {turn}"))
+        analysis_arms.one_pass(arms, batches, repeat, f"timing, {turn}")
     record = _record(target, drafter, arms, analysis_arms.per_step(timed), batches, options)
     if trees:
-        record |= _tree_records(arms, trees, target, analysis_arms.per_step(timed), batches, options)
+        coverage = _coverage(target, drafter, trees, batches, arms["plain"], options)
+        record |= _tree_records(arms, trees, target, analysis_arms.per_step(timed), batches, options, coverage)
     if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
-        gammas = () if options.forced_alpha else options.gammas
-        record["example"] = traces.example(target, drafter, gammas, batches, analysis_arms.per_step(timed), options)
+        with waiting("tracing the calls of the first input"):
+            record["example"] = _example(target, drafter, batches, analysis_arms.per_step(timed), options)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas}
@@ -100,9 +103,26 @@ def _trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, Tree |
     return {text: tree_options(tree, drafter, "auto", "block").tree or tree for text, tree in given.items()}
 
 
+def _example(target, drafter: Drafter, batches, times: Mapping[str, Spread], options) -> dict[str, Any] | None:
+    """Returns the calls of one input with every γ, and one call of every tree; None if there is no
+    text."""
+    gammas, first = () if options.forced_alpha else options.gammas, traces.first_text(batches)
+    if first is None:
+        return None
+    trees = {"trees": tree_drawing.examples(target, drafter, first, options)} if options.tree else {}
+    return traces.example(target, drafter, gammas, first, times, options) | trees
+
+
+def _coverage(target, drafter, trees, batches, plain: Arm, options: BenchmarkSetup) -> Coverage:
+    """Returns the coverage along plain decoding's outputs, empty where nothing is predicted from it."""
+    if not drafter.scorable or not any(isinstance(tree, Tree) for tree in trees.values()):
+        return {}
+    return acceptance.coverage_of(target, drafter, batches, plain.results, options.sampling())
+
+
 def _tree_arm(text: str, target: LanguageModel, drafter: Drafter | None, options: BenchmarkSetup) -> Arm:
     tree = read_tree(text)
-    how = Choice(tree.depth, "block", text).arguments(drafter, options)
+    how = Choice(tree.depth, "block", text).arguments(drafter, options) | {"gamma": options.gamma_of("auto", tree)}
     return Arm(tree.size - 1, lambda batch: generate(target, batch.inputs, key=batch.keys, **how), tree=text)
 
 
@@ -207,7 +227,7 @@ def _improvement(slower: Arm, faster: Arm) -> Spread:
 
 def _tree_records(
     arms: Mapping[str, Arm], trees: Mapping[str, Tree | DynamicTree], target, times: Mapping[str, Spread], batches,
-    options,
+    options, coverage: Coverage,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns what is known of every tree, and the time of the fastest chain over the fastest tree's."""
     plain, step, found = arms["plain"], times["target step"].median, []
@@ -222,6 +242,7 @@ def _tree_records(
             "tokens": arm.tokens,
             "compile_seconds": arm.compile_seconds,
             "stats": _total_stats(arm),
+            **predictions.tree_tokens(tree, coverage),
             "improvement": _improvement(plain, arm)._asdict(),
             "verify_cost": times[f"nodes of {text}"].median / step,
             "differences": _differences(arm, plain, target, batches) if same_tokens else [],

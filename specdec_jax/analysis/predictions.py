@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specdec_jax.analysis import formulas
+from specdec_jax.analysis.coverage import KINDS, Coverage, by_rank
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,35 @@ def predictions(
         "with_lengths": plain / total(expected_work(padded, lengths, gamma, alpha)),
         "with_counts": plain / total(counted),
     }
+
+
+# Why nothing is predicted of a tree, or what the prediction takes every node's acceptance from.
+TREE_PREDICTIONS = {kind: f"coverage by {words}" for kind, words in KINDS.items()} | {
+    "dynamic": "the drafter's law shapes the tree",
+    "lossy": "the verifier is lossy",
+    "unscored": "the drafter's law is not scored",
+}
+
+
+def tree_tokens(tree: Tree | DynamicTree, coverage: Coverage) -> dict[str, float | str | None]:
+    """Returns the tokens per target call to expect of a tree: `Tree.expected` from acceptance by rank.
+
+    That takes every node to stand independently of the others, and outputs to have no end. Above
+    temperature 0 drawn children of every kind are taken for all but one fixed.
+
+    Args:
+      tree: the tree, with the children and verifier that it is drafted with.
+      coverage: coverage in the same run; empty where the drafter's law is not scored.
+
+    Returns:
+      predicted: the number; None where nothing is predicted.
+      prediction: a key of `TREE_PREDICTIONS`.
+    """
+    if isinstance(tree, DynamicTree) or tree.judge in LOSSY_TREES or not coverage:
+        why = "dynamic" if isinstance(tree, DynamicTree) else "lossy" if tree.judge in LOSSY_TREES else "unscored"
+        return {"predicted": None, "prediction": why}
+    kind = "mixed" if "mixed" in coverage and tree.kind != "top" else "top"
+    return {"predicted": tree.expected(by_rank(coverage[kind])), "prediction": kind}
 
 
 def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:

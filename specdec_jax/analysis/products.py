@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from specdec_jax.analysis.timing import STEPS
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.layers import apply_kernel, product
+from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.layouts import Kernel, is_kernel, matrix, shape_of, step_kernels
 from specdec_jax.models.network import Network
+from specdec_jax.models.products import product
 
 
 class Products(NamedTuple):

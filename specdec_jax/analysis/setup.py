@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 class Setup(Protocol):
@@ -86,7 +87,7 @@ class BenchmarkSetup(BeamSetup, Protocol):
     @property
     def samples_preset(self) -> bool: ...
 
-    def gamma_of(self, gamma: int | str) -> int | str | Policy:
+    def gamma_of(self, gamma: int | str, tree: Tree | DynamicTree | None = None) -> int | str | Policy:
         """Returns what `generate` takes as γ."""
 
 

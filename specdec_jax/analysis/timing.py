@@ -48,9 +48,8 @@ class Spread(NamedTuple):
         return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
 
 
-def timed(function: Callable[[], object]) -> float:
-    """Returns the seconds of one call, the devices' work included; for a short call the median of a
-    few.
+def passes(function: Callable[[], object]) -> list[float]:
+    """Returns the seconds of several calls, the devices' work included.
 
     An untimed call goes before, because after a pause the first one also pays for sleeping threads
     and cold caches. For calls of more than two seconds that does not count, and the first one is
@@ -64,8 +63,13 @@ def timed(function: Callable[[], object]) -> float:
 
     first = once()
     if first > 2:
-        return first
-    return float(np.median([once() for _ in range(1 if first > 0.5 else 5)]))
+        return [first]
+    return [once() for _ in range(1 if first > 0.5 else 5)]
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Returns the seconds of one call, for a short call the median of a few (`passes`)."""
+    return float(np.median(passes(function)))
 
 
 def rotate(arms: Mapping[str, object], turn: int) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import predictions
+from specdec_jax.analysis.arms import Batch
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
@@ -70,14 +71,15 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
     return found
 
 
+def first_text(batches: Sequence[Batch]) -> Batch | None:
+    """Returns the first batch whose first input has any text, None if there is none."""
+    return next((batch for batch in batches if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()), None)
+
+
 def example(
-    target: LanguageModel, drafter, gammas: Sequence[int], batches, times: Mapping[str, Spread], options
-) -> dict[str, Any] | None:
-    """Returns the first input that has any text, decoded plainly and with every γ of `gammas`; None
-    if there is none."""
-    batch = next((batch for batch in batches if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()), None)
-    if batch is None:
-        return None
+    target: LanguageModel, drafter, gammas: Sequence[int], batch: Batch, times: Mapping[str, Spread], options
+) -> dict[str, Any]:
+    """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
     arms = []
     for gamma in (0, *gammas):
         steps = trace(

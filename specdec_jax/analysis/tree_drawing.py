@@ -1,14 +1,73 @@
 """Draws the token tree of an iteration as text: its nodes, the path that stands, its attention mask."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from specdec_jax.analysis.arms import Batch
+from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.traces import own_kind, surface
-from specdec_jax.decoding.trace import TraceStep, TreeStep
+from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.tree_text import read_tree
 
 # Width of a terminal.
 COLUMNS = 80
 _SEEN, _UNSEEN = "■", "·"
+
+
+class Drawn(NamedTuple):
+    """The tree of a step with the texts of its tokens, as records keep it.
+
+    Attributes:
+      tree: the tree.
+      texts: the text of each node.
+      own: that of the token which the target added; None if it added none.
+    """
+
+    tree: TreeStep
+    texts: list[str]
+    own: str | None
+
+    @classmethod
+    def of(cls, step: TraceStep, target: LanguageModel) -> "Drawn":
+        """Returns the tree of a step that drafted one."""
+        assert step.tree is not None
+        texts = [root(step.tree, target), *(one_line(node.token, target) for node in step.tree.nodes[1:])]
+        return cls(step.tree, texts, None if step.corrected is None else one_line(step.corrected, target))
+
+    def record(self) -> dict[str, Any]:
+        """Returns the part of a record that says all this."""
+        nodes = [{"text": text, **node._asdict()} for text, node in zip(self.texts, self.tree.nodes, strict=True)]
+        return {"nodes": nodes, "path": self.tree.path, "own": self.own}
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> "Drawn":
+        """Returns what `record` wrote, without ids and probabilities, which no drawing shows.
+
+        Raises:
+          ValueError: parents that do not come before their children, or a path that leaves the tree.
+        """
+        parents, path = [node["parent"] for node in record["nodes"]], list(record["path"])
+        if parents[:1] != [-1] or not all(0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+            raise ValueError("nodes: got parents in another order, expected -1, then each before its children")
+        if path[:1] != [0] or any(
+            not 0 < node < len(parents) or parents[node] != above for above, node in zip(path, path[1:])
+        ):
+            raise ValueError("path: got other nodes, expected node 0, then a child of the node before")
+        nodes = [TreeNode(0, parent, 0.0, None) for parent in parents]
+        return cls(TreeStep(nodes, path), [node["text"] for node in record["nodes"]], record["own"])
+
+
+def examples(target: LanguageModel, drafter, batch: Batch, options: BenchmarkSetup) -> list[dict[str, Any]]:
+    """Returns of the first input of `batch`, for every tree that the options name and that drafts
+    anything, the call that `instructive` chooses: its number, and what `Drawn.record` says."""
+    how, found = options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys}, []
+    for text in options.tree:
+        steps = trace(target, batch.inputs[0], tree=read_tree(text), **how)
+        number = instructive(steps)
+        if number is not None:
+            found.append({"tree": text, "call": number + 1, **Drawn.of(steps[number], target).record()})
+    return found
 
 
 def instructive(steps: Sequence[TraceStep]) -> int | None:

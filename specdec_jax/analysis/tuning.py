@@ -210,7 +210,7 @@ def step_times(
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     arms, last = {}, choices[-1]
     timed = [choice for choice in choices if choice.gamma in (0, last.gamma) or choice.verifier == choices[0].verifier]
-    for choice in track(timed, len(timed), "compiling iterations"):
+    for choice in track(timed, len(timed), "compiling iterations", names=[str(choice) for choice in timed]):
         how = options.decoding(plain=not choice.gamma)
         how |= {"verifier": choice.verifier} if choice.gamma else {}
         state = timing.iteration_state(

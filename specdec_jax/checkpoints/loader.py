@@ -16,6 +16,7 @@ from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.leaves import Checkpoint, check
 from specdec_jax.checkpoints.memory import check_memory
 from specdec_jax.checkpoints.weights import kernels_of, read_params
+from specdec_jax.models import panels
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.sharding import ShardingRules
@@ -73,14 +74,14 @@ def load(
         the bytes. This needs float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they
         are there). None: weights that are stored in 8 bits stay so where that is possible, which changes numbers only
         by the rounding of inputs; all others are in `dtype`. "int8": kernels, the head's too, are rounded while they
-        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "none": all
-        weights are in `dtype`.
+        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "w8a8": also
+        rounds inputs to 8 bits: faster for many rows, a law further away. "none": all weights are in `dtype`.
       say: called with the line about the chosen dtype; prints it to standard error by default.
 
     Raises:
       ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
-        or a feed-forward width that the mesh does not divide, or `quantize="int8"` where it is not possible.
+        or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
     """
     if replicate and mesh is None:
         raise ValueError("replicate: got True without a mesh, expected mesh= too")
@@ -89,13 +90,13 @@ def load(
     checkpoint = open_checkpoint(folder, config)
     checkpoint = complete(checkpoint, vocabulary, folder)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
-    dtype = choose_dtype(dtype, path, say, kernels)
+    dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.INPUT_BITS.get(quantize or "", 16))
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
     network = checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
     with returning_freed_memory():
-        params = read_params(checkpoint, dtype, rules, kernels)
+        params = read_params(checkpoint, dtype, rules, kernels, input_bits)
         return LanguageModel(
             network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
             name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint, rules=rules,
@@ -156,18 +157,21 @@ def _known_dtype(dtype) -> str:
 _IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded": ", with weights rounded to 8 bits"}
 
 
-def choose_dtype(dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None) -> str:
+def choose_dtype(
+    dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None, input_bits: int = 16
+) -> str:
     """Returns the name of `dtype`, or of the machine's default for None.
 
-    A default is told to `say`, together with `path` and with how weights are held (`kernels`, from
-    `kernels_of`).
+    A default is told to `say`, together with `path`, with how weights are held (`kernels`, from
+    `kernels_of`), and whether `input_bits`, of such kernels, is 8.
     """
     chosen = _known_dtype(dtype)
     if dtype is None:
         platform = jax.default_backend()
         kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
+        held = _IN_8_BITS.get(kernels or "", "") + (", inputs of products in 8 bits too" if input_bits == 8 else "")
         say(
-            f"loading {path} in {chosen}, the default on {kind}{_IN_8_BITS.get(kernels or '', '')} "
+            f"loading {path} in {chosen}, the default on {kind}{held} "
             "(dtype=, or --dtype on the command line, chooses another)"
         )
     return chosen

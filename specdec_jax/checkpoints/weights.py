@@ -39,7 +39,7 @@ def kernels_of(
     """
     panels.check_quantize(quantize, dtype, rules is not None)
     if quantize == "none" or rules is not None or not _stored(checkpoint) or not panels.usable(dtype):
-        return "rounded" if quantize == "int8" else None
+        return "rounded" if quantize in panels.INPUT_BITS else None
     return "stored"
 
 
@@ -56,8 +56,9 @@ def _is_kernel(name: str) -> bool:
 
 
 def read_params(
-    checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
-) -> dict:
+    checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None,
+    input_bits: int = 16,
+) -> dict:  # fmt: skip
     """Returns the parameters as a nested dict of arrays, read one at a time.
 
     They lie on the default device, or divided over a mesh.
@@ -68,17 +69,18 @@ def read_params(
       rules: how parameters are divided on a mesh, None without one.
       kernels: from `kernels_of`. Kernels in 8 bits are `Int8Kernel`s; an embedding that is also the
         head is then there once more as a kernel.
+      input_bits: of the `Int8Kernel`s.
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result comes when little else is in memory.
     for name in sorted(checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)):
         leaf = checkpoint.leaves[name]
         if kernels and _is_kernel(name):
-            params[name] = _in_8_bits(name, leaf)
+            params[name] = _in_8_bits(name, leaf, input_bits)
             continue
         params[name] = _read(name, leaf, jnp.dtype(dtype), rules)
         if kernels and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
-            params[_HEAD] = _in_8_bits(_HEAD, leaf.transposed())
+            params[_HEAD] = _in_8_bits(_HEAD, leaf.transposed(), input_bits)
     return unflatten(params)
 
 
@@ -91,13 +93,14 @@ def _read(name: str, leaf: Leaf, dtype: np.dtype, rules: ShardingRules | None) -
     return array.block_until_ready()
 
 
-def _in_8_bits(name: str, leaf: Leaf) -> Int8Kernel:
+def _in_8_bits(name: str, leaf: Leaf, input_bits: int) -> Int8Kernel:
     """Returns a kernel `[D, F]` in 8 bits: its stored integers if there are any, else rounded."""
     if leaf.parts and int8.fits(name, leaf):
         values, scales = leaf.parts
-        found = Int8Kernel(jax.device_put(values.load(np.int8)), jax.device_put(scales.load(np.float32)[0]))
+        integers, factors = jax.device_put(values.load(np.int8)), jax.device_put(scales.load(np.float32)[0])
+        found = Int8Kernel(integers, factors, input_bits)
     else:
-        found = Int8Kernel.of(jax.device_put(leaf.load(np.float32)))
+        found = Int8Kernel.of(jax.device_put(leaf.load(np.float32)), input_bits)
     return jax.block_until_ready(found)
 
 

@@ -22,6 +22,7 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
+from specdec_jax.models.panels import INPUT_BITS
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
@@ -186,7 +187,6 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         for name, meaningless, expected in (
             ("forced_alpha", bool(self.forced_alpha), "none"),
             ("verifier", self.verifier in LOSSY, "an exact one: a tree has a verifier of its own"),
-            ("gamma_policy", self.gamma_policy != "fixed", "fixed"),
         ):
             if meaningless:
                 raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} with a tree, expected {expected}")
@@ -252,12 +252,11 @@ def _preset(
 ) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
-        kernels = "rounded" if quantize == "int8" else None
-        dtype = loader.choose_dtype(options.dtype, preset, kernels=kernels)
+        bits = INPUT_BITS.get(quantize or "")
+        dtype = loader.choose_dtype(options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16)
         config = PRESETS[preset].replace(dtype=dtype)
-        random = LanguageModel.random(config, name=preset, rules=options.placement(drafts), quantize=quantize)
-        random.eos_ids = ()  # every output has full length
-        return random
+        # Without EOS ids every output has full length.
+        return LanguageModel.filled(config, name=preset, eos_ids=(), rules=options.placement(drafts), quantize=quantize)
 
     assert options.preset
     target = target or model(options.preset)

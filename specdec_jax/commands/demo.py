@@ -4,6 +4,7 @@ time it takes."""
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 import time
@@ -15,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax.analysis import timing, traces, tree_drawing
+from specdec_jax.analysis import machine, timing, traces, tree_drawing
 from specdec_jax.analysis.report import plots, tree_plot
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import built_in, check_text
@@ -27,6 +28,7 @@ from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import track, waiting
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep, trace
+from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import native
 from specdec_jax.models.language_model import LanguageModel
@@ -81,6 +83,9 @@ class DemoOptions(DecodingOptions):
     plot: str | None = option(None, "file for a figure of one call's tree and mask: .png, .pdf or .svg")
     repeats: int = option(3, "timed passes over the sentences")
     picture: str | None = option(None, "SVG file to write, with what the terminal shows in colour")
+    output: str | None = option(
+        None, "file that a JSON record of the calls is written to, with the tree that is drawn, for `specdec figures`"
+    )
 
     def check(self) -> None:
         super().check()
@@ -88,8 +93,9 @@ class DemoOptions(DecodingOptions):
             raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
         gamma, tree = self.wanted, self.shape()
         check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
+        check_beside_tree(tree, self.verifier)
         at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
-        self.gamma_of(gamma)
+        self.gamma_of(gamma, tree)
         if self.trace and (isinstance(gamma, str) and tree is None or self.gamma_policy != "fixed"):
             raise UnsupportedCombination(
                 f"trace: got True with gamma={gamma!r}, gamma_policy={self.gamma_policy!r}, expected a number of tokens"
@@ -105,6 +111,7 @@ class DemoOptions(DecodingOptions):
         if self.picture and not self.picture.endswith(".svg"):
             raise ValueError(f"picture: got {self.picture!r}, expected the name of a file that ends in .svg")
         check_output(self.picture, "picture")
+        check_output(self.output)
 
     @property
     def wanted(self) -> int | str:
@@ -126,7 +133,7 @@ class DemoOptions(DecodingOptions):
         tree = self.shape()
         chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
         if not (self.trace and chain):
-            return {"gamma": self.gamma_of(self.wanted), "verifier": self.verifier, "tree": tree}
+            return {"gamma": self.gamma_of(self.wanted, tree), "verifier": self.verifier, "tree": tree}
         if not drafter.drafts_trees:
             raise UnsupportedCombination(
                 f"trace: got True with {drafter.name}, whose probabilities are not told, expected another drafter"
@@ -170,7 +177,11 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
         screen.say(f"\n{sentence}")
         _show(options, screen, target, seen[-1])
     screen.say("")
-    _draw_one(options, screen, target, sentences, seen)
+    drawn = _draw_one(options, screen, target, sentences, seen)
+    if options.output:
+        write_file(
+            options.output, json.dumps(_record(options, target, drafter, sentences, seen, drawn), indent=1) + "\n"
+        )
     if options.wanted == "auto" and not any(step.gamma for steps in seen for step in steps):
         screen.say(
             "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the "
@@ -188,15 +199,15 @@ def _show(options: DemoOptions, screen: "Screen", target: LanguageModel, steps: 
             _draw(screen, step, target, numbers=True)
 
 
-def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sentences, seen) -> None:
+def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sentences, seen) -> dict[str, Any] | None:
     """Draws one call as a tree: on the screen unless all were drawn there, and as a figure if that
-    is asked for."""
+    is asked for. Returns what a record says of it; None if no call has a tree."""
     calls = [(sentence, number, step) for sentence, steps in zip(sentences, seen) for number, step in enumerate(steps)]
     chosen = tree_drawing.instructive([step for *_, step in calls])
     if chosen is None:
         if options.plot:
             raise ValueError(f"plot: got {options.plot!r}, but nothing was drafted as a tree, expected more tokens")
-        return
+        return None
     sentence, number, step = calls[chosen]
     if not options.trace:
         screen.say(
@@ -205,8 +216,22 @@ def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sen
         )
         _draw(screen, step, target)
         screen.say("")
+    drawn = tree_drawing.Drawn.of(step, target)
     if options.plot:
-        plots.save(tree_plot.token_tree(step, target), options.plot)
+        plots.save(tree_plot.token_tree(drawn), options.plot)
+    return {"tree": options.tree or "chain", "call": number + 1, "input": sentence, **drawn.record()}
+
+
+def _record(options: DemoOptions, target: LanguageModel, drafter, sentences, seen, drawn) -> dict[str, Any]:
+    """Returns what was shown as JSON values."""
+    return {
+        "machine": machine.machine(), "options": dataclasses.asdict(options), "target": machine.model(target),
+        "drafter": machine.drafter(drafter),
+        "calls": [
+            {"input": sentence, "lines": traces.lines(steps, target)} for sentence, steps in zip(sentences, seen)
+        ],
+        "tree": drawn,
+    }  # fmt: skip
 
 
 def _draw(screen: "Screen", step: TraceStep, target: LanguageModel, numbers: bool = False) -> None:
@@ -221,7 +246,7 @@ def _time(options: DemoOptions, screen: "Screen", target: LanguageModel, drafter
     `shapes` has the number of a sentence of each padded length.
     """
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
-    gamma = options.gamma_of(options.wanted)
+    gamma = options.gamma_of(options.wanted, options.shape())
     speculative = dict(drafter=drafter, gamma=gamma, tree=options.shape(), **options.decoding())
     arms: dict[str, Callable[[int], GenerationResult]] = {
         "plain": lambda number: decode(number, **options.decoding(plain=True)),
@@ -322,7 +347,7 @@ def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
     results: dict[str, list[GenerationResult]] = {}
     for repeat in range(repeats):
         results = {name: [] for name in arms}
-        for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}"):
+        for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}, sentence"):
             for name in timing.rotate(arms, repeat + number):
                 start = time.perf_counter()
                 results[name].append(arms[name](number))

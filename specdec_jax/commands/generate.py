@@ -25,6 +25,7 @@ from specdec_jax.decoding.progress import Progress
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import Stats
 from specdec_jax.decoding.stream import stream
+from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
 from specdec_jax.models.language_model import LanguageModel
@@ -83,7 +84,8 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         )  # fmt: skip
         tree = self.shape().get("tree")
         check_gamma(self.gamma, MAX_GAMMA if tree is None else tree.size - 1)
-        self.gamma_of(self.gamma)
+        check_beside_tree(tree, self.verifier)
+        self.gamma_of(self.gamma, tree)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
         check_text("stop", check_stop(self.stop, self.deadline))
@@ -207,9 +209,10 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
 
 def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
     """Returns the arguments of `generate`."""
+    shape = options.shape()
     return options.decoding() | dict(
-        drafter=drafter, gamma=options.gamma_of(options.gamma), stop=options.stop, deadline=options.deadline,
-        **options.beams(), **options.shape(),
+        drafter=drafter, gamma=options.gamma_of(options.gamma, shape.get("tree")), stop=options.stop,
+        deadline=options.deadline, **options.beams(), **shape,
     )  # fmt: skip
 
 
@@ -329,6 +332,7 @@ def _deciding(
         "versions": {name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
         "dtype": target.config.dtype,
         "target in 8 bits": target.quantized,
+        "bits of the target's inputs": target.input_bits,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
         "target": digest([target.contents.encode(), own.vocabulary_contents(target.vocabulary)]),

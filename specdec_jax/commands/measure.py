@@ -1,4 +1,4 @@
-"""Runs `specdec measure`: α, coverage, c and v of a target and a drafter on this machine."""
+"""Runs `specdec measure`: α, coverage, acceptance by depth, c and v of a pair on this machine."""
 
 import dataclasses
 import json
@@ -38,7 +38,8 @@ class MeasureOptions(DecodingOptions):
     )  # fmt: skip
     json: bool = option(False, "print the JSON record instead of the summary")
     plot: str | None = option(
-        None, "file for a plot of expected improvement, acceptance, v and coverage (.png, .pdf, .svg)"
+        None,
+        "file for a plot of expected improvement, acceptance by position and by depth, v and coverage (.png, .pdf, .svg)",
     )
 
     def check(self) -> None:

@@ -24,11 +24,12 @@ from specdec_jax.drafters.named import WITHOUT_FILES, check_drafter_name, named_
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.panels import check_quantize_name
+from specdec_jax.models.panels import INPUT_BITS, check_quantize_name
 from specdec_jax.models.sharding import ShardingRules, make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, POLICIES, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS, verifier_of
 
 AUTO_HELP = (
@@ -72,8 +73,9 @@ class DecodingOptions:
     dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")
     quantize: str | None = option(
         None,
-        "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); the output law is "
-        "then the rounded model's; none: widen weights that are stored in 8 bits to --dtype (default: use such weights "
+        "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); w8a8: and the inputs "
+        "of its products to 8 bits instead of 16, which is faster for many rows; the output law is then the rounded "
+        "model's; none: widen weights that are stored in 8 bits to --dtype (default: use such weights "
         "as they are stored, where that is possible); for a drafter see --drafter_int8",
     )
     mesh: str | None = option(
@@ -108,8 +110,8 @@ class DecodingOptions:
     )
     gamma_policy: str = option(
         "fixed",
-        "how the number of drafted tokens adapts while decoding, with --gamma as its maximum (4 if --gamma is "
-        f"auto): fixed, {', '.join(POLICIES)}",
+        "how the number of drafted tokens, or of a tree's nodes, adapts while decoding, with --gamma as its maximum "
+        f"(if that is auto: 4, of a tree all nodes, up to {MAX_GAMMA}): fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
         (), "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
@@ -145,9 +147,9 @@ class DecodingOptions:
             typical_delta=self.typical_delta,
         )  # fmt: skip
 
-    def gamma_of(self, gamma: int | str) -> int | str | Policy:
+    def gamma_of(self, gamma: int | str, tree: Tree | DynamicTree | None = None) -> int | str | Policy:
         """Returns what `generate` takes as γ: `gamma` itself, or the policy with `gamma` (for
-        "auto" 4) as its maximum.
+        "auto" 4, with `tree` all its nodes) as its maximum.
 
         Raises:
           ValueError: no such policy, or settings that it does not have.
@@ -168,7 +170,9 @@ class DecodingOptions:
                 raise ValueError(
                     f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r}, expected one of {expected}"
                 )
-        return policy(FIXED if gamma == "auto" else gamma, **settings) if gamma else 0
+        if gamma == "auto":
+            gamma = FIXED if tree is None else min(tree.size - 1, MAX_GAMMA)
+        return policy(gamma, **settings) if gamma else 0
 
     def check(self) -> None:
         """Raises ValueError for options that can be seen to be wrong before a model is loaded."""
@@ -208,9 +212,11 @@ class DecodingOptions:
 
     def _check_quantize(self) -> None:
         check_quantize_name(self.quantize)
-        if self.quantize == "int8" and (self.mesh or self.dtype == "bfloat16"):
+        if self.quantize in INPUT_BITS and (self.mesh or self.dtype == "bfloat16"):
             got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
-            raise UnsupportedCombination(f"quantize: got 'int8' with {got}, expected float32 on one device, a CPU")
+            raise UnsupportedCombination(
+                f"quantize: got {self.quantize!r} with {got}, expected float32 on one device, a CPU"
+            )
 
     @property
     def drafts(self) -> bool:

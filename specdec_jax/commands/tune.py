@@ -3,10 +3,11 @@ writes the choice for other commands."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis.beams import Tree
 from specdec_jax.analysis.expectations import verifiers_of
 from specdec_jax.analysis.report import beam_summaries
 from specdec_jax.analysis.report.summaries import tune_summary
@@ -47,9 +48,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
     )
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(3, "passes over steps and sentences, of which the median and the spread are reported")
-    config: str | None = option(
-        None, "gin file that the choice is written to, for `generate` and `benchmark` (a tree for `generate` alone)"
-    )
+    config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -110,8 +109,8 @@ def run(options: TuneOptions) -> None:
 
 
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
-    """Returns a gin file for `generate` and `benchmark`, for the first alone if a tree is chosen:
-    everything that tuning was asked for, with the choice."""
+    """Returns a gin file for `generate` and `benchmark`: everything that tuning was asked for, with
+    the choice; `benchmark` times a tree beside the fastest chain."""
     chosen, gain, host = choice_of(record["chosen"]), record["improvement"], record["machine"]
     tree = chosen.tree if isinstance(chosen, Choice) else None
     of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
@@ -133,24 +132,32 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
         if options.verifier not in LOSSY:
             settings["verifier"] = options.verifier
     settings["batch_size"] = options.batch_size
+    chain = _fastest_chain(record["choices"]) if tree else chosen
+    # What `benchmark` takes, which is several where `generate` takes one.
+    timed = settings | {name: (settings[name],) for name in ("beam_width", "tree") if name in settings}
+    timed |= {"verifier": chain.verifier} if isinstance(chain, Choice) and tree else {}
     lines = [
         f"# Written by `specdec tune` on {host['processor']}, {host['device']}, with {record['sentences']} sentences;",
         f"# {why}.",
         "",
         "from __gin__ import dynamic_registration",
         "",
-        *["from specdec_jax.commands import benchmark"] * (not tree),
+        "from specdec_jax.commands import benchmark",
         "from specdec_jax.commands import generate",
         "",
     ]
-    sets_gamma = chosen.gamma and not tree
-    if sets_gamma:
-        lines += [f"GAMMA = {chosen.gamma}", ""]
-    sections = {"generate.GenerateOptions": "%GAMMA"} | ({} if tree else {"benchmark.BenchmarkOptions": "(%GAMMA,)"})
-    for name, gamma in sections.items():
+    if chosen.gamma:
+        lines += [f"GAMMA = {chain.gamma}", ""]
+    # A tree is drafted whole.
+    gammas = {"generate.GenerateOptions": None if tree else "%GAMMA", "benchmark.BenchmarkOptions": "(%GAMMA,)"}
+    for (name, gamma), values in zip(gammas.items(), (settings, timed), strict=True):
         lines.append(f"{name}:")
-        lines += [f"  {field} = {value!r}" for field, value in settings.items()]
-        lines += [f"  gamma = {gamma}"] * bool(sets_gamma) + [""]
-        if "beam_width" in settings:  # of which the second takes several
-            settings["beam_width"] = (settings["beam_width"],)
+        lines += [f"  {field} = {value!r}" for field, value in values.items()]
+        lines += [f"  gamma = {gamma}"] * bool(chosen.gamma and gamma) + [""]
     return "\n".join(lines)
+
+
+def _fastest_chain(choices: Sequence[Mapping[str, Any]]) -> Choice | Tree:
+    """Returns of the choices in a record the chain that was the fastest of those timed."""
+    chains = [item for item in choices if item["gamma"] and item["tree"] is None and item["improvement"]]
+    return choice_of(max(chains, key=lambda item: item["improvement"]["median"]))

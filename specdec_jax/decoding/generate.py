@@ -47,7 +47,7 @@ def generate(
         on this machine (the first call of a kind measures it, `costs.py`); on a mesh 4. Above temperature 0 the tokens
         that are drawn (not their law) then depend on the machine: fix γ to repeat them on another.
       tree: a tree of drafted tokens in the place of a chain, e.g. `Tree.uniform((3, 2, 1))`: it has a verifier of its
-        own, and γ is the most nodes that are drafted, by default all.
+        own, and γ is the most nodes that are drafted, by default all; a policy adapts their number.
       sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
       verifier: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:

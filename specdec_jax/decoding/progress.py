@@ -3,13 +3,13 @@ elsewhere."""
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.progress
 
-# Seconds between two lines if there is no terminal.
-_EVERY = 60.0
+# Seconds between two lines of a job, and of what is compiled or timed, if there is no terminal.
+_EVERY, _OFTEN = 60.0, 10.0
 
 
 class Progress:
@@ -47,6 +47,8 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._begin = self._reported = self._drawn = time.monotonic()
+        if self._bar.disable and self._total:
+            self.message(f"compiling; {self._what} 0/{self._total}")
         self._bar.start()
         return self
 
@@ -87,19 +89,46 @@ class Progress:
         return f"{speed:,.1f} a second, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
 
-def track(items: Iterable[Any], total: int, what: str, quiet: bool = False) -> Iterator[Any]:
-    """Yields `items` with a progress bar on standard error, if that is a terminal and not `quiet`.
+def track(
+    items: Iterable[Any], total: int, what: str, quiet: bool = False, names: Sequence[str] | None = None
+) -> Iterator[Any]:
+    """Yields `items` and shows on standard error how many there were, unless `quiet`: by a progress
+    bar on a terminal, elsewhere by a line before the first item and before others now and then.
 
-    The bar moves between two items only: nothing runs beside what is timed.
+    Bar and lines move between two items only: nothing runs beside what is timed.
+
+    Args:
+      items: what is yielded.
+      total: how many there are.
+      what: what is done with them, e.g. "compiling".
+      quiet: show nothing.
+      names: a name for each item, which is shown before it; None: none.
     """
-    console = rich.console.Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet:
         yield from items
+        return
+    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    name = lambda number: "" if names is None else f": {names[number]}"
+    if not console.is_terminal:
+        printed = -_OFTEN
+        for number, item in enumerate(items):
+            if time.monotonic() - printed >= _OFTEN:
+                console.print(f"{what} {number + 1} of {total}{name(number)}", markup=False)
+                printed = time.monotonic()
+            yield item
         return
     # Otherwise rich would send to standard error what is printed meanwhile.
     redirect: dict[str, Any] = dict(redirect_stdout=False, redirect_stderr=False)
-    with rich.progress.Progress(console=console, transient=True, auto_refresh=False, **redirect) as bar:
-        yield from bar.track(items, total=total, description=what)
+    columns = rich.progress.Progress.get_default_columns()[1:]
+    text = rich.progress.TextColumn("{task.description}", markup=False)
+    with rich.progress.Progress(
+        text, *columns, console=console, transient=True, auto_refresh=False, **redirect
+    ) as bar:  # fmt: skip
+        task = bar.add_task(what, total=total)
+        for number, item in enumerate(items):
+            bar.update(task, completed=number, description=what + name(number), refresh=True)
+            yield item
+        bar.update(task, completed=total, description=what, refresh=True)
 
 
 @contextlib.contextmanager

@@ -76,8 +76,8 @@ class TraceStep(NamedTuple):
         child of the last node that stands, None if it has none.
       corrected: the id that the target added, None after an accepted EOS.
       gamma: number of drafted ids.
-      entropies: entropies in nats of the laws that the ids were drawn from; None unless the policy
-        of γ reads them (see `gamma.DraftSignals`).
+      entropies: entropies in nats of the laws that the ids were drawn from, of a tree those of
+        nodes 1, 2 …; None unless the policy of γ reads them (see `outcomes.DraftSignals`).
       tree: the tree that was drafted, None for a chain.
     """
 
@@ -109,11 +109,13 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         length += len(new)
         draft, drafted, stood = (np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted))
         if tree is None:
-            rejected = int(draft[stood]) if stood < drafted else None
+            rejected, there = int(draft[stood]) if stood < drafted else None, np.arange(drafted)
         else:
+            _, _, live, *_ = seen
+            there = np.flatnonzero(np.asarray(live)[0, 1:])
             rejected = next((tree.nodes[child].token for child in tree.children(tree.path[-1])), None)
         corrected = new[stood] if len(new) > stood else None
-        entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, :drafted].tolist()
+        entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, there].tolist()
         steps.append(TraceStep(new[:stood], rejected, corrected, int(drafted), entropies, tree))
     finish(target, state, request)  # raises NotNumbers for logits that are not finite
     return steps

@@ -7,6 +7,7 @@ import numpy as np
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy
+from specdec_jax.speculative.tree_budgets import of_tree
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
@@ -50,31 +51,51 @@ def tree_options(
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
     chains = not isinstance(drafter, Drafter) or drafter.drafts_chains
-    if chains and tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA:
-        return TreeOptions(None, tree.depth if automatic else gamma, verifier)
+    if chains and _as_chain(tree):
+        gamma = tree.depth if automatic else gamma
+        most = gamma.maximum if isinstance(gamma, Policy) else gamma
+        check_per_row("gamma", most, np.size(most), 0, tree.depth)
+        return TreeOptions(None, gamma, verifier)
     if isinstance(drafter, Drafter):
         if not drafter.drafts_trees:
             raise UnsupportedCombination(
-                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None"
+                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None, or a ModelDrafter, "
+                "EarlyExitDrafter, HeadsDrafter, NGramDrafter, PromptLookupDrafter or a MergedDrafter of two of these"
             )
         tree = _fitted(tree, drafter)
-    if verifier != _UNSET:
-        raise UnsupportedCombination(
-            f"verifier: got {verifier!r} beside a tree, expected the default: a tree has a verifier of its own"
-        )
+    _check_verifier(verifier)
     if automatic:
         gamma = tree.size - 1
     if isinstance(gamma, Policy) and gamma.counts_nodes:
-        most = gamma.maximum
+        gamma, most = of_tree(gamma, tree), gamma.maximum
     elif isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__"):
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
-            "Heuristic"
+            "policy: Heuristic, Renewal, Entropy, EntropyBound or Confidence"
         )
     else:
         most = gamma
     check_per_row("gamma", most, np.size(most), 1, tree.size - 1)
     return TreeOptions(tree, gamma, _CHAIN_FORMS.get(tree.judge, "token"))
+
+
+def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str) -> None:
+    """Raises UnsupportedCombination for a chain's verifier beside a tree that is none; for callers
+    that have not loaded a drafter yet."""
+    if tree is not None and not _as_chain(tree):
+        _check_verifier(verifier)
+
+
+def _as_chain(tree: Tree | DynamicTree) -> bool:
+    """Returns whether a drafter that drafts chains drafts this tree as one."""
+    return tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA
+
+
+def _check_verifier(verifier: str | Verifier) -> None:
+    if verifier != _UNSET:
+        raise UnsupportedCombination(
+            f"verifier: got {verifier!r} beside a tree, expected the default: a tree has a verifier of its own"
+        )
 
 
 def _fitted(tree: Tree | DynamicTree, drafter: Drafter) -> Tree | DynamicTree:

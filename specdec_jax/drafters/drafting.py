@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.speculative import draws, laws
-from specdec_jax.speculative.gamma import DraftSignals
 from specdec_jax.speculative.laws import Law, PointMass
+from specdec_jax.speculative.outcomes import DraftSignals
 from specdec_jax.speculative.state import DecodeState, Draft, context
 
 # Folded into a request's key: a number that no committed length reaches and that nothing else folds in.

@@ -81,7 +81,9 @@ class EarlyExitDrafter(Drafter):
         self.model, self.layers = model, int(layers)
         network = model.network
         head = None if head is None else layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
-        self.network = ExitNetwork(network.params, network.module, network.rules, self.layers, head)
+        self.network = ExitNetwork(
+            network.params, network.module, network.rules, network.together, layers=self.layers, kernel=head
+        )
 
     def tree_flatten(self):
         return (self.network,), None

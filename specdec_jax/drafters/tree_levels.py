@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specdec_jax.drafters import tree_signals
 from specdec_jax.models.axes import Peak
 from specdec_jax.models.network import Network
 from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.speculative import draws, laws, tree_growth
 from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.outcomes import DraftSignals
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_draft import TreeDraft
@@ -67,11 +69,13 @@ class Children(NamedTuple):
         NaN.
       law: the laws that they were chosen from; None where no verifier will ask.
       log_q: log-probabilities of `tokens`; None where the drafter tells no law.
+      seen: what a policy of γ reads of them; None if it reads nothing.
     """
 
     tokens: Int[Array, "B J K"]
     law: Law | None = None
     log_q: Float[Array, "B J K"] | None = None
+    seen: DraftSignals | None = None
 
 
 # (level, carry) -> (the children of its nodes; carry)
@@ -98,7 +102,7 @@ def draft_tree(
     assert tree is not None, "a program of trees"
     words = _words(state, tree)
 
-    bare = state.program.mode.greedy and not state.program.mode.processes
+    bare = state.program.mode.greedy and not state.program.mode.processes and not tree_signals.of_root(state)
 
     def children_of(level: Level, carry):
         if peaks_of is not None and bare and max(level.counts) == 1:
@@ -108,7 +112,7 @@ def draft_tree(
         assert level.numbers is not None
         own = None if words is None else words[:, tree.children_of(level.numbers) - 1]
         law, _, chosen = _choose(state, level, logits, own)
-        return Children(chosen, law, _log_probs(law, chosen)), carry
+        return Children(chosen, law, _log_probs(law, chosen), _signals(state, level, logits, chosen)), carry
 
     return draft_children(state, num_wanted, room, children_of, carry)
 
@@ -124,12 +128,12 @@ def draft_children(
     # Columns are added level by level, and put in the order of the nodes' numbers at the end.
     tokens, live = [last], [~state.done[:, None]]
     order, found, log_q, first = [np.zeros(1, np.int64)], [], [jnp.zeros((batch, 1))], 0
-    column = np.zeros(tree.size, np.int64)
+    column, told = np.zeros(tree.size, np.int64), tree_signals.of_root(state)
     for depth in range(tree.depth):
         inner, children = tree.inner(depth), tree.level(depth + 1)
         so_far = jnp.concatenate(tokens, axis=1)
         places = column[inner]
-        there = jnp.concatenate(live, axis=1)[:, places]
+        there = jnp.concatenate(live, axis=1)[:, places] & tree_signals.goes_on(state, told, places)
         lines = jnp.broadcast_to(jnp.asarray(column[tree.lines[inner]], jnp.int32), (batch, len(inner), tree.depth + 1))
         texts = sequences(state, so_far, lines, jnp.full((batch, len(inner)), depth, jnp.int32))
         counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
@@ -140,6 +144,9 @@ def draft_children(
             found.append(chosen.law)
         parents = np.searchsorted(inner, np.asarray(tree.parents)[children - 1])
         new = chosen.tokens[:, parents, tree.ranks[children]]
+        own = parents * chosen.tokens.shape[2] + tree.ranks[children]
+        told = tree_signals.extended(told, chosen.seen, places[parents], own)
+        num_wanted = tree_signals.budget(state, told, depth, num_wanted)
         open_ = (there & ~_ended(state, level))[:, parents]
         open_ &= (children <= num_wanted[:, None]) & (depth < room)[:, None]
         tokens.append(jnp.where(open_, new, 0))
@@ -156,7 +163,7 @@ def draft_children(
     return TreeDraft(
         tokens=put(tokens), branches=tree.branches(batch), live=put(live), law=law, origins=rows(origins),
         calls=jnp.zeros(batch, jnp.int32), slots=rows(np.maximum(tree.fed, 0)),
-        log_q=put(log_q) if len(log_q) > tree.depth else None,
+        log_q=put(log_q) if len(log_q) > tree.depth else None, seen=tree_signals.by_number(state, told, back),
     ), carry  # fmt: skip
 
 
@@ -176,6 +183,11 @@ def _words(state: DecodeState, tree: Tree) -> jax.Array | None:
 def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
     """Returns which nodes end a row, so that nothing follows them; a committed EOS does not."""
     return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
+
+
+def _signals(state: DecodeState, level: Level, logits, chosen) -> DraftSignals | None:
+    depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
+    return tree_signals.of_children(state, logits, depths, level.texts, chosen)
 
 
 def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law, Law, Int[Array, "B J K"]]:
@@ -226,7 +238,7 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
     live, scores, parents, places = ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
     log_q = scores
     lines = jnp.zeros((batch, 1, tree.depth + 1), jnp.int32)
-    above, first = scores, 0
+    above, first, told = scores, 0, tree_signals.of_root(state)
     for depth in range(tree.depth):
         chosen_nodes = tree_growth.to_expand(tree, above).astype(jnp.int32)
         inner, count = first + chosen_nodes, chosen_nodes.shape[1]
@@ -234,6 +246,7 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         places = _put(places, inner, fed + jnp.arange(count, dtype=jnp.int32))
         line = _pick(lines, inner)
         there, depths = _pick(live, inner), jnp.full(inner.shape, depth, jnp.int32)
+        there &= tree_signals.goes_on(state, told, inner)
         level = Level(
             depth, None, fed, _pick(places, line.reshape(batch, -1)).reshape(line.shape), _pick(tokens, inner), there,
             [width] * count, sequences(state, jnp.maximum(tokens, 0), line, depths),
@@ -249,6 +262,8 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         new = first + jnp.arange(count * width, dtype=jnp.int32)
         add = lambda old, values: jnp.concatenate([old, values.reshape(batch, -1, *old.shape[2:])], axis=1)
         each = functools.partial(jnp.repeat, repeats=width, axis=1)
+        told = tree_signals.extended(told, _signals(state, level, logits, chosen), each(inner))
+        num_wanted = tree_signals.budget(state, told, depth, num_wanted)
         lines = add(lines, jnp.where(jnp.arange(tree.depth + 1) == depth + 1, new[:, None], each(line)))
         live, tokens = add(live, open_ & (chosen >= 0)), add(tokens, jnp.where(open_, chosen, 0))
         scores, log_q = add(scores, above), add(log_q, _log_probs(law, chosen))
@@ -258,6 +273,7 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
     return TreeDraft(
         tokens=_pick(tokens, kept), branches=branches, live=there, law=None, origins=jnp.zeros_like(kept),
         calls=jnp.zeros(batch, jnp.int32), slots=_pick(places, kept), log_q=_pick(log_q, kept),
+        seen=tree_signals.by_number(state, told, kept),
     ), carry  # fmt: skip
 
 

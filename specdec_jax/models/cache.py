@@ -2,8 +2,9 @@
 own position.
 
 Slot `s` of a row holds the key and value of the token at position `s`. A row is rewound by lowering
-its length; the slots past it are then stale. Readers mask the scores of stale slots, and every
-write sets their values to 0, because a weight of 0 times NaN would be NaN.
+its length; the slots past it are then stale. Readers mask the scores of stale slots, but a weight of
+0 times NaN would be NaN. So every write sets stale values to 0 on a CPU. On an accelerator, which
+would read and write the whole cache for that, no value is NaN in the first place: see `append`.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from specdec_jax.models import panels
 from specdec_jax.models.axes import PerRow
@@ -21,6 +22,9 @@ from specdec_jax.models.sharding import ShardingRules
 # scatter; above this many rows it takes longer to compile than it saves. On a CPU every such write
 # but the first copies the whole cache.
 MAX_UNROLLED_ROWS = 32
+# A TPU stores the last two axes of an array in tiles of 16 × 128 bfloat16 numbers, the last ones
+# padded.
+TILE = (16, 128)
 
 _AXES = ("batch", "heads", "length", "kv")
 
@@ -35,19 +39,27 @@ class KVCache:
     rather than when reading.
 
     Attributes:
-      key, value: S slots of K features for each of H heads; without the axis B where B = 1.
+      key, value: S slots of K features for each of H heads; without the axis B where B = 1. On a
+        TPU as many heads lie side by side as fill a tile, say P: H is then the number of heads / P,
+        and K is P times a head's features.
       rules: how both lie on a mesh; None: on one device.
+      together: P, 1 on other accelerators; None on a CPU.
     """
 
     key: Float[Array, "*B H S K"]
     value: Float[Array, "*B H S K"]
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
+    together: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def empty(cls, batch: int, heads: int, slots: int, features: int, dtype) -> "KVCache":
-        """Makes a cache of zeros; the contents do not matter, since unwritten slots are masked."""
-        shape = (batch, heads, slots, features) if batch > 1 else (heads, slots, features)
-        return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+    def empty(
+        cls, batch: int, heads: int, slots: int, features: int, dtype, together: int | None = None
+    ) -> "KVCache":  # fmt: skip
+        """Makes a cache of zeros, on an accelerator of at least `slots` slots: its tiles are full."""
+        side_by_side, slots = together or 1, _whole_tiles(slots, together)
+        rows = (batch,) if batch > 1 else ()
+        shape = (*rows, heads // side_by_side, slots, side_by_side * features)
+        return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), together=together)
 
     @property
     def slots(self) -> int:
@@ -59,27 +71,36 @@ class KVCache:
         return self.replace(key=repeat(self.key), value=repeat(self.value))
 
     def append(self, key: Float[Array, "B H T K"], value: Float[Array, "B H T K"], positions: PerRow) -> "KVCache":
-        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row and sets the values
-        past them to 0.
+        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row.
+
+        On a CPU the values past them are set to 0. On an accelerator a value that is not finite is
+        stored as 0, and the same feature of its key as NaN: who sees the token gets NaN, and nobody
+        else does.
 
         Args:
           positions: the first slot written in each row. `positions[b] + T` must not exceed S, since
             XLA clamps the start of a slice and would overwrite live slots instead. The decode loop
             chooses S accordingly.
         """
+        write = self._write
+        if self.together is not None:
+            finite = jnp.isfinite(value)
+            key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
+            return self.replace(key=write(self.key, key, positions), value=write(self.value, value, positions))
         live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
         live = live[:, None, :, None] if self.value.ndim == 4 else live[:, :, None]
-        write = self._write
         value = jnp.where(live, write(self.value, value, positions), 0)
         return self.replace(key=write(self.key, key, positions), value=value)
 
     def append_nodes(self, key: jax.Array, value: jax.Array, starts: jax.Array) -> "KVCache":
         """Does what `append` does, for nodes of trees, from slots `starts[b]` on.
 
-        Values that are not finite are set to 0: a query that does not see a node multiplies its
-        value by 0, and must not get NaN from a node that may never become a token. The node's own
-        logits are NaN all the same, by way of its hidden state.
+        On a CPU too values that are not finite are set to 0: a query that does not see a node
+        multiplies its value by 0, and must not get NaN from a node that may never become a token.
+        The node's own logits are NaN all the same, by way of its hidden state.
         """
+        if self.together is not None:
+            return self.append(key, value, starts)
         return self.append(key, jnp.where(jnp.isfinite(value), value, 0), starts)
 
     def move(self, sources: jax.Array, starts: jax.Array, native: bool = False) -> "KVCache":
@@ -94,8 +115,8 @@ class KVCache:
         return self.replace(key=write(self.key, key, starts), value=write(self.value, value, starts))
 
     def widen(self, slots: int) -> "KVCache":
-        """Makes room for S = `slots` slots in all."""
-        room = [(0, 0)] * (self.key.ndim - 2) + [(0, slots - self.slots), (0, 0)]
+        """Makes room for S = `slots` slots in all, on an accelerator for at least so many."""
+        room = [(0, 0)] * (self.key.ndim - 2) + [(0, _whole_tiles(slots, self.together) - self.slots), (0, 0)]
         return self.replace(key=jnp.pad(self.key, room), value=jnp.pad(self.value, room))
 
     @property
@@ -113,6 +134,33 @@ class KVCache:
             return self
         pin = lambda x: self.rules.constrain(x, *_AXES[-x.ndim :])
         return self.replace(key=pin(self.key), value=pin(self.value))
+
+
+def _whole_tiles(slots: int, together: int | None) -> int:
+    return slots if together is None else -(-slots // TILE[0]) * TILE[0]
+
+
+def spread(query: Float[Array, "B G T K"], together: int) -> Float[Array, "B G R K"]:
+    """Returns each query once for every head of its P = `together`, with 0 at the features of the
+    others."""
+    if together == 1:
+        return query
+    apart = jnp.where(_own(together, query.shape[-1]), query[:, :, None], 0)
+    return apart.reshape(*query.shape[:2], -1, query.shape[-1])
+
+
+def gather(output: Float[Array, "*B G R K"], together: int) -> Float[Array, "*B G T K"]:
+    """Returns, for each query of `spread`, every head's own features of the head's output."""
+    if together == 1:
+        return output
+    *outer, rows, features = output.shape
+    output = output.reshape(*outer, together, rows // together, features)
+    return jnp.sum(jnp.where(_own(together, features), output, 0), axis=-3)
+
+
+def _own(together: int, features: int) -> Bool[Array, "P 1 K"]:
+    """Returns for each of P heads side by side which of all their features are its own."""
+    return (jnp.arange(features) // (features // together) == jnp.arange(together)[:, None])[:, None]
 
 
 def _write_rows(

@@ -88,11 +88,16 @@ class FamilyModule(nn.Module):
     places)`, as in `GPT`.
     """
 
+    joins_heads: ClassVar[bool] = False  # whether `prefill` has the argument `together`
+
     def dummy_inputs(self) -> tuple:
         """Makes the smallest arguments of `__call__`, for `init`."""
         raise NotImplementedError
 
-    def prefill(self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None) -> Any:
+    def prefill(
+        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None,
+        together: int | None = None,
+    ) -> Any:  # fmt: skip
         """Makes the decoder's cache before any of the decoder's tokens is fed.
 
         Args:
@@ -102,6 +107,8 @@ class FamilyModule(nn.Module):
           slots: S, slots of the self-attention caches.
           copies: rows of the cache for each input, side by side.
           encoded: the encoder's output, where there is an encoder.
+          together: how many heads lie side by side in caches, as for `KVCache`; given only if the
+            family `joins_heads`.
         """
         raise NotImplementedError
 

@@ -14,8 +14,9 @@ from specdec_jax.models.axes import Inputs, Live, Logits, Mask, Peak, PerRow, Se
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, LayerNorm, product
+from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, LayerNorm
 from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.products import product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +233,7 @@ class GPT(FamilyModule):
 
     config: GPTConfig
     native: bool = False
+    joins_heads: ClassVar[bool] = True
 
     def setup(self):
         config = self.config
@@ -241,10 +243,13 @@ class GPT(FamilyModule):
     def dummy_inputs(self) -> tuple:
         return (jnp.ones((1, 2), jnp.int32),)
 
-    def prefill(self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None) -> GPTCache:
+    def prefill(
+        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None,
+        together: int | None = None,
+    ) -> GPTCache:  # fmt: skip
         """Makes the cache of sequences of which no token has been fed."""
-        config, batch = self.config, len(inputs) * copies
-        empty = lambda: KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype))
+        config, shape = self.config, (len(inputs) * copies, self.config.num_heads, slots, self.config.head_dim)
+        empty = lambda: KVCache.empty(*shape, jnp.dtype(config.dtype), together)
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
 
     def __call__(

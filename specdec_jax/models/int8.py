@@ -1,7 +1,8 @@
 """Kernels in 8 bits, and their product with inputs that are rounded to 8 bits too.
 
-Because of those inputs the product here is for drafters alone. On a CPU `panels.py` multiplies such
-kernels, with inputs rounded to 16 bits, and for targets too.
+XLA's product here is for drafters alone: what comes before it has other bits in wide calls than in
+narrow ones, which rounding to 8 bits would magnify. On a CPU `panels.py` multiplies such kernels,
+with inputs rounded to 16 or to 8 bits, and for targets too.
 """
 
 import flax.struct
@@ -15,14 +16,20 @@ _MOST = 127
 @flax.struct.dataclass
 class Int8Kernel:
     """A kernel in 8 bits, with one scale for each output: column f is about `values[:, f] ·
-    scales[f]`."""
+    scales[f]`.
+
+    Attributes:
+      input_bits: bits to which `panels.py` rounds the inputs of its products, 16 or 8. `product`
+        always takes 8.
+    """
 
     values: Int8[Array, "D F"]
     scales: Float32[Array, " F"]
+    input_bits: int = flax.struct.field(pytree_node=False, default=16)
 
     @classmethod
-    def of(cls, kernel: Float[Array, "D F"]) -> "Int8Kernel":
-        return cls(*_rounded(kernel, 0))
+    def of(cls, kernel: Float[Array, "D F"], input_bits: int = 16) -> "Int8Kernel":
+        return cls(*_rounded(kernel, 0), input_bits)
 
     def matrix(self) -> Float32[Array, "D F"]:
         """Returns the kernel as float32."""

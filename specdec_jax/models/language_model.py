@@ -2,6 +2,7 @@
 and `generate` takes."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from specdec_jax.files.reading import shown
 from specdec_jax.models import identity, layouts, panels
 from specdec_jax.models.axes import Logits
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.filling import filled_params
 from specdec_jax.models.network import (
     Network,
     check_positions,
@@ -18,6 +20,7 @@ from specdec_jax.models.network import (
     decoder_only,
     fuses,
     given_lengths,
+    heads_together,
     join,
     lay_out,
     random_params,
@@ -41,9 +44,9 @@ class LanguageModel:
       encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
         whose encoder output it was trained on; None: unknown.
       network: the same model as jitted functions take it.
-      quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output.
-        Inputs of products are then rounded to 16 bits, and all else is float32; `params` has the
-        values times the scales.
+      input_bits: bits to which inputs of products are rounded, 16 or 8, if the kernels, the head's
+        too, are in 8 bits, with a scale for each output; all else is then float32, and `params` has
+        the values times the scales. None: the kernels are not in 8 bits.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class LanguageModel:
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
         native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
-        self.quantized = layouts.quantized(params)
+        self.input_bits = layouts.input_bits_of(params)
         if self.quantized and not native:
             raise ValueError(f"params: got kernels in 8 bits, expected {panels.needed(config.dtype)}")
         if rules is not None:
@@ -83,8 +86,9 @@ class LanguageModel:
         if native and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
             packed, module = layouts.with_head(packed, True, native), config.with_own_head().module(fused, native)
-            packed = layouts.in_int8(packed) if self.quantized else packed
-        self.network = Network(packed, module, rules)
+            packed = layouts.in_int8(packed, self.input_bits) if self.input_bits else packed
+        platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
+        self.network = Network(packed, module, rules, heads_together(platform, module, rules))
 
     @classmethod
     def random(
@@ -93,16 +97,37 @@ class LanguageModel:
     ) -> "LanguageModel":  # fmt: skip
         """Makes a model with random parameters in the configuration's dtype, for tests and timing.
 
-        With `quantize="int8"` its kernels are rounded to 8 bits, as by `load`; None and "none"
-        leave them as they are.
+        With `quantize="int8"` or "w8a8" its kernels are rounded to 8 bits, as by `load`; None and
+        "none" leave them as they are.
         """
+
+        def make() -> dict:
+            key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
+            return random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
+
+        return cls._made(config, make, vocabulary, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
+
+    @classmethod
+    def filled(cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None) -> "LanguageModel":
+        """Makes a model whose parameters are numbers of no meaning, for timing: even T5-XXL's take
+        seconds (`filling.py`); arguments as for `random`."""
+        make = functools.partial(filled_params, config, rules)
+        return cls._made(config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
+
+    @classmethod
+    def _made(cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how):
+        """Returns a model of the parameters that `make` makes, once it is checked that there can be one."""
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
-        key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
-        params = random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
-        params = layouts.round_params(params) if quantize == "int8" else params
-        return cls(config, params, vocabulary, eos_ids=eos_ids, name=name, donate_params=True, rules=rules)
+        bits = panels.INPUT_BITS.get(quantize or "none")
+        params = layouts.round_params(make(), bits) if bits else make()
+        return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the kernels are in 8 bits."""
+        return self.input_bits is not None
 
     @property
     def params(self) -> dict:
@@ -118,14 +143,15 @@ class LanguageModel:
 
     @functools.cached_property
     def contents(self) -> str:
-        """A digest of the exact weights, with the configuration and whether the weights are in 8
-        bits.
+        """A digest of the exact weights, with the configuration and whether the weights, and the
+        inputs of products, are in 8 bits.
 
         Models that may compute different numbers differ in it. Weights in 8 bits count as different
         from the same numbers in float32, because inputs of their products are rounded.
         """
         exact = identity.exact(self.network.params, self.network.rules)
-        return f"{exact} {self.config}{' in 8 bits' if self.quantized else ''}"
+        rounding = {None: "", 16: " in 8 bits", 8: " in 8 bits with inputs in 8 bits"}[self.input_bits]
+        return f"{exact} {self.config}{rounding}"
 
     def has(self, fingerprint: str) -> bool:
         """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest

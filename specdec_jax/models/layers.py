@@ -15,10 +15,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from specdec_jax.models import panels
 from specdec_jax.models.axes import Bias, Encoded, Live, Mask, PerRow, Seen, States
-from specdec_jax.models.cache import KVCache
+from specdec_jax.models.cache import KVCache, gather, spread
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.panels import Before, Panels
+from specdec_jax.models.products import precision_of, product, rounded_product
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
 
@@ -138,7 +139,7 @@ class Dense(nn.Module):
             kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         output_dtype = self.output_dtype or self.dtype
         if self.matmul_dtype is not None:
-            y = _rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
+            y = rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
             return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
         if not isinstance(kernel, Panels | Int8Kernel):
             kernel = kernel.astype(self.dtype)
@@ -159,52 +160,6 @@ def apply_kernel(
     if isinstance(kernel, Int8Kernel):
         return kernel.product(x, output_dtype)
     return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
-
-
-def product(
-    a: Float[Array, "..."], b: Float[Array, "..."], contracted, batch=((), ()), dtype=jnp.float32
-) -> Float[Array, "..."]:
-    """Returns `lax.dot_general` of `a` and `b`, which have one dtype, at the precision of
-    `precision_of`.
-
-    The result is in `dtype`.
-    """
-    return jax.lax.dot_general(a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype)
-
-
-def precision_of(dtype) -> jax.lax.Precision | None:
-    """Returns the precision that products of operands of this dtype ask for: the highest for
-    float32, else None.
-
-    By default a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU rounds them to TF32, but
-    perhaps not in a product over a single row: calls over one position and over several would then
-    differ by more than float32's rounding. On a CPU the precision makes no difference.
-    """
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rounded_product(x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype) -> Float32[Array, "N F"]:
-    """Returns `x · kernel` in float32 from operands rounded to `dtype`; the backward pass rounds
-    its operands too.
-
-    JAX's own transpose rule would multiply float32 cotangents, which takes twice as long where
-    bfloat16 is native.
-    """
-    return product(x.astype(dtype), kernel.astype(dtype), ((1,), (0,)))
-
-
-def _rounded_forward(x, kernel, dtype):
-    x, kernel = x.astype(dtype), kernel.astype(dtype)
-    return product(x, kernel, ((1,), (0,))), (x, kernel)
-
-
-def _rounded_backward(dtype, operands, cotangent):
-    (x, kernel), cotangent = operands, cotangent.astype(dtype)
-    return product(cotangent, kernel, ((1,), (1,))), product(x, cotangent, ((0,), (0,)))
-
-
-_rounded_product.defvjp(_rounded_forward, _rounded_backward)
 
 
 class GatedMLP(nn.Module):
@@ -280,24 +235,24 @@ class Attention(nn.Module):
         self.qkv = dense(3 * size)
         self.out = dense(self.model_dim, kernel_init=_fan_in_normal)
 
-    def _split(
-        self, x: Float[Array, "B T {self.heads}*{self.features}"]
-    ) -> Float[Array, "B {self.heads} T {self.features}"]:
-        """Splits the last axis into heads, and puts the axis of heads before that of positions."""
-        return x.reshape(*x.shape[:2], self.heads, self.features).transpose(0, 2, 1, 3)
+    def _split(self, x: States, together: int | None = None) -> Float[Array, "B H T K"]:
+        """Splits the last axis into heads, or into `together` heads side by side, and puts the axis
+        of heads before that of positions."""
+        features = self.features * (together or 1)
+        return x.reshape(*x.shape[:2], -1, features).transpose(0, 2, 1, 3)
 
-    def project(self, x: States) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
-        """Returns queries, keys and values of `x`."""
-        if self.fused:
-            return tuple(self._split(part) for part in jnp.split(self.qkv(x), 3, axis=-1))
-        return self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
+    def project(
+        self, x: States, together: int | None = None
+    ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
+        """Returns queries, keys and values of `x`; `together` as for `KVCache`."""
+        parts = jnp.split(self.qkv(x), 3, axis=-1) if self.fused else (self.query(x), self.key(x), self.value(x))
+        query, key, value = (self._split(part, together) for part in parts)
+        return query, key, value
 
-    def project_query(self, x: States) -> Float[Array, "B H T K"]:
-        return self._split(self.query(x))
-
-    def project_key_value(self, x: Encoded, live: Mask | None = None) -> KVCache:
+    def project_key_value(self, x: Encoded, live: Mask | None = None, together: int | None = None) -> KVCache:
         """Returns the keys and values of cross-attention; `live` as for `apply_kernel`."""
-        return KVCache(key=self._split(self.key(x, live)), value=self._split(self.value(x, live)))
+        key, value = (self._split(part, together) for part in (self.key(x, live), self.value(x, live)))
+        return KVCache(key, value, together=together)
 
     def to_cache(
         self, x: States, norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias = None,
@@ -327,7 +282,7 @@ class Attention(nn.Module):
                 found = panels.attend_to_nodes(qkv, key, value, bias, nodes, divisor, live, clear=False)
             attended, key, value = found
             return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
-        query, key, value = self.project(norm(x))
+        query, key, value = self.project(norm(x), None if cache is None else cache.together)
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
         if cache is None:
             cache = KVCache(key, value)
@@ -347,7 +302,13 @@ class Attention(nn.Module):
             query = self.query.in_panels(x, live, norm.before(), clear=False)
             attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
             return self.out.in_panels(attended, live, residual=x)
-        return x + dropped(self.attend(self.project_query(norm(x)), cross, mask[:, None, None, :]))
+        query = self.query(norm(x))
+        if cross.together is not None:
+            # Else a TPU's compiler would transpose the product, and for that copy its kernel at
+            # the beginning of every program.
+            query = jax.lax.optimization_barrier(query)
+        query = self._split(query, cross.together)
+        return x + dropped(self.attend(query, cross, mask[:, None, None, :]))
 
     def to_inputs(
         self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropped: Callable = lambda y: y
@@ -365,7 +326,7 @@ class Attention(nn.Module):
 
     def attend(
         self, query: Float[Array, "B H T K"], cache: KVCache, mask: Bool[Array, "#B 1 #T S"],
-        bias: Float[Array, "#B H T S"] | None = None,
+        bias: Float[Array, "#B heads T S"] | None = None,
     ) -> States:  # fmt: skip
         """Returns the output of attention.
 
@@ -375,13 +336,21 @@ class Attention(nn.Module):
           mask: True where a query attends to a key.
           bias: position bias, added to the scores.
         """
-        batch, query = query.shape[0], query if cache.key.ndim == 4 else query[0]
+        together, batch, query = cache.together or 1, query.shape[0], spread(query, cache.together or 1)
+        query = query if cache.key.ndim == 4 else query[0]
         einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
         scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
         shape = scores.shape
+        if together > 1:
+            mask = jnp.tile(mask, (1, 1, together if mask.shape[2] > 1 else 1, 1))
+            bias = None if bias is None else bias.reshape(len(bias), *shape[-3:])
         scores = scores if bias is None else scores + bias.astype(jnp.float32)
-        weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype)
-        output = einsum("...hts,...hsk->...thk", weights.reshape(shape), cache.value)
+        weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype).reshape(shape)
+        if cache.together is None:
+            output = einsum("...hts,...hsk->...thk", weights, cache.value)
+        else:
+            output = einsum("...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32)
+            output = jnp.swapaxes(gather(output, together).astype(self.dtype), -3, -2)
         return self.out(output.reshape(batch, -1, self.heads * self.features))
 
 

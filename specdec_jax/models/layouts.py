@@ -173,33 +173,35 @@ def with_head(packed: dict, tied: bool, panels: bool, ids: Int[Array, " F"] | No
     return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": kernel}}}
 
 
-def in_int8(packed: dict) -> dict:
-    """Returns `packed` with every kernel of a decoder step in 8 bits; all other arrays are shared."""
-    return _map_step_kernels(_in_int8, packed)
+def in_int8(packed: dict, input_bits: int = 16) -> dict:
+    """Returns `packed` with every kernel of a decoder step in 8 bits; all other arrays, and kernels
+    that are in 8 bits already, are shared. `input_bits`: of an `Int8Kernel`."""
+
+    def rounded(kernel: Kernel) -> Kernel:
+        if isinstance(kernel, Int8Kernel) or (isinstance(kernel, Panels) and kernel.scales is not None):
+            return kernel
+        found = Int8Kernel.of(matrix(kernel), input_bits)
+        return Panels.of(found, kernel.derived) if isinstance(kernel, Panels) else found
+
+    return _map_step_kernels(rounded, packed)
 
 
-def _in_int8(kernel: Kernel) -> Kernel:
-    if isinstance(kernel, Panels):
-        return kernel if kernel.scales is not None else Panels.of(Int8Kernel.of(kernel.matrix()), kernel.derived)
-    return kernel if isinstance(kernel, Int8Kernel) else Int8Kernel.of(kernel)
-
-
-def round_params(params: dict) -> dict:
+def round_params(params: dict, input_bits: int = 16) -> dict:
     """Returns T5X's tree `params` with all kernels in 8 bits; its nested dicts are emptied on the
-    way."""
+    way. `input_bits`: of an `Int8Kernel`."""
     found = {}
     for name in list(params):
         value = params.pop(name)
-        found[name] = (
-            round_params(value) if isinstance(value, dict) else Int8Kernel.of(value) if name == "kernel" else value
-        )
+        if isinstance(value, dict):
+            value = round_params(value, input_bits)
+        found[name] = Int8Kernel.of(value, input_bits) if name == "kernel" else value
     return found
 
 
-def quantized(params: dict) -> bool:
-    """Returns whether a tree has kernels in 8 bits."""
+def input_bits_of(params: dict) -> int | None:
+    """Returns the `input_bits` of a tree's kernels in 8 bits; None: it has none."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Kernel))
-    return any(isinstance(leaf, Int8Kernel) for leaf in leaves)
+    return min((leaf.input_bits for leaf in leaves if isinstance(leaf, Int8Kernel)), default=None)
 
 
 @jax.jit

@@ -1,19 +1,21 @@
 // Products and attention of a few rows, float32, for XLA's foreign function interface on a CPU.
 //
 //   product             y [M, F] = f(x [M, K]) · w + bias + residual, f a norm, an activation or nothing, w in panels of 16 columns: float32 [ceil(F/16), K, 16], or int8 with a
-//                       scale for each column, [ceil(F/16), ceil(K/2), 16, 2]
+//                       scale for each column, [ceil(F/16), ceil(K/2), 16, 2] for inputs of 16 bits, [ceil(F/16), ceil(K/4), 16, 4]
+//                       for inputs of 8
 //   head                of such a product the greatest column of each row and its log-probability; y itself is never stored
 //   rows                of a table [N, D], by their numbers
 //   attention           of queries over cached keys and values, of an encoder over its own
 //
 // Every output is one chain of operations in a fixed order (of a product with float32: fused multiply-adds over
-// k = 0 .. K - 1; with int8: exact sums over each 512 inputs, which are rounded to 16 bits, then multiply-adds of those; of
-// an attention: over the live slots of its own row and nothing past them). So the bits of a row depend neither on how many
+// k = 0 .. K - 1; with int8: exact sums over each 512 inputs, which are rounded to 16 or 8 bits, then multiply-adds of those;
+// of an attention: over the live slots of its own row and nothing past them). So the bits of a row depend neither on how many
 // rows there are, nor on its neighbours, nor on the number of threads.
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -39,7 +41,6 @@ constexpr int kLanes = 4, kRegisters = 32;
 constexpr int kLanes = 4, kRegisters = 16;
 #endif
 constexpr int kPanel = 16, kParts = kPanel / kLanes;
-constexpr int kChunk = 256;    // lines of panels that stay in the cache while all blocks of rows pass over them
 constexpr int kAhead = 256;    // lines, of all panels side by side, from where it reads to where it asks for
 constexpr int kSlotsAhead = 8;  // of an attention: from the key that is read to the one that is asked for
 constexpr int64_t kGroup = 96; // rows whose partial sums are kept at a time
@@ -49,6 +50,7 @@ typedef float Loose __attribute__((vector_size(kLanes * 4), aligned(4), may_alia
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef int8_t Bytes __attribute__((vector_size(2 * kLanes), aligned(1), may_alias));
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Lines __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 
 static inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<Loose*>(p) = v; }
@@ -67,22 +69,25 @@ static inline void store(float* p, Vec v, int64_t n) {
 }
 static inline Vec all(float x) { return x - Vec{}; }
 
+// The vector turned by kBy numbers, in a form for which compilers have one instruction.
+template <int kBy, typename V, int... I>
+static inline V turned(V v, std::integer_sequence<int, I...>) {
+  return V{v[(I + kBy) % kLanes]...};
+}
+
 // Its numbers brought together by `join`, halves first.
-template <typename Join>
-static inline float folded(Vec v, const Join& join) {
-  float lanes[kLanes];
-  store(lanes, v);
-#pragma GCC unroll 4
-  for (int width = kLanes / 2; width >= 1; width /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < width; i++) lanes[i] = join(lanes[i], lanes[i + width]);
-  return lanes[0];
+template <int kWidth = kLanes / 2, typename V, typename Join>
+static inline auto folded(V v, const Join& join) {
+  if constexpr (kWidth == 0) return v[0];
+  else return folded<kWidth / 2>(join(v, turned<kWidth>(v, std::make_integer_sequence<int, kLanes>())), join);
 }
-static inline float sum_of(Vec v) {
-  return folded(v, [](float a, float b) { return a + b; });
+template <typename V>
+static inline auto sum_of(V v) {
+  return folded(v, [](V a, V b) { return a + b; });
 }
-static inline float greatest_of(Vec v) {
-  return folded(v, [](float a, float b) { return b > a ? b : a; });
+template <typename V>
+static inline auto greatest_of(V v) {
+  return folded(v, [](V a, V b) { return b > a ? b : a; });
 }
 
 constexpr float kShift = 12582912.0f;  // 1.5 · 2^23: what is added to it is rounded to an integer
@@ -183,7 +188,15 @@ constexpr int rows_for(int panels) {
 // are blocks of the squarest shape, kWide panels.
 constexpr int kWide = kParts == 1 ? 4 : 1;
 
-// How weights of a kind are multiplied. `Input`: what meets a line of a panel, of a row; `Sum`: of kLanes columns.
+// How a part of a row of inputs was rounded: the factor of its integers, and what the sums of its products begin with.
+struct Rounding {
+  float scale;
+  int32_t start;
+};
+
+// How weights of a kind are multiplied. `Input`: what meets a line of a panel, of a row; `Sum`: of kLanes columns. `Integer`: to
+// which each of the numbers in an `Input` is rounded, kInputs of them; kPart: lines of panels that stay in the cache while all
+// blocks of rows pass over them, and whose inputs are rounded together.
 template <typename W>
 struct Kind;
 
@@ -191,20 +204,25 @@ template <>
 struct Kind<float> {
   typedef float Input;
   typedef Vec Sum;
-  static constexpr int kInputs = 1;  // numbers in an `Input`
-  static Sum begin(const float* sums) { return load(sums); }
+  static constexpr int kInputs = 1, kPart = 256;
+  static Sum begin(const float* sums, const Rounding*) { return load(sums); }
   static Vec line(const float* p) { return load(p); }
   static Sum add(Sum sum, Input x, Vec w) { return sum + all(x) * w; }
-  static void end(float* sums, Sum sum, float) { store(sums, sum); }
+  static void end(float* sums, Sum sum, const Rounding*) { store(sums, sum); }
 };
 
-// Two neighbouring inputs, 16 bits each, in one number; sums of up to kChunk lines are exact: 2 · 256 · 128 · 32,767 < 2^31.
+static inline void add_scaled(float* sums, Ints sum, const Rounding* x) {
+  store(sums, load(sums) + __builtin_convertvector(sum, Vec) * x->scale);
+}
+
+// Two neighbouring inputs, 16 bits each, in one number; sums of a part are exact: 2 · 256 · 128 · 32,767 < 2^31.
 template <>
 struct Kind<int8_t> {
   typedef int32_t Input;
+  typedef int16_t Integer;
   typedef Ints Sum;
-  static constexpr int kInputs = 2;
-  static Sum begin(const float*) { return Sum{}; }
+  static constexpr int kInputs = 2, kPart = 256, kExcess = 0;
+  static Sum begin(const float*, const Rounding*) { return Sum{}; }
   // Of kLanes columns, two weights of 16 bits each.
   static Ints line(const int8_t* p) {
     // GCC 12 converts short vectors of bytes element by element, so by intrinsics where it matters.
@@ -227,7 +245,48 @@ struct Kind<int8_t> {
     return sum + (w >> 16) * (x >> 16) + (w << 16 >> 16) * (int32_t)(int16_t)x;
 #endif
   }
-  static void end(float* sums, Sum sum, float scale) { store(sums, load(sums) + __builtin_convertvector(sum, Vec) * scale); }
+  static void end(float* sums, Sum sum, const Rounding* x) { add_scaled(sums, sum, x); }
+};
+
+// A weight that meets inputs of 8 bits, −127 to 127, four neighbouring ones in one number.
+struct Quad {
+  int8_t weight;
+};
+
+template <>
+struct Kind<Quad> {
+  typedef int32_t Input;
+  typedef int8_t Integer;
+  typedef Ints Sum;
+  static constexpr int kInputs = 4, kPart = 128;
+  static Sum begin(const float*, const Rounding* x) { return Sum{} + x->start; }
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
+  // These multiply bytes without a sign with bytes that have one: weights + 128 with inputs, of whose sum 128-fold the sums of
+  // products are therefore too great. So they begin with its negative.
+  static constexpr int kExcess = 128;
+#else
+  static constexpr int kExcess = 0;
+#endif
+  static Ints line(const Quad* p) { return *reinterpret_cast<const Lines*>(p) ^ (int32_t)(kExcess * 0x01010101u); }
+  static Sum add(Sum sum, Input x, Ints w) {
+#if defined(__AVX512VNNI__)
+    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX512BW__)
+    // |w| · (x with w's sign): two such products side by side have at most 2 · 128 · 127 < 2^15.
+    const __m512i u = (__m512i)w, v = _mm512_set1_epi32(x), none = _mm512_setzero_si512();
+    const __m512i two = _mm512_maddubs_epi16(_mm512_abs_epi8(u), _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(u), none, v));
+    return sum + (Sum)_mm512_madd_epi16(two, _mm512_set1_epi16(1));
+#elif defined(__AVXVNNI__)
+    return (Sum)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
+#elif defined(__AVX2__)
+    const __m256i u = (__m256i)w, two = _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(_mm256_set1_epi32(x), u));
+    return sum + (Sum)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
+#else
+    for (int shift = 0; shift < 32; shift += 8) sum += (w << (24 - shift) >> 24) * (int32_t)(int8_t)(x >> shift);
+    return sum;
+#endif
+  }
+  static void end(float* sums, Sum sum, const Rounding* x) { add_scaled(sums, sum, x); }
 };
 
 template <typename W>
@@ -239,14 +298,14 @@ struct Peak {
   int32_t column;  // −1 where a column is not a number
 };
 
-// y [rows[i]] = x [i] · w, scaled, for i < M; or of each panel of it the peak. Of int8 weights x has been rounded, with a
-// scale for each kChunk lines.
+// y [rows[i]] = x [i] · w, scaled, for i < M; or of each panel of it the peak. Of int8 weights x has been rounded, in
+// parts of kPart lines.
 template <typename W>
 struct Product {
   const typename Kind<W>::Input* x;
-  const float* x_scales;  // [M, chunks]
+  const Rounding* roundings;  // [M, parts], or none
   const int32_t* rows;
-  int64_t M, lines, chunks;
+  int64_t M, lines, parts;
   const W* w;
   const float *scales, *bias, *residual;  // [F], [F], [.., F], or none
   float* y;
@@ -265,11 +324,11 @@ struct Panels {
   int turn, turns;  // of the blocks that read the same lines each asks for its share of the next ones
 };
 
-// Rows of inputs, `lines` long, with the scales of this chunk, which lie `apart` apart.
+// Rows of inputs, `lines` long, and how these lines of each were rounded, which lies `apart` apart.
 template <typename W>
 struct Inputs {
   const typename Kind<W>::Input* x;
-  const float* scales;
+  const Rounding* roundings;
   int64_t lines, apart;
 };
 
@@ -283,7 +342,7 @@ static __attribute__((noinline)) void block(const Inputs<W>& x, const Panels<W>&
 #pragma GCC unroll 64
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++) s[i][p][q] = Of::begin(sums + (i * P + p) * kPanel + q * kLanes);
+      for (int q = 0; q < kParts; q++) s[i][p][q] = Of::begin(sums + (i * P + p) * kPanel + q * kLanes, x.roundings + i * x.apart);
   // Rows by a few pointers: one for each would take more registers than there are.
   constexpr int kApart = 5, kPointers = (M + kApart - 1) / kApart;
   const typename Of::Input* from[kPointers];
@@ -324,7 +383,7 @@ static __attribute__((noinline)) void block(const Inputs<W>& x, const Panels<W>&
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
       for (int q = 0; q < kParts; q++)
-        Of::end(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q], x.scales ? x.scales[i * x.apart] : 0.0f);
+        Of::end(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q], x.roundings + i * x.apart);
 }
 
 // The block of m rows, kLeast <= m < kLeast + the length of the sequence.
@@ -351,26 +410,30 @@ static __attribute__((noinline)) void finish(const Product<W>& of, const float* 
   }
 }
 
+template <int... I>
+constexpr Vec counted(std::integer_sequence<int, I...>) {
+  return Vec{(float)I...};
+}
+constexpr Vec kFirst = counted(std::make_integer_sequence<int, kLanes>());  // 0, 1, ..
+
 // Of up to 16 columns of a row, the first of which is `column` of it.
 static Peak peak_of(const float* columns, const float* scales, int64_t count, int32_t column, bool summed) {
-  float own[kPanel];
-  for (int j = 0; j < kPanel; j += kLanes) store(own + j, load(columns + j));
-  for (int64_t j = 0; scales && j < count; j++) own[j] *= scales[j];
-  for (int64_t j = count; j < kPanel; j++) own[j] = -INFINITY;
-  Vec most = load(own), wrong = Vec{};
-  for (int j = 0; j < kPanel; j += kLanes) {
-    const Vec v = load(own + j);
-    most = v > most ? v : most;
-    wrong = v == v ? wrong : all(1.0f);
+  Vec own[kParts], most = all(-INFINITY), wrong = {}, first = all(kPanel);
+  for (int q = 0; q < kParts; q++) {
+    const int64_t n = count - q * kLanes;
+    const Vec v = load(columns + q * kLanes);
+    own[q] = kFirst < (float)n ? scales ? v * load(scales + q * kLanes, n > 0 ? n : 0) : v : all(-INFINITY);
+    most = own[q] > most ? own[q] : most;
+    wrong = own[q] == own[q] ? wrong : all(1.0f);
   }
-  Peak peak{greatest_of(most), 0, -1};
   if (sum_of(wrong) != 0) return {NAN, NAN, -1};
-  for (int j = kPanel - 1; j >= 0; j--)
-    if (own[j] == peak.greatest) peak.column = column + j;
+  Peak peak{greatest_of(most), 0, -1};
+  for (int q = kParts - 1; q >= 0; q--) first = own[q] == peak.greatest ? kFirst + (float)(q * kLanes) : first;
+  peak.column = column - greatest_of(-first);
   if (summed) {
     Vec sums = {};
     const Vec greatest = all(peak.greatest > -INFINITY ? peak.greatest : 0.0f);
-    for (int j = 0; j < kPanel; j += kLanes) sums += exp_of(load(own + j) - greatest);
+    for (int q = 0; q < kParts; q++) sums += exp_of(own[q] - greatest);
     peak.sum = sum_of(sums);
   }
   return peak;
@@ -386,17 +449,17 @@ static void columns(const Product<W>& of, int64_t panel, bool whole) {
   int64_t first = 0;
   for (int64_t groups = (of.M + kGroup - 1) / kGroup; groups > 0; groups--) {
     const int rows = (of.M - first + groups - 1) / groups;
-    const int chunk = rows <= kMost && !of.x_scales ? of.lines : kChunk;
+    const int part = rows <= kMost && !of.roundings ? of.lines : Kind<W>::kPart;
     w.turns = (rows + kMost - 1) / kMost;
-    w.ahead = w.turns == 1 ? kAhead / P : kChunk;
+    w.ahead = w.turns == 1 ? kAhead / P : Kind<W>::kPart;
     std::memset(sums, 0, sizeof(float) * rows * P * kPanel);
     for (w.begin = 0; w.begin < of.lines; w.begin = w.end) {
-      w.end = w.begin + chunk < of.lines ? w.begin + chunk : of.lines;
+      w.end = w.begin + part < of.lines ? w.begin + part : of.lines;
       int row = 0;
       for (w.turn = 0; w.turn < w.turns; w.turn++) {
         const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
-        const float* scales = of.x_scales ? of.x_scales + (first + row) * of.chunks + w.begin / kChunk : nullptr;
-        block_of<P, kLeast, W>(m, {of.x + (first + row) * of.lines, scales, of.lines, of.chunks}, w, sums + row * P * kPanel,
+        const Rounding* roundings = of.roundings ? of.roundings + (first + row) * of.parts + w.begin / part : nullptr;
+        block_of<P, kLeast, W>(m, {of.x + (first + row) * of.lines, roundings, of.lines, of.parts}, w, sums + row * P * kPanel,
                                std::make_integer_sequence<int, kMost - kLeast + 1>());
         row += m;
       }
@@ -461,38 +524,56 @@ static T* room(std::vector<T>& own, int64_t size) {
   return own.data();
 }
 
-// Rounds a row of inputs to 16 bits, with a scale for each kChunk lines; a scale that is none where an input is not finite.
-static __attribute__((noinline)) void rounded(const float* x, int64_t K, int32_t* to, float* scales) {
-  constexpr int64_t kEach = kChunk * 2;
-  int16_t* out = reinterpret_cast<int16_t*>(to);
+// Of kLanes integers those with fewer bits.
+static inline void narrowed(Ints integers, int16_t* to) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)integers));
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)integers, (__m256i)integers), 0x08);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(packed));
+#else
+  for (int i = 0; i < kLanes; i++) to[i] = integers[i];
+#endif
+}
+static inline void narrowed(Ints integers, int8_t* to) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)integers));
+#else
+  for (int i = 0; i < kLanes; i++) to[i] = integers[i];
+#endif
+}
+
+// Rounds a row of inputs, in parts; a part's scale is none where an input is not finite.
+template <typename W>
+static __attribute__((noinline)) void rounded(const float* x, int64_t K, typename Kind<W>::Input* to, Rounding* roundings) {
+  typedef typename Kind<W>::Integer Integer;
+  constexpr int64_t kInputs = Kind<W>::kInputs, kEach = Kind<W>::kPart * kInputs;
+  constexpr float kMost = std::numeric_limits<Integer>::max();
+  Integer* out = reinterpret_cast<Integer*>(to);
   for (int64_t first = 0; first < K; first += kEach, x += kEach, out += kEach) {
     const int64_t count = K - first < kEach ? K - first : kEach;
-    Vec most = {}, wrong = {};
+    Ints most = {};  // the bits of magnitudes, which have the order of the magnitudes
     for (int64_t k = 0; k < count; k += kLanes) {
-      const Vec v = load(x + k, count - k), size = (Vec)((Ints)v & 0x7fffffff);
+      const Ints size = (Ints)load(x + k, count - k) & 0x7fffffff;
       most = size > most ? size : most;
-      wrong += v * 0.0f;
     }
-    const float greatest = greatest_of(most);
-    const bool finite = sum_of(wrong) == 0;
+    const int32_t bits = greatest_of(most);
+    const bool finite = bits < 0x7f800000;
+    float greatest;
+    std::memcpy(&greatest, &bits, sizeof(bits));
     // What is as small as this is as good as 0, and its reciprocal would not be finite.
-    const float inverse = finite && greatest > 1e-30f ? 32767.0f / greatest : 0.0f;
-    *scales++ = finite ? greatest / 32767.0f : NAN;
+    const float inverse = finite && greatest > 1e-30f ? kMost / greatest : 0.0f;
+    Ints total = {};
     for (int64_t k = 0; k < count; k += kLanes) {
       const Vec v = finite ? load(x + k, count - k) : Vec{};
       const Ints integers = (Ints)(v * inverse + all(kShift)) - 0x4b400000;
-      int16_t own[kLanes];
-#if defined(__AVX512F__)
-      _mm256_storeu_si256((__m256i*)own, _mm512_cvtepi32_epi16((__m512i)integers));
-#elif defined(__AVX2__)
-      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)integers, (__m256i)integers), 0x08);
-      _mm_storeu_si128((__m128i*)own, _mm256_castsi256_si128(packed));
-#else
-      for (int i = 0; i < kLanes; i++) own[i] = integers[i];
-#endif
-      std::memcpy(out + k, own, sizeof(int16_t) * (count - k < kLanes ? count - k : kLanes));
+      total += integers;
+      Integer own[kLanes];
+      narrowed(integers, count - k < kLanes ? own : out + k);
+      if (count - k < kLanes) std::memcpy(out + k, own, sizeof(Integer) * (count - k));
     }
-    if (count % 2) out[count] = 0;
+    for (int64_t k = count; k % kInputs; k++) out[k] = 0;
+    *roundings++ = {finite ? greatest / kMost : NAN, Kind<W>::kExcess * -sum_of(total)};
   }
 }
 
@@ -572,14 +653,15 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   const auto xs = x.dimensions(), ws = w.dimensions();
   if (!xs.size()) return unfit("product: expected rows [.., K]");
   const int64_t width = xs[xs.size() - 1], K = before.kind == kGate ? width / 2 : width, all = count(xs, 0, xs.size() - 1);
-  const int64_t panels = (F + kPanel - 1) / kPanel, lines = (K + kInputs - 1) / kInputs, chunks = (lines + kChunk - 1) / kChunk;
+  const int64_t panels = (F + kPanel - 1) / kPanel, lines = (K + kInputs - 1) / kInputs;
+  const int64_t parts = kInputs > 1 ? (lines + Kind<W>::kPart - 1) / Kind<W>::kPart : 0;
   const bool some = live.element_count() > 0;
   if (F < 0 || ws.size() < 3 || ws[0] != panels || ws[1] != lines || !has(w, panels * lines * kLine<W>) ||
-      !may_have(live, all) || !has(scales, kInputs == 2 ? F : 0) || K > INT32_MAX || all > INT32_MAX || F > INT32_MAX)
+      !may_have(live, all) || !has(scales, kInputs > 1 ? F : 0) || K > INT32_MAX || all > INT32_MAX || F > INT32_MAX)
     return unfit("product: shapes do not fit");
   static thread_local std::vector<int32_t> own_rows;
   static thread_local std::vector<Input> own_x;
-  static thread_local std::vector<float> own_scales;
+  static thread_local std::vector<Rounding> own_roundings;
   static thread_local std::vector<Peak> own_peaks;
   int32_t* rows = room(own_rows, all);
   int64_t M = 0;
@@ -590,22 +672,22 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   }
   if (!M || !F) return ffi::Error::Success();
   const float* given = x.typed_data();
-  Product<W> of{(const Input*)given, nullptr, rows, M, lines, chunks, w.typed_data(), or_none(scales), to.bias, to.residual, to.y,
+  Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias, to.residual, to.y,
                 F, nullptr, to.summed};
-  if (kInputs == 2 || M < all || before.kind != kNothing) {
+  if (kInputs > 1 || M < all || before.kind != kNothing) {
     Input* into = room(own_x, M * lines);
-    float* into_scales = kInputs == 2 ? room(own_scales, M * chunks) : nullptr;
+    Rounding* roundings = room(own_roundings, M * parts);
     in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (1 << 14), [=](int64_t first, int64_t last) {
       static thread_local std::vector<float> own;
       for (int64_t i = first; i < last; i++) {
         const float* row = given + rows[i] * width;
-        float* made = kInputs == 2 ? before.kind == kNothing ? nullptr : room(own, K) : (float*)(into + i * lines);
+        float* made = kInputs > 1 ? before.kind == kNothing ? nullptr : room(own, K) : (float*)(into + i * lines);
         if (before.kind != kNothing) prepared(before, row, K, made);
         else if (kInputs == 1) std::memcpy(made, row, sizeof(float) * K);
-        if constexpr (kInputs == 2) rounded(made ? made : row, K, into + i * lines, into_scales + i * chunks);
+        if constexpr (kInputs > 1) rounded<W>(made ? made : row, K, into + i * lines, roundings + i * parts);
       }
     });
-    of.x = into, of.x_scales = into_scales;
+    of.x = into, of.roundings = roundings;
   }
   if (!to.y) of.peaks = room(own_peaks, M * panels);
   product<W>(pool, of);
@@ -940,8 +1022,10 @@ static auto head_binding() {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, (ProductOf<ffi::F32, float>), product_binding<ffi::F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, (ProductOf<ffi::S8, int8_t>), product_binding<ffi::S8>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductW8A8, (ProductOf<ffi::S8, Quad>), product_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadF32, (HeadOf<ffi::F32, float>), head_binding<ffi::F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadS8, (HeadOf<ffi::S8, int8_t>), head_binding<ffi::S8>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadW8A8, (HeadOf<ffi::S8, Quad>), head_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecSelfAttention, SelfAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                                   .Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>().Ret<Floats>()

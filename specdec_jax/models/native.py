@@ -36,9 +36,11 @@ from specdec_jax.models import probe
 TARGETS = {
     "specdec_product_f32": "SpecdecProductF32",
     "specdec_product_s8": "SpecdecProductS8",
+    "specdec_product_w8a8": "SpecdecProductW8A8",
     "specdec_rows": "SpecdecRows",
     "specdec_head_f32": "SpecdecHeadF32",
     "specdec_head_s8": "SpecdecHeadS8",
+    "specdec_head_w8a8": "SpecdecHeadW8A8",
     "specdec_self_attention": "SpecdecSelfAttention",
     "specdec_node_attention": "SpecdecNodeAttention",
     "specdec_move": "SpecdecMove",

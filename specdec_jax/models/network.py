@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key, Shaped
 
 from specdec_jax.models import layouts
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
-from specdec_jax.models.cache import KVCache
+from specdec_jax.models.cache import TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.sharding import ShardingRules, pinned, read
@@ -25,11 +25,13 @@ class Network:
       params: nested dict of arrays in the loop's layout (`layouts.py`).
       module: the linen module, hashable.
       rules: how parameters and caches lie on a mesh; None: on one device.
+      together: how many heads lie side by side in caches, as for `KVCache`.
     """
 
     params: dict
     module: FamilyModule = flax.struct.field(pytree_node=False)
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
+    together: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def config(self) -> ModelConfig:
@@ -79,7 +81,9 @@ class Network:
         if not decoder_only(self):
             encoded = self._by_rows(self.encode(inputs, input_lengths) if encoded is None else encoded)
         mask, apply = jnp.arange(inputs.shape[1]) < input_lengths[:, None], self.module.apply
-        return self._placed(apply({"params": self.params}, inputs, mask, slots, copies, encoded, method="prefill"))
+        more = {} if self.together is None else {"together": self.together}  # a family need not have this argument
+        cache = apply({"params": self.params}, inputs, mask, slots, copies, encoded, **more, method="prefill")
+        return self._placed(cache)
 
     def _placed(self, cache):
         """Returns a new cache with its layout on the mesh set and fixed."""
@@ -186,6 +190,15 @@ class Network:
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
         return pinned(logits, self.rules)
+
+
+def heads_together(platform: str, module: FamilyModule, rules: ShardingRules | None) -> int | None:
+    """Returns `KVCache.together` for a network's caches on a platform: "cpu", "tpu" or another."""
+    if platform == "cpu" or not module.joins_heads:
+        return None
+    heads, parts = module.config.num_heads, 1 if rules is None else rules.parts
+    most = max(TILE[1] // module.config.head_dim, 1) if platform == "tpu" else 1
+    return next(count for count in range(most, 0, -1) if heads % (count * parts) == 0)
 
 
 def fuses(rules: ShardingRules | None) -> bool:

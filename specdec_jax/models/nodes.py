@@ -30,9 +30,20 @@ class Nodes:
     def distances(self, slots: int) -> jax.Array:
         """Returns `[B, T, S]` int32: how many positions the token in each of S = `slots` slots
         stands before each node; 0 for the node itself, −1 where the token is not an ancestor."""
-        ahead = self.positions[..., None] - jnp.arange(self.paths.shape[2], dtype=jnp.int32)
-        here = self.paths[..., None] == jnp.arange(slots, dtype=jnp.int32)
-        return jnp.max(jnp.where(here & (ahead >= 0)[..., None], ahead[..., None], -1), axis=2)
+
+        def found(positions, paths):
+            ahead = positions[..., None] - jnp.arange(paths.shape[2], dtype=jnp.int32)
+            here = paths[..., None] == jnp.arange(slots, dtype=jnp.int32)
+            return jnp.max(jnp.where(here & (ahead >= 0)[..., None], ahead[..., None], -1), axis=2)
+
+        def found_in_eights(positions, paths):
+            # A TPU takes seven times as long for 28 nodes as for 32.
+            nodes = positions.shape[1]
+            room = (0, -nodes % 8 if nodes > 8 else 0)
+            positions, paths = jnp.pad(positions, ((0, 0), room)), jnp.pad(paths, ((0, 0), room, (0, 0)))
+            return found(positions, paths)[:, :nodes]
+
+        return jax.lax.platform_dependent(self.positions, self.paths, cpu=found, default=found_in_eights)
 
 
 def node_paths(paths: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:

@@ -22,7 +22,9 @@ from specdec_jax.models.axes import Live
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.nodes import AnyNodes
 
-QUANTIZE = ("int8", "none")  # see `checkpoints.load`
+# Bits of a product's inputs by the ways of quantising weights to 8 bits; see `checkpoints.load`.
+INPUT_BITS = {"int8": 16, "w8a8": 8}
+QUANTIZE = (*INPUT_BITS, "none")
 _COLUMNS = 16  # columns of a panel
 
 
@@ -50,8 +52,8 @@ def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
     """Checks that a model can be quantised so, given its dtype, its mesh and the device; raises
     ValueError otherwise."""
     check_quantize_name(quantize)
-    if quantize == "int8" and (mesh or not usable(dtype)):
-        raise ValueError(f"quantize: got 'int8'{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
+    if quantize in INPUT_BITS and (mesh or not usable(dtype)):
+        raise ValueError(f"quantize: got {quantize!r}{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
 
 
 # In the order in which `native.cc` numbers them.
@@ -85,15 +87,15 @@ class Panels:
     """A kernel `[D, F]` in panels.
 
     Attributes:
-      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis is a
-        pair of neighbouring lines.
+      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis has as
+        many neighbouring lines as inputs fill 32 bits: 2 of 16 bits or 4 of 8.
       scales: factors of the columns of int8 values; None for float32.
       lines: D.
       columns: F.
       derived: whether it is made of another parameter, and is no parameter itself.
     """
 
-    values: Float[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"]
+    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"]
     scales: Float32[Array, " F"] | None
     lines: int = flax.struct.field(pytree_node=False)
     columns: int = flax.struct.field(pytree_node=False)
@@ -104,14 +106,14 @@ class Panels:
         """Stores a kernel, in float32 or in 8 bits, in panels."""
         if isinstance(kernel, Int8Kernel):
             lines, columns = kernel.values.shape
-            return cls(_cut_pairs(kernel.values), kernel.scales, lines, columns, derived)
+            return cls(_cut_groups(kernel.values, 32 // kernel.input_bits), kernel.scales, lines, columns, derived)
         lines, columns = kernel.shape
         return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)
 
     def kernel(self) -> Float[Array, "D F"] | Int8Kernel:
         """Returns what `of` was given."""
         values = _joined(self.values, self.lines, self.columns)
-        return values if self.scales is None else Int8Kernel(values, self.scales)
+        return values if self.scales is None else Int8Kernel(values, self.scales, 32 // self.values.shape[-1])
 
     def matrix(self) -> Float[Array, "D F"]:
         """Returns the kernel as float32."""
@@ -150,7 +152,7 @@ class Panels:
 
     @property
     def _kind(self) -> str:
-        return "f32" if self.scales is None else "s8"
+        return "f32" if self.scales is None else "s8" if self.values.shape[-1] == 2 else "w8a8"
 
 
 @jax.jit
@@ -159,17 +161,17 @@ def _cut(kernel: Shaped[Array, "D F"]) -> Shaped[Array, "panels D 16"]:
     return padded.reshape(len(kernel), -1, _COLUMNS).transpose(1, 0, 2)
 
 
-@jax.jit
-def _cut_pairs(kernel: Int8[Array, "D F"]) -> Int8[Array, "panels pairs 16 2"]:
-    padded = _cut(jnp.pad(kernel, ((0, len(kernel) % 2), (0, 0))))
-    return padded.reshape(len(padded), -1, 2, _COLUMNS).swapaxes(2, 3)
+@functools.partial(jax.jit, static_argnames="group")
+def _cut_groups(kernel: Int8[Array, "D F"], group: int) -> Int8[Array, "panels groups 16 {group}"]:
+    padded = _cut(jnp.pad(kernel, ((0, -len(kernel) % group), (0, 0))))
+    return padded.reshape(len(padded), -1, group, _COLUMNS).swapaxes(2, 3)
 
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))
 def _joined(
-    values: Float[Array, "panels D 16"] | Int8[Array, "panels pairs 16 2"], lines: int, columns: int
+    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"], lines: int, columns: int
 ) -> Shaped[Array, "{lines} {columns}"]:
-    if values.ndim == 4:  # in pairs
+    if values.ndim == 4:  # in groups
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:lines, :columns]
 

@@ -14,8 +14,9 @@ from specdec_jax.models.axes import Bias, Encoded, Inputs, Live, Logits, Mask, P
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, RMSNorm, product
+from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, RMSNorm
 from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.products import product
 from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, node_biases, seen_from
 from specdec_jax.models.t5_shapes import t5_shapes
 
@@ -241,8 +242,8 @@ class DecoderLayer(nn.Module):
         """Returns the layer's own bias for `length` positions."""
         return self.relpos_bias(length, length)
 
-    def cross_cache(self, encoded: Encoded, mask: Mask | None = None) -> KVCache:
-        return self.encoder_decoder_attention.project_key_value(encoded, mask)
+    def cross_cache(self, encoded: Encoded, mask: Mask | None = None, together: int | None = None) -> KVCache:
+        return self.encoder_decoder_attention.project_key_value(encoded, mask, together)
 
     def __call__(
         self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias, cross: KVCache,
@@ -284,16 +285,16 @@ class Decoder(nn.Module):
         """Repeats a list with one element per bias of `position_biases` to one element per layer."""
         return shared if self.config.relative_bias_per_layer else shared * len(self.layers)
 
-    def init_cache(self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int) -> DecoderCache:
+    def init_cache(
+        self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int, together: int | None
+    ) -> DecoderCache:  # fmt: skip
         """Makes the cache: empty self-attention caches of `slots` slots, and the cross-attention keys and values of
         `encoded`, with `copies` rows side by side for each input."""
-        config, batch = self.config, encoded.shape[0] * copies
-        empty = [
-            KVCache.empty(batch, config.num_heads, slots, config.head_dim, jnp.dtype(config.dtype)) for _ in self.layers
-        ]
+        config, shape = self.config, (encoded.shape[0] * copies, self.config.num_heads, slots, self.config.head_dim)
+        empty = [KVCache.empty(*shape, jnp.dtype(config.dtype), together) for _ in self.layers]
         repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
-        cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask)) for layer in self.layers)
-        return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.position_biases(slots))
+        cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, together)) for layer in self.layers)
+        return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.position_biases(empty[0].slots))
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
         """Does what `Network.node_cache` does: keeps the bias of the last of P = `positions` query positions only."""
@@ -354,6 +355,7 @@ class T5(FamilyModule):
     config: T5Config
     fused: bool = False
     native: bool = False
+    joins_heads: ClassVar[bool] = True
 
     def setup(self):
         config = self.config
@@ -367,11 +369,12 @@ class T5(FamilyModule):
         return self.encoder(self.token_embedder(inputs, mask), mask, deterministic)
 
     def prefill(
-        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None
-    ) -> DecoderCache:
+        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None,
+        together: int | None = None,
+    ) -> DecoderCache:  # fmt: skip
         """Makes the decoder's cache, and runs the encoder once for it unless its output is given as `encoded`."""
         encoded = self.encode(inputs, mask) if encoded is None else encoded
-        return self.decoder.init_cache(encoded, mask, slots, copies)
+        return self.decoder.init_cache(encoded, mask, slots, copies, together)
 
     def dummy_inputs(self) -> tuple:
         tokens, width = jnp.ones((1, 2), jnp.int32), self.config.encoder_dim

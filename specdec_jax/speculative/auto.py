@@ -6,14 +6,15 @@ rows: so its draws do not depend on which rows it is decoded with.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.gamma import Outcome, PerInput, Policy, call_widths, number
+from specdec_jax.speculative.gamma import PerInput, Policy, call_widths, number
+from specdec_jax.speculative.outcomes import Outcome
 
 # G of `gamma="auto"`.
 MAXIMUM = 8
@@ -74,6 +75,7 @@ class Auto(Policy):
     weight: PerInput = number(1.7, 1e-6, 1e6)
     memory: PerInput = number(0.99, 0, 1)
     look: PerInput = number(1.0, 0, 1)
+    counts_nodes: ClassVar[bool] = False  # the costs are those of iterations with a chain
 
     def __post_init__(self):
         super().__post_init__()

@@ -7,6 +7,10 @@ so far and on the laws they came from: it is a stopping time of the draft, so th
 verifier such a draft is like one that was to have this length anyway. It would be biased to drop a
 token after a look at it: the token that ends a draft stays in it.
 
+With a token tree γ counts nodes, and every path is a draft that may end by itself (`goes_on`):
+whether a node gets children depends on the tokens up to it, and never on these children or on other
+paths.
+
 A policy is a pytree of pure functions: its numbers are traced, one or one per input, so that
 changing them never recompiles; `maximum` (G) and the kind of policy are static.
 """
@@ -18,38 +22,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from specdec_jax.speculative.outcomes import DraftSignals, Outcome
 
 MAX_GAMMA = 64
 # A number, or an array of one number per input.
 PerInput = Any
-
-
-class DraftSignals(NamedTuple):
-    """The numbers that policies read of a draft's laws; anything at positions that were not
-    drafted.
-
-    The laws q are those drawn from, after processors, temperature and filters. A row at temperature
-    0, where they would be one-hot, gives the numbers at temperature 1.
-
-    Attributes:
-      prob: q(x) of the drafted tokens.
-      entropy: H(q) in nats.
-      evenness: H(q) / log V; 1 for a uniform law.
-    """
-
-    prob: Float[Array, "B G"]
-    entropy: Float[Array, "B G"]
-    evenness: Float[Array, "B G"]
-
-
-class Outcome(NamedTuple):
-    """The outcome of an iteration: numbers of tokens that were drafted and that stood, and what was
-    read of the laws."""
-
-    drafted: Int[Array, " B"]
-    accepted: Int[Array, " B"]
-    seen: DraftSignals | None
 
 
 def number(default: float, least: float, most: float, below: bool = False):
@@ -63,16 +42,15 @@ class Policy:
     `[B, G]` arrays.
 
     Attributes:
-      maximum: G, the most tokens drafted in one iteration; static.
+      maximum: G, the most tokens, or nodes of a tree, drafted in one iteration; static.
       reads_law: whether the policy needs the laws that drafts come from, which not every drafter
         has.
-      counts_nodes: whether γ may be the number of a tree's nodes. `Outcome` then has numbers of
-        depths: a draft has stood as a whole if the path that stands ends at a leaf.
+      counts_nodes: whether γ may be the number of a tree's nodes.
     """
 
     maximum: int
     reads_law: ClassVar[bool] = False
-    counts_nodes: ClassVar[bool] = False
+    counts_nodes: ClassVar[bool] = True
 
     def __post_init__(self):
         if isinstance(self.maximum, bool) or not isinstance(self.maximum, int | np.integer):
@@ -134,12 +112,21 @@ class Policy:
         """Returns the most tokens to draft in the next iteration."""
         return self.maximum
 
-    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"] | int:
-        """Returns how long the draft may become, now that the token at offset `step` was drawn.
+    # The next three methods are called only if the policy reads laws.
 
-        It is called only if the policy reads laws.
-        """
+    def budget(self, state: Any, seen: DraftSignals) -> Int[Array, " B"] | int:
+        """Returns the most tokens to draft, by the draft's first law."""
         return self.maximum
+
+    def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
+        """Returns after which drafted tokens their draft, or their path of a tree, may go on."""
+        return jnp.ones_like(seen.prob, bool)
+
+    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
+        """Returns how long a draft may become, now that the token at offset `step` was drawn."""
+        goes_on = jax.lax.dynamic_index_in_dim(self.goes_on(seen), step, axis=1, keepdims=False)
+        most = jnp.where(step == 0, self.budget(state, seen), self.maximum)
+        return jnp.where(goes_on, most, step + 1)
 
     def update(self, state: Any, outcome: Outcome) -> Any:
         """Returns the state after an iteration."""
@@ -166,7 +153,6 @@ class Heuristic(Policy):
     start: PerInput = number(4, 1, MAX_GAMMA)
     up: PerInput = number(2, 0, MAX_GAMMA)
     down: PerInput = number(1, 0, MAX_GAMMA)
-    counts_nodes: ClassVar[bool] = True
 
     def init(self) -> Int[Array, " B"]:
         return jnp.clip(self.start, self.minimum, self.maximum)
@@ -217,12 +203,11 @@ class Entropy(Policy):
         zero = jnp.zeros_like(self.smoothing)
         return _Average(zero, zero)
 
-    def limit(self, state: _Average, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
+    def budget(self, state: _Average, seen: DraftSignals) -> Int[Array, " B"]:
         average = state.with_value(seen.evenness[:, 0], self.smoothing)
         even = jnp.clip(average.total / average.weight, 0, 1)
         room = jnp.asarray(self.maximum - self.minimum, jnp.float32)
-        gamma = jnp.round(self.maximum - room * even).astype(jnp.int32)
-        return jnp.where(step == 0, gamma, self.maximum)
+        return jnp.round(self.maximum - room * even).astype(jnp.int32)
 
     def update(self, state: _Average, outcome: Outcome) -> _Average:
         assert outcome.seen is not None  # the policy reads laws
@@ -249,17 +234,19 @@ class EntropyBound(Policy):
     threshold: PerInput = number(0.4, 0, 1)
     reads_law: ClassVar[bool] = True
 
-    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
-        entropy = jnp.maximum(jax.lax.dynamic_index_in_dim(seen.entropy, step, axis=1, keepdims=False), 0)
-        return jnp.where(1 - jnp.sqrt(self.scale * entropy) < self.threshold, step + 1, self.maximum)
+    def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
+        bound = 1 - jnp.sqrt(self.scale[:, None] * jnp.maximum(seen.entropy, 0))
+        return ~(bound < self.threshold[:, None])
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Confidence(Policy):
-    """A policy that ends a draft after a token with q(x) < θ.
+    """A policy that ends a draft after a token with q(x) < θ; in a tree a path after a node with
+    Π q(x) < θ along it.
 
-    It is that of Mamou et al. 2024 (arXiv 2405.04304, section 2), and of Hugging Face transformers.
+    For drafts without a tree it is that of Mamou et al. 2024 (arXiv 2405.04304, section 2), and of
+    Hugging Face transformers.
 
     Attributes:
       maximum: G.
@@ -270,9 +257,8 @@ class Confidence(Policy):
     threshold: PerInput = number(0.4, 0, 1)
     reads_law: ClassVar[bool] = True
 
-    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
-        prob = jax.lax.dynamic_index_in_dim(seen.prob, step, axis=1, keepdims=False)
-        return jnp.where(prob < self.threshold, step + 1, self.maximum)
+    def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
+        return ~(seen.prob < self.threshold[:, None])
 
 
 class RenewalState(NamedTuple):
@@ -304,6 +290,8 @@ class Renewal(Policy):
     counts as `weight` observations; it begins at `acceptance`. R is a moving average of the tokens
     per target step's time; it begins at the greatest value that `acceptance` promises for a fixed
     γ. δ = (v − 1) / G is what one more position adds to a target call.
+
+    `tree_budgets.TreeRenewal` is the same for the nodes of a tree.
 
     Attributes:
       maximum: G.

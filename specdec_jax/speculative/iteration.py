@@ -45,8 +45,8 @@ from specdec_jax.models.network import Network
 from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative import draws, laws, verifiers
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import Outcome
 from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.outcomes import Outcome
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
 from specdec_jax.speculative.verifier import Randomness, Verification
 
@@ -280,7 +280,7 @@ def commit(
         examined_by_position=by_position(counts.examined_by_position, examined),
         accepted_by_position=by_position(counts.accepted_by_position, stood),
     )
-    policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen)
+    policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen, draft.judged)
     if state.policy is not None:
         policy_state = state.policy.update(policy_state, outcome)
     return state.replace(

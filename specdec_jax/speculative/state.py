@@ -6,8 +6,9 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specdec_jax.speculative.gamma import DraftSignals, Policy
+from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.laws import Law, PointMass
+from specdec_jax.speculative.outcomes import DraftSignals, Judged
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
@@ -168,6 +169,7 @@ class Draft(NamedTuple):
       seen: what a policy of γ reads of the laws, if there is one that does.
       target_cache: the target's cache, if the drafter has written to it. It may write only to slots
         that the target's call overwrites.
+      judged: of the path of a tree that stands, what became of the tree's nodes.
     """
 
     tokens: Int[Array, "B G"]
@@ -176,6 +178,7 @@ class Draft(NamedTuple):
     calls: Int[Array, " B"]
     seen: DraftSignals | None = None
     target_cache: Any = None
+    judged: Judged | None = None
 
     def first(self, gamma: int) -> "Draft":
         """Returns the draft cut to its first `gamma` positions; no row may have drafted more."""

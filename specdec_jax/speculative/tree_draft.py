@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.outcomes import DraftSignals
 
 
 class Branches(NamedTuple):
@@ -46,6 +47,7 @@ class TreeDraft(NamedTuple):
         the decode loop it is not computed.
       target_cache: the target's cache, if the drafter has written to it. It may write only to slots
         that the target's call overwrites.
+      seen: what a policy of γ reads of the laws, if there is one that does.
     """
 
     tokens: Int[Array, "B N"]
@@ -57,6 +59,7 @@ class TreeDraft(NamedTuple):
     slots: Int[Array, "B N"] | None = None
     log_q: Float[Array, "B N"] | None = None
     target_cache: Any = None
+    seen: DraftSignals | None = None
 
     @property
     def failed(self) -> Bool[Array, "B N"]:

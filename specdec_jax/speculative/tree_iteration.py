@@ -26,6 +26,7 @@ from specdec_jax.speculative.iteration import commit, most_probable
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
+from specdec_jax.speculative.tree_budgets import judged
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, TreeVerification, walk_greedy
 from specdec_jax.speculative.verifier import Verification
@@ -78,7 +79,10 @@ def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[D
             None if law is None else Law(along(law.logits, verified.path), along(law.log_normalizer, verified.path))
         )
     path = verified.path
-    chain = Draft(along(tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls)
+    chain = Draft(
+        along(tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls, draft.seen,
+        judged=judged(draft, verified),
+    )  # fmt: skip
     after = commit(
         state.replace(target_cache=None, draft_state=None), chain,
         Verification(verified.num_accepted, verified.next_token), log_prob, adjusted, draft.num_drafted,

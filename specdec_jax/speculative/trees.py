@@ -44,8 +44,9 @@ POINTS = {"top": CHILDREN["top"]}
 # Verifiers whose output law is not the target's, which take any children.
 LOSSY_TREES = ("typical",)
 # The shares of nodes whose most probable id under the target was the drafter's first, second …
-# choice, measured with the bundled pair. They only order the nodes of a tree by priority.
-_RANK_SHARES = np.array([[0.863, 0.067, 0.022, 0.010, 0.006, 0.004, 0.003, 0.002]])
+# choice, measured with the bundled pair. They order the nodes of a tree by priority, and policies of
+# γ begin with them.
+RANK_SHARES = np.array([[0.863, 0.067, 0.022, 0.010, 0.006, 0.004, 0.003, 0.002]])
 MAX_NODES = 257
 AUTO = "auto"
 
@@ -140,7 +141,7 @@ class Tree(Kinds):
         for width in widths:
             level = [(*node, rank) for node in level for rank in range(int(width))]
             nodes = nodes + level
-        nodes.sort(key=lambda node: (-tree_choice.value(node, _RANK_SHARES), len(node), node))
+        nodes.sort(key=lambda node: (-tree_choice.value(node, RANK_SHARES), len(node), node))
         return cls(_parents(nodes), **kinds)
 
     @classmethod

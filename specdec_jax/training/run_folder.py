@@ -212,6 +212,8 @@ class Reporter:
 
     def __enter__(self) -> "Reporter":
         self._begin = time.monotonic()
+        if not self._console.is_terminal:
+            self.message("compiling a training step")
         self._bar.start()
         return self
 

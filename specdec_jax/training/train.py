@@ -68,6 +68,7 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
     output = pathlib.Path(config.output_dir).absolute()
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     output.mkdir(parents=True, exist_ok=True)
+    console.print("reading the files of examples")
     with alone(output):
         saved = Checkpoints(output, resume=True, select=config.select)
         for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
@@ -85,7 +86,9 @@ def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[
     Returns:
       The state of the last step.
     """
-    config, state = run.config, run.initial_state()
+    config = run.config
+    console.print("compiling the initial state")
+    state = run.initial_state()
     changed = run.record()
     record_settings(settings, pathlib.Path(config.output_dir).absolute())
     begun()

@@ -14,7 +14,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import beams as analysis_beams
 from specdec_jax.analysis import comparison, near_ties
 from specdec_jax.analysis.arms import Arm
-from specdec_jax.analysis.report import beam_summaries, page, plots, record_types, rows
+from specdec_jax.analysis.report import beam_summaries, page, plots, record_checks, record_types, rows
 from specdec_jax.commands import benchmark as benchmark_command
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -46,7 +46,7 @@ def measured(target, options, batches):
 def test_record(measured, target, batches):
     record, problems = measured
     assert problems == []
-    record_types.check(record)
+    record_checks.check(record)
     assert record_types.kind_of(record) is record_types.Searched and record["length_penalty"] == 0.6
     narrow, wide = record["searches"]
     assert [(arm["gamma"], arm["width"]) for arm in (narrow, wide)] == [(2, 2), (2, 40)]
@@ -107,7 +107,7 @@ def test_figures_draw_the_record(measured):
     assert [bar.get_width() for bar in axes.patches][:3] == pytest.approx(widths)
     broken = record | {"searches": [{**record["searches"][0], "width": "wide"}]}
     with pytest.raises(ValueError, match=r"searches.0.width: got 'wide', expected an integer"):
-        record_types.check(broken)
+        record_checks.check(broken)
 
 
 def test_wrong_tokens_are_reported(target, batches, options):

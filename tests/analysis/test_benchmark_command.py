@@ -48,7 +48,7 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     analysis_benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
     bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
-    for what in ("compiling", "compiling steps", "steps, pass 1 of 1", "pass 1 of 1"):
+    for what in ("compiling", "compiling steps", "timing steps, pass 1 of 1, step", "timing, pass 1 of 1, batch"):
         assert any(re.match(rf"{what} \W* 0%", bar) for bar in bars), what
         assert any(re.match(rf"{what} \W*100%", bar) for bar in bars), what
     before = screen.getvalue()

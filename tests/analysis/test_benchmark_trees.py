@@ -13,11 +13,12 @@ from benchmark_models import CONFIG
 from toy_models import noisy_copy
 
 import specdec_jax as sd
+from specdec_jax.analysis import acceptance, predictions, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import timing
-from specdec_jax.analysis.report import page, plots, record_types, rows, summaries
+from specdec_jax.analysis.report import page, plots, record_checks, record_types, rows, summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main, suite
+from specdec_jax.speculative.tree_text import read_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -44,7 +45,7 @@ def measured(target, options, batches):
 def test_record(measured, target, batches):
     record, problems = measured
     assert problems == []
-    record_types.check(record)
+    record_checks.check(record)
     assert record_types.kind_of(record) is record_types.Benchmark
     (chain,), (static, dynamic) = record["speculative"], record["trees"]
     described = lambda arm: tuple(arm[name] for name in ("tree", "nodes", "depth", "children", "verifier"))
@@ -75,6 +76,28 @@ def test_record(measured, target, batches):
     assert times[0] <= record["tree_over_chain"]["improvement"]["median"] <= times[-1]
 
 
+def test_predicted_tokens_are_those_of_the_coverage_measured(measured, target, options, batches):
+    """Here the drafter is the target, so that every call commits a whole branch, but for ends of outputs."""
+    static, dynamic = measured[0]["trees"]
+    assert static["predicted"] == pytest.approx(4) and static["prediction"] == "top"
+    assert (dynamic["predicted"], dynamic["prediction"]) == (None, "dynamic")
+    drafter = sd.ModelDrafter(noisy_copy(target, 0.5))
+    sampled = dataclasses.replace(options, temperature=1.0, seed=3)
+    results = [batch.through(lambda batch: sd.generate(
+        target, batch.inputs, key=batch.keys, **sampled.decoding(plain=True))) for batch in batches]  # fmt: skip
+    found = acceptance.coverage_of(target, drafter, batches, results, sampled.sampling())
+    scored = acceptance.score(target, drafter, batches, ("block",), 3, sampled)
+    assert found == scored.coverage and 0 < found["mixed"][0][0] < found["mixed"][1][0] < 1
+    tokens = lambda text: predictions.tree_tokens(read_tree(text), found)
+    (one, _), (two, _) = found["mixed"][:2]
+    assert tokens("widths:2,1:mixed") == {"predicted": pytest.approx(1 + two + two * one), "prediction": "mixed"}
+    assert tokens("widths:2:drawn")["predicted"] == pytest.approx(1 + two)
+    assert tokens("widths:2:top") == {"predicted": pytest.approx(1 + found["top"][1][0]), "prediction": "top"}
+    assert tokens("widths:2:top:typical") == {"predicted": None, "prediction": "lossy"}
+    unscored = predictions.tree_tokens(read_tree("widths:2"), {})
+    assert unscored == {"predicted": None, "prediction": "unscored"}
+
+
 def test_summary_and_figures_say_what_the_record_says(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
@@ -83,8 +106,12 @@ def test_summary_and_figures_say_what_the_record_says(measured):
     calls = static["stats"]["target_calls"]
     assert f"{static['stats']['tokens_per_target_call']:.2f} tokens per target call, {calls} calls" in text
     assert f"v of its nodes {static['verify_cost']:.3f}" in text
+    assert "predicted    4.00 tokens per target call (coverage by k most probable ids; as if every node" in text
+    assert "  no prediction: the drafter's law shapes the tree\n" in text
     by_depth = ", ".join(f"{count / calls:.2f}" for count in static["stats"]["accepted_by_position"])
-    assert f"by depth: {by_depth} of the calls" in text
+    stood, reached = (static["stats"][f"{what}_by_position"] for what in ("accepted", "examined"))
+    given = ", ".join(f"{one / of:.2f}" for one, of in zip(stood, reached))
+    assert f"by depth: {by_depth} of the calls; where those above it stand: {given}\n" in text
     assert f"{gain['median']:.3f} times as fast ({gain['least']:.3f} to {gain['most']:.3f})" in text
     chain, row, _ = rows.rows(record)
     assert chain.gamma == 3 and row.gamma is None and row.alpha is None, "what stands of a tree is not α"
@@ -92,13 +119,16 @@ def test_summary_and_figures_say_what_the_record_says(measured):
     assert (row.improvement.median, row.differ) == (static["improvement"]["median"], 0)
     html = page.report([(pathlib.Path("trees.json"), record)])
     assert html.count(f"tree {STATIC}, gumbel") == 2  # in the table and beside its bar
+    tokens = f"{static['stats']['tokens_per_target_call']:.2f}"
+    cells = "".join(f"<td>{value}</td>" for value in (7, 3, "4.00", tokens))
+    assert f'<td class="text">tree {STATIC}</td>{cells}' in html
     axes = plots.wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "plain", "speculative, γ = 3", f"tree {STATIC}", f"tree {DYNAMIC}"
     ]  # fmt: skip
     broken = record | {"trees": [static | {"nodes": "many"}]}
     with pytest.raises(ValueError, match=r"trees.0.nodes: got 'many', expected an integer"):
-        record_types.check(broken)
+        record_checks.check(broken)
 
 
 def corrupt(monkeypatch):
@@ -176,7 +206,6 @@ def test_in_the_place_of_a_tree_that_a_law_shapes_stands_one_as_large(monkeypatc
         ({"forced_alpha": (0.5,)}, r"forced_alpha: got \(0.5,\) with a tree, expected none"),
         ({"preset": "t5_1_1/small", "target": None, "drafter": "lookup", "forced_alpha": (0.5,)}, "with a tree"),
         ({"verifier": "lenient", "lenience": 0.5, "temperature": 1.0}, "verifier: got 'lenient' with a tree"),
-        ({"gamma_policy": "heuristic"}, "gamma_policy: got 'heuristic' with a tree, expected fixed"),
         ({"num_beams": 2}, "tree: got .* with num_beams, expected none"),
     ],
 )  # fmt: skip

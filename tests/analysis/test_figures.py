@@ -8,7 +8,7 @@ import re
 
 import gin
 import pytest
-from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE
+from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE, SHOWN
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import page as report_page
@@ -81,8 +81,12 @@ def test_rows_of_every_kind_of_record():
             0,
             0.03125,
             1.25,
-        )
-    ]
+        ),
+        rows.Row(
+            "big", "small", "7 of ende/test.tsv.gz", 0.0, "tree widths:2, mixed", None, None, 0.0625, 1.125, 1.75, None,
+            spread, 0,
+        ),
+    ]  # fmt: skip
     assert rows.rows(MEASURE) == [
         rows.Row("big", "small", "7 built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None)
     ]
@@ -189,6 +193,19 @@ def test_the_page_says_what_the_records_say(page):
     # Figures 1 and 5.
     assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
     assert '<span class="rejected"> zwei</span><span class="corrected"> drei</span></pre>' in text
+    # A tree: its nodes, the target's own token, and the mask's title.
+    assert '<td class="text">tree widths:2</td><td>3</td><td>1</td><td>1.88</td><td>1.75</td>' in text
+    assert "<h4>Tree widths:2: call 1 of the first input</h4>" in text
+    assert all(f">{drawn}</text>" in text for drawn in ("[START]", "Zwei", "Drei &lt;", "vier", "sees, of the tree"))
+
+
+def test_a_demo_is_shown_call_by_call():
+    text = report_page.report([(pathlib.Path("demo.json"), SHOWN)])
+    assert rows.rows(SHOWN) == [] and "<p>big with small, temperature 0.5</p>" in text
+    assert '<pre><span class="committed">Vier</span><span class="accepted"> fünf</span>' in text
+    assert "<h4>Tree widths:2: call 1 of “C &amp; D”</h4>" in text and ">Drei &lt;</text>" in text
+    drawn = text.count("<svg")
+    assert report_page.report([(pathlib.Path("demo.json"), SHOWN | {"tree": None})]).count("<svg") == drawn - 1
 
 
 def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
@@ -197,18 +214,21 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
         "prediction": "with_counts",
         "predicted": {"with_lengths": 1.625, "with_counts": 1.375},
     }
-    assert [row.predicted for row in rows.rows(record)] == [1.375]
+    assert [row.predicted for row in rows.rows(record)] == [1.375, None]
 
 
 def test_the_page_stands_alone_and_is_the_same_again(page):
     text = page("one.html")
-    assert text.count("<svg") == 3 + 4 == text.count("</svg>")
+    assert text.count("<svg") == 3 + 5 == text.count("</svg>")
     assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
     assert text == page("two.html")
 
 
 def test_forced_acceptance_is_marked_and_no_measured_alpha():
-    record = json.loads(json.dumps(BENCHMARK)) | {"options": BENCHMARK["options"] | {"preset": "t5_1_1/large"}}
+    record = json.loads(json.dumps(BENCHMARK)) | {
+        "options": BENCHMARK["options"] | {"preset": "t5_1_1/large"},
+        "trees": [],
+    }
     record["speculative"][0]["forced_alpha"] = 0.8
     (row,) = rows.rows(record)
     assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 rows of random ids")
@@ -220,6 +240,7 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
 def test_lenience_makes_a_table_of_its_own():
     def record(lenience: float, alpha: float) -> dict:
         changed = json.loads(json.dumps(BENCHMARK))
+        changed["trees"] = []
         changed["options"] |= {"verifier": "lenient", "lenience": lenience, "temperature": 1.0}
         changed["speculative"][0]["stats"]["acceptance_rate"] = alpha
         return changed

@@ -9,12 +9,12 @@ import typing
 from unittest import mock
 
 import pytest
-from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE, SEARCHED
+from sample_records import ACCELERATOR, AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE, SEARCHED, SHOWN
 
-from specdec_jax.analysis.report import markup, plots, record_types
+from specdec_jax.analysis.report import markup, plots, record_checks, record_types
 from specdec_jax.analysis.report import page as report_page
 from specdec_jax.commands import main
-from specdec_jax.speculative import verifiers
+from specdec_jax.speculative import trees, verifiers
 
 SAME = {"positions": 9, "counted": 0.5, "overlap": 0.5, "difference": 0.0, "standard_error": None}
 LENIENT = BENCHMARK["options"] | {"verifier": "lenient", "lenience": 0.5}
@@ -23,8 +23,10 @@ KINDS = {
     "lenient": BENCHMARK | {"options": LENIENT},
     "measure": MEASURE | {"same_positions": SAME},
     "compared": COMPARED,
+    "demo": SHOWN,
     "searched": SEARCHED | {"against": AGAINST},
     "estimate": ESTIMATE,
+    "accelerator": ACCELERATOR,
 }
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>' & $\\frac{ ]]> --> \0\x1b[2J\x85\ud800\ufffe <a href='javascript:alert(1)'>"
 # All that the page is made of; the second are matplotlib's.
@@ -151,7 +153,7 @@ def test_markup_in_every_text_is_shown_as_text(shown, kind):
     for path in [path for path in leaves(record) if is_text(at(record, path))]:
         changed = replaced(record, path, HOSTILE)
         try:
-            record_types.check(changed)
+            record_checks.check(changed)
         except ValueError:
             continue
         record, count = replaced(record, path, HOSTILE), count + 1
@@ -182,7 +184,7 @@ def test_every_wrong_type_is_refused_or_shown(tmp_path, value):
         for path in leaves(record):
             changed = json.loads(json.dumps(replaced(record, path, value)))
             try:
-                record_types.check(changed)
+                record_checks.check(changed)
             except ValueError as error:
                 refused += 1
                 assert "\n" not in str(error) and ": got " in str(error) and len(str(error)) < 300
@@ -217,6 +219,11 @@ def test_a_suites_lines_are_checked_each(shown):
         ("benchmark", ("example", "arms")),
         ("benchmark", ("example", "arms", 1, "spans")),
         ("benchmark", ("example", "arms", 1, "lines")),
+        ("benchmark", ("example", "trees")),
+        ("benchmark", ("example", "trees", 0, "nodes")),
+        ("benchmark", ("example", "trees", 0, "path")),
+        ("demo", ("calls",)),
+        ("demo", ("calls", 0, "lines")),
         ("measure", ("table",)),
         ("compared", ("arms",)),
         ("estimate", ("times", "rows")),
@@ -226,6 +233,14 @@ def test_more_than_can_be_drawn_is_refused_at_once(shown, kind, path):
     start = time.monotonic()
     assert not shown(replaced(KINDS[kind], path, at(KINDS[kind], path)[-1:] * 50_000))
     assert time.monotonic() - start < 5
+
+
+def test_the_greatest_tree_is_drawn(shown):
+    """A chain of as many nodes as there may be, every text long."""
+    nodes = [{"text": "<b>" * 99, "parent": node - 1} for node in range(trees.MAX_NODES)]
+    drawn = {"nodes": nodes, "path": list(range(len(nodes)))}
+    page = shown(replaced(KINDS["benchmark"], ("example", "trees", 0), BENCHMARK["example"]["trees"][0] | drawn))
+    assert sum(text.startswith("<b><b>") and len(text) == 60 for text in page.texts) == len(nodes)
 
 
 def test_names_are_drawn_as_they_are(shown):

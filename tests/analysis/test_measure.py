@@ -95,7 +95,7 @@ def covered_by_drawing(p, q, ranked, k: int) -> float:
 @pytest.mark.parametrize("name", sorted(ADJUSTED))
 def test_coverage_is_that_of_the_laws_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
-    found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])).coverage
+    found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])).covered.mean
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     assert set(found) == ({"top"} if name == "argmax" else {"top", "mixed"})
     for row, length in enumerate(lengths):
@@ -188,6 +188,9 @@ def test_counting_and_scoring_agree(greedy):
     )
     by_position = sum(one.accepted_by_position for one in stats) / sum(one.target_calls for one in stats)
     assert [stands for stands, _ in counted.survival["block"]] == pytest.approx(by_position.tolist())
+    reached = sum(one.examined_by_position for one in stats)
+    rates = sum(one.accepted_by_position for one in stats) / reached
+    assert [stands for stands, _ in counted.by_depth["block"]] == pytest.approx(rates.tolist())
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])

@@ -40,6 +40,8 @@ def test_command(specdec, sentences, tmp_path, drafter):
     assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
     assert record["acceptance"]["how"] == ("scored" if drafter == "DRAFTER" else "counted")
     assert set(record["acceptance"]["by_rank"]) == ({"top"} if drafter == "DRAFTER" else set())
+    assert set(record["acceptance"]["coverage_by_depth"]) == set(record["acceptance"]["by_rank"])
+    assert "acceptance by depth 1, 2 …" in out and ("tree, k = 8" in out) == (drafter == "DRAFTER")
     assert record["same_positions"] is None and "token verification accepted" not in out
     assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
 
@@ -97,6 +99,9 @@ def test_figure_shows_what_the_record_says(monkeypatch):
     assert saved == ["figure.svg"] and curves["block"] == [0.8, 0.7, 0.3] and curves[None] == [1.0, 1.2, 1.6]
     assert curves["from α, v = 1"] == [row["theorem_3_8"] for row in record["table"]]
     assert curves["k most probable ids"] == [0.8, 0.9]
+    assert curves["chain, block"] == [0.8, 0.875]
+    assert curves["tree, k = 2: k most probable ids"] == [0.9, 0.85]
+    assert "         0.900 0.850 (tree, k = 2: k most probable ids)" in summaries.depth_lines(record["acceptance"])
 
 
 def test_figure_is_a_picture(tmp_path):

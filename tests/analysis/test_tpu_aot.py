@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from absl import app
+from absl.flags import FLAGS
 
-from specdec_jax.analysis.report import rows
+from specdec_jax.analysis.report import record_checks, rows
+from specdec_jax.analysis.tpu_chips import CHIPS, chip_line
 
 pytestmark = pytest.mark.skipif(
     not (pathlib.Path(__file__).parents[2] / "scripts").is_dir(), reason="no scripts beside the tests"
@@ -37,11 +40,20 @@ def compiled(*flags: str) -> tuple[int, dict]:
 
 
 def test_a_pair_is_compiled_and_sized():
-    code, record = compiled("--gamma=2")
+    code, record = compiled("--gamma=2", "--iteration")
     assert code == 0 and record["fits"] and record["gamma"] == 2 and record["drafter"] == "tiny"
     assert 0 < record["weights_gb"] <= record["needed_gb"] <= record["memory_gb"] == 32
     assert "tiny with tiny, γ = 2, batch 1, bfloat16" in rows.memory_estimate(record)
     assert rows.time_estimates(record) == []
+    assert record["chip"] == "v4" and record["topology"] == "v4:2x2x1"
+    # One layer, in bfloat16: the decoder's kernels (the drafter's three times: twice drafted, and once as the target).
+    kernels = 4 * 64 * 16 + 2 * 64 * 16 + 3 * 64 * 24 + 64 * 32000
+    floor = 1e3 * (3 * kernels * 2 / 1e9 + record["state_gb"]) / CHIPS["v4"].bandwidth
+    assert record["floor_ms"] == pytest.approx(floor, abs=1.1e-3)
+    assert record["iteration_ms"] == 0  # a CPU's compiler estimates no cycles
+    record_checks.check(record)
+    assert "An iteration: 0.25 ms, floor 0." in rows.memory_estimate(record | {"iteration_ms": 0.25})
+    assert "copy: unknown." in rows.memory_estimate(record | {"copied_in_loops": None})
 
 
 def test_a_beam_search_is_compiled_and_sized():
@@ -77,7 +89,9 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_what_is_read_from_a_program(script, monkeypatch):
-    monkeypatch.setattr(script, "_CLOCK", type("Flag", (), {"value": 1.05}))
+    flag = lambda value: type("Flag", (), {"value": value})
+    monkeypatch.setattr(script, "_CLOCK", flag(None))
+    monkeypatch.setattr(script, "_CHIP", flag("v4"))
     assert script.loop_copies(HLO) == ["f32[512,1024]"] and script.loop_copies(HLO, least=1) == [
         "f32[512,1024]",
         "f32[8]",
@@ -98,3 +112,53 @@ def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):
     assert (c, v) == (0.033, 0.5) and gain == pytest.approx(tokens / (7 * 0.1 / 3 + 0.5), abs=0.006)
     assert (c_two, v_two) == (0.1, 1.5) and gain_two == pytest.approx(tokens / (0.7 + 1.5), abs=0.006)
     assert found["target_call_1_ms"] == 3000 and "not a measurement" in found["what"]
+
+
+FITS = {"needed_gb": 23.4, "memory_gb": 32, "fits": True, "floor_ms": 10.0, "iteration_ms": 12.5}
+
+
+@pytest.mark.parametrize(
+    "record, expected",
+    [
+        (FITS, "v4 23.4 of 32 yes 12.50 ms 10.00 ms 1.25"),
+        (FITS | {"fits": False, "iteration_ms": None}, "v4 23.4 of 32 no - 10.00 ms -"),
+        ({"failed": "RESOURCE_EXHAUSTED: used 23G of 15G"}, "v4 does not fit: RESOURCE_EXHAUSTED: used 23G of 15G"),
+        ({"failed": "INTERNAL: no"}, "v4 failed: INTERNAL: no"),
+    ],
+)
+def test_a_chips_line(record, expected):
+    assert " ".join(chip_line("v4", 1, json.dumps(record)).split()) == expected
+
+
+def test_a_process_that_printed_nothing_is_a_line():
+    assert chip_line("v4", -9, "") == "v4     failed: exit code -9"
+
+
+def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
+    asked = []
+
+    def run(command, **how):
+        asked.append(command[2:])
+        return subprocess.CompletedProcess(command, len(asked) % 2, json.dumps(FITS))
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    assert script.every_chip(["--gamma=3"]) == 1
+    assert asked == [["--gamma=3", f"--chip={chip}", "--iteration"] for chip in CHIPS]
+    printed = capfd.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()[2:]] == list(CHIPS)
+    assert "v5e, in a process of its own" in printed.err and "nothing here is a measurement" in printed.out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--chip=all", "--times"], "times: got True"),
+        (["--chip=all", "--memory_gb=3"], "memory_gb: got 3"),
+        (["--iteration", "--tree=widths:2"], "tree: got widths:2"),
+        (["--topology=v5e:2x2"], "expected one of that chip"),
+    ],
+)
+def test_flags_without_a_meaning_together_are_refused(script, flags, message):
+    FLAGS(["tpu_aot.py", *flags])
+    with pytest.raises(app.UsageError, match=message):
+        script._check(["tpu_aot.py"])

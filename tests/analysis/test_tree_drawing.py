@@ -1,9 +1,11 @@
 """Trees as text: every node once, the path that stands, the mask of ancestors, and what fits a terminal."""
 
+import json
 import re
 import types
 
 import pytest
+from matplotlib import colors
 
 from specdec_jax.analysis import tree_drawing
 from specdec_jax.analysis.report import plots, tree_plot
@@ -92,14 +94,14 @@ def test_text_keeps_to_its_line():
 
 def test_figure_of_a_tree():
     """Texts, the path in green, and the mask with what stands in its own colour."""
-    figure = tree_plot.token_tree(STEP, TARGET)
+    figure = tree_plot.token_tree(tree_drawing.Drawn.of(STEP, TARGET))
     left, right = figure.axes
     colours = {text.get_text(): text.get_bbox_patch().get_edgecolor() for text in left.texts}
     assert list(sorted(colours)) == sorted(["[START]", "t11", "t13", "t14", "t16", "t7", "t12", "t15"])
     green = colours["[START]"]
     assert {text for text, colour in colours.items() if colour == green} == {"[START]", "t11", "t14"}
     assert colours["t7"] not in (green, colours["t13"])
-    assert right.images[0].get_array().tolist() == [
+    assert mask_of(right, 7) == [
         [2, 0, 0, 0, 0, 0, 0],
         [2, 2, 0, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0, 0],
@@ -109,3 +111,41 @@ def test_figure_of_a_tree():
         [1, 0, 0, 0, 0, 1, 1],
     ]
     assert "t16" in plots.svg(figure)
+
+
+def mask_of(axes, size: int) -> list[list[int]]:
+    """0 where a place is empty, 2 where it has the colour of what stands, else 1."""
+    found, green = [[0] * size for _ in range(size)], colors.to_rgba("tab:green")
+    for bars in axes.collections:
+        for path in bars.get_paths():
+            column, row = path.get_extents().min + 0.5
+            found[round(row)][round(column)] = 2 if tuple(bars.get_facecolor()[0]) == green else 1
+    return found
+
+
+def test_a_tree_is_read_as_it_was_written():
+    drawn = tree_drawing.Drawn.of(STEP, TARGET)
+    record = json.loads(json.dumps(drawn.record()))
+    assert record["nodes"][4] == {"text": " t14", "token": 14, "parent": 1, "p": 4 / 64, "q": 1 / 64}
+    read = tree_drawing.Drawn.read(record)
+    assert (read.texts, read.own) == (drawn.texts, " t7") and read.tree.path == [0, 1, 4]
+    assert [read.tree.line(node) for node in range(7)] == [STEP.tree.line(node) for node in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("parents", "path", "message"),
+    [
+        ([], [], "nodes: got parents in another order"),
+        ([0], [0], "nodes: got parents in another order"),
+        ([-1, 1], [0], "nodes: got parents in another order"),
+        ([-1, -1], [0], "nodes: got parents in another order"),
+        ([-1, 0], [], "path: got other nodes"),
+        ([-1, 0], [1], "path: got other nodes"),
+        ([-1, 0, 0], [0, 1, 2], "path: got other nodes"),
+        ([-1, 0], [0, 2], "path: got other nodes"),
+        ([-1, 0], [0, 1, -1], "path: got other nodes"),
+    ],
+)
+def test_no_tree(parents, path, message):
+    with pytest.raises(ValueError, match=message):
+        tree_drawing.Drawn.read({"nodes": [{"text": "", "parent": p} for p in parents], "path": path, "own": None})

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from announcements import without_course
 from golden_models import GOLDEN
 from make_checkpoints import PARAMS, TINY, TINY_1_0
 
@@ -258,7 +259,7 @@ def test_killed_in_the_middle(tmp_path):
 def specdec(capsys, *argv) -> tuple[int, str, str]:
     code = main.main(["convert", *map(str, argv), "--compilation_cache_dir="])
     captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return code, captured.out, without_course(captured.err)
 
 
 def test_command(tmp_path, capsys):

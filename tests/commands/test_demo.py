@@ -14,7 +14,10 @@ import rich.console
 
 import specdec_jax as sd
 from specdec_jax.analysis import traces
+from specdec_jax.analysis.report import rows
+from specdec_jax.checkpoints import loader
 from specdec_jax.commands import demo, sentences
+from specdec_jax.commands import generate as generate_command
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.trace import TraceStep, trace
 
@@ -72,7 +75,8 @@ def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
 def test_demo_of_a_tree(specdec, tmp_path):
     """One call is drawn, with as many tokens as the sentence says, and as a figure; the times are those of trees."""
     plot = tmp_path / "tree.svg"
-    argv = ["demo", *MODELS, "--repeats=1", "--tree=widths:2,1", f"--plot={plot}", "Tom", "We"]
+    record = tmp_path / "demo.json"
+    argv = ["demo", *MODELS, "--repeats=1", "--tree=widths:2,1", f"--output={record}", f"--plot={plot}", "Tom", "We"]
     code, out, _ = specdec(*argv)
     assert code == 0 and "proposes a tree of up to 4 tokens" in out.splitlines()[0]
     number, sentence, drafted, stand = re.search(
@@ -85,6 +89,12 @@ def test_demo_of_a_tree(specdec, tmp_path):
     marked = "".join(re.findall("{=(.*?)=}", "".join(drawn))).replace(" ", "")
     assert marked == "".join(re.findall("{=(.*?)=}", call)).replace(" ", "")
     assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
+    (found,) = rows.read_records(str(record))
+    assert [shown["input"] for shown in found["calls"]] == ["Tom", "We"]
+    assert (found["tree"]["input"], found["tree"]["call"]) == (sentence, int(number))
+    assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (int(drafted) + 1, int(stand) + 1)
+    pieces = [text.strip() for line in found["calls"][0]["lines"] for _, text in line]
+    assert pieces and all(piece in out for piece in pieces)
     assert "tokens per target call" in out and specdec(*argv[:-3], f"--plot={tmp_path / 'no.bmp'}", "Tom")[0] == 2
 
 
@@ -115,7 +125,6 @@ def test_every_call_is_traced(specdec):
     (["--trace", "--gamma_policy=heuristic"], "trace: got True with gamma=4, gamma_policy='heuristic'"),
     (["--trace", "--verifier=lenient", "--lenience=0.5"], "trace: got True with verifier='lenient'"),
     (["--trace", "--drafter=random"], "trace: got True with random tokens"),
-    (["--tree=widths:2", "--verifier=token"], "verifier: got 'token' beside a tree"),
     (["--tree=widths:2", "--gamma=3"], "gamma: got 3, expected an integer from 0 to 2"),
     (["--tree=wide"], "tree: got 'wide', expected widths:"),
     (["--plot=a.svg"], "plot: got 'a.svg' without a tree"),
@@ -123,6 +132,20 @@ def test_every_call_is_traced(specdec):
 def test_trees_that_cannot_be_shown(specdec, flags, said):
     code, _, err = specdec("demo", "--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", *flags, "Tom")
     assert code == 2 and said in err
+
+
+@pytest.mark.parametrize("tree", ["widths:2", "widths:1,1:drawn", "dynamic:2,2,4"])
+@pytest.mark.parametrize("command", ["demo", "generate"])
+def test_a_chains_verifier_beside_a_tree_is_refused_before_anything_loads(specdec, monkeypatch, command, tree):
+    monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
+    models = ["--target=TARGET", "--drafter=DRAFTER"]
+    code, out, err = specdec(command, *models, f"--tree={tree}", "--verifier=token", "--gamma=auto", "Tom")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "verifier: got 'token' beside a tree" in err
+
+
+def test_a_chains_verifier_judges_a_tree_with_one_branch():
+    for options in (demo.DemoOptions, generate_command.GenerateOptions):
+        options(target="a", drafter="b", tree="widths:1,1", verifier="token", gamma="auto").check()
 
 
 def test_demo_of_nothing(specdec):

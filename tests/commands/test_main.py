@@ -13,6 +13,7 @@ from command_line import MODELS, SENTENCES, expected
 
 import specdec_jax as sd
 from specdec_jax.analysis import traces
+from specdec_jax.analysis.report import record_checks
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate as generate_command
 from specdec_jax.commands import main
@@ -152,15 +153,19 @@ def test_trace_lines_add_up_to_the_output(pair):
 def test_benchmark(specdec, tmp_path):
     (tmp_path / "sentences.txt").write_text("Tom\nWe\nShe\n", encoding="utf-8")
     files = ["--input_file", tmp_path / "sentences.txt", "--output", tmp_path / "record.json"]
-    code, out, err = specdec("benchmark", *MODELS, "--repeats=1", "--limit=2", "--json", *files)
+    code, out, err = specdec("benchmark", *MODELS, "--repeats=1", "--limit=2", "--tree=widths:2:top", "--json", *files)
     assert (code, err) == (0, "")
     record = json.loads(out)
+    record_checks.check(record)
     assert record == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["sentences"] == 2 and [arm["gamma"] for arm in record["speculative"]] == [2]
     plain, speculative = record["example"]["arms"]
     assert record["example"]["input"] == "Tom" and (plain["gamma"], speculative["gamma"]) == (0, 2)
     calls = [[name for name, _ in arm["spans"]].count("target call") for arm in (plain, speculative)]
     assert calls[1] == len(speculative["lines"]) <= calls[0]
+    (tree,) = record["example"]["trees"]
+    assert tree["tree"] == "widths:2:top" and tree["call"] >= 1 and tree["path"][0] == 0
+    assert [node["parent"] for node in tree["nodes"]] == [-1, 0, 0] and tree["nodes"][0]["text"] == "[START]"
 
 
 def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):

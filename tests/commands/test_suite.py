@@ -1,6 +1,7 @@
 """`specdec benchmark --suite=paper`: which rows it has, what a kill leaves, what is refused."""
 
 import pytest
+from announcements import without_course
 
 from specdec_jax.analysis import benchmark
 from specdec_jax.analysis.report import rows as report_rows
@@ -23,7 +24,8 @@ def tiny(monkeypatch):
 def specdec(capsys):
     def call(*arguments):
         code = main.main(["benchmark", *map(str, arguments), "--compilation_cache_dir="])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, without_course(err)
 
     return call
 

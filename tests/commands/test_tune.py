@@ -191,14 +191,24 @@ def test_both_commands_take_the_file(specdec, pair, tmp_path, arrived, gamma, na
         found.check()
 
 
-def test_the_file_of_a_tree_is_for_generate(specdec, pair, tmp_path, arrived):
-    write(tmp_path / "tuned.gin", pair, Choice(2, "block", "parents:0,0,1"))
-    assert specdec("generate", f"--gin_file={tmp_path / 'tuned.gin'}", "--gin_search_paths=/") == (0, "", "")
-    (generating,) = arrived
+def test_both_commands_take_the_file_of_a_tree(specdec, pair, tmp_path, arrived, monkeypatch):
+    """`benchmark` times it beside the chain that was the fastest, with this chain's verifier."""
+    timed = {Choice(1, "block"): 1.25, Choice(2, "token"): 1.375, Choice(3, "block"): None, PLAIN: 1.5}
+    tree = Choice(2, "block", "parents:0,0,1")
+    choices = [
+        {**choice._asdict(), "improvement": gain and {"median": gain}} for choice, gain in (timed | {tree: 1.5}).items()
+    ]
+    monkeypatch.setitem(RECORD, "choices", choices)
+    write(tmp_path / "tuned.gin", pair, tree, temperature=1.0)
+    for command in ("generate", "benchmark"):
+        assert specdec(command, f"--gin_file={tmp_path / 'tuned.gin'}", "--gin_search_paths=/") == (0, "", "")
+    generating, timing = arrived
     assert (generating.tree, generating.gamma, generating.verifier) == ("parents:0,0,1", "auto", "block")
-    text = (tmp_path / "tuned.gin").read_text(encoding="utf-8")
-    assert "# tree of 4: 1.50 times the speed of plain decoding" in text and "benchmark" not in text
+    assert (tuple(timing.tree), timing.gamma, timing.verifier) == (("parents:0,0,1",), (2,), "token")
+    assert generating.temperature == timing.temperature == 1 and generating.drafter == timing.drafter
+    assert "# tree of 4: 1.50 times the speed of plain decoding" in (tmp_path / "tuned.gin").read_text(encoding="utf-8")
     generating.check()
+    timing.check()
 
 
 def test_the_file_says_what_was_found(pair, tmp_path):

@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from announcements import without_course
 from tables import GAMMA, TARGET, V
 from toy_models import EchoModel, Words, tiny_t5
 
@@ -101,7 +102,8 @@ def specdec(capsys, folder):
     def run(command, *argv):
         where = [f"--target={folder / 'target'}", "--compilation_cache_dir="]
         code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, without_course(err)
 
     return run
 

@@ -21,10 +21,11 @@ pytestmark = [
 ]
 
 width = kernel_inputs.width
-KINDS = ["float32", "int8"]
+KINDS = ["float32", "int8", "w8a8"]
+MOST = {"int8": 32767, "w8a8": 127}  # to which the greatest of the inputs that are rounded together becomes
 ROWS = [*range(1, 65), 96, 97, 200]
 SHAPES = [(1, 1), (7, 33), (17, 16), (33, 257), (257, 7), (600, 100), (1025, 20)]  # lines and columns
-CHUNK = 512  # inputs that are rounded to 16 bits together, for weights in 8 bits
+CHUNK = 512  # inputs that are rounded together, for weights in 8 bits
 
 
 def kernel(kind, K, F):
@@ -34,7 +35,8 @@ def kernel(kind, K, F):
         return Panels.of(jnp.asarray(values)), values.astype(np.float64), np.ones(F)
     rng = np.random.default_rng(2)
     values, scales = rng.integers(-127, 128, (K, F), dtype=np.int8), rng.random(F, dtype=np.float32) + 0.5
-    return Panels.of(Int8Kernel(jnp.asarray(values), jnp.asarray(scales))), values.astype(np.float64), scales
+    stored = Int8Kernel(jnp.asarray(values), jnp.asarray(scales), panels.INPUT_BITS[kind])
+    return Panels.of(stored), values.astype(np.float64), scales
 
 
 def times(stored, x, live=None):
@@ -60,9 +62,11 @@ def test_products(K, F, kind):
     widths, alone, shuffled = jax.tree.map(np.asarray, run(stored, jnp.asarray(x)))
     whole = widths[-1]
     bound = (K + 2) * UNIT * (np.abs(x.astype(np.float64)) @ np.abs(values)) * scales
-    for first in range(0, K if kind == "int8" else 0, CHUNK):
+    for first in range(0, K if kind in MOST else 0, CHUNK):
         part = slice(first, first + CHUNK)
-        bound += 0.5001 / 32767 * np.abs(x[:, part]).max(axis=1)[:, None] * np.abs(values[part]).sum(axis=0) * scales
+        bound += (
+            0.5001 / MOST[kind] * np.abs(x[:, part]).max(axis=1)[:, None] * np.abs(values[part]).sum(axis=0) * scales
+        )
     assert (np.abs(whole - (x.astype(np.float64) @ values) * scales) <= bound).all()
     for M, got in zip(ROWS, widths):
         same(got, whole[:M])
@@ -104,7 +108,7 @@ def test_not_numbers_and_infinities_reach_their_own_outputs(kind):
     with np.errstate(invalid="ignore"):
         expected = (poisoned.astype(np.float64) @ values) * scales
     others = ~np.isin(np.arange(M), [3, 7, 8])
-    if kind == "int8":  # an infinite input has no scale
+    if kind != "float32":  # an infinite input has no scale
         expected[~others] = np.nan
     same(got[~others], expected[~others])  # NaN and infinities only
     assert not np.isfinite(got[~others]).any()
@@ -121,17 +125,21 @@ def test_not_numbers_and_infinities_reach_their_own_outputs(kind):
         same(times(stored.replace(values=stored.values.at[-1, :, F % 16 :].set(99)), x), whole)
 
 
-def test_sums_of_8_bits_are_exact():
-    """Of inputs that 16 bits hold: the greatest that there are, too, 512 of one sign with weights of one sign."""
-    rng = np.random.default_rng(4)
-    for K, make in (
-        (700, lambda shape: rng.integers(-32767, 32768, shape)),
-        (1024, lambda shape: np.full(shape, 32767)),
-        (1023, lambda shape: np.full(shape, -32767)),
+@pytest.mark.parametrize("kind", MOST)
+def test_sums_of_8_bits_are_exact(kind):
+    """Of inputs that 16 or 8 bits hold: the greatest that there are, too, 512 of one sign with weights of one sign."""
+    rng, most = np.random.default_rng(4), MOST[kind]
+    for K, make, weights in (
+        (701, lambda shape: rng.integers(-most, most + 1, shape), None),
+        (1024, lambda shape: np.full(shape, most), -128),
+        (1023, lambda shape: np.full(shape, -most), -128),
+        (1022, lambda shape: np.full(shape, most), 127),
+        (5, lambda shape: np.full(shape, -most), 127),
     ):
-        x, values = make((3, K)), rng.integers(-128, 128, (K, 20)) if K == 700 else np.full((K, 20), -128)
-        x[:, ::CHUNK] = 32767
-        stored = Panels.of(Int8Kernel(jnp.asarray(values, jnp.int8), jnp.ones(20)))
+        x = make((3, K))
+        values = rng.integers(-128, 128, (K, 20)) if weights is None else np.full((K, 20), weights)
+        x[:, ::CHUNK] = most
+        stored = Panels.of(Int8Kernel(jnp.asarray(values, jnp.int8), jnp.ones(20), panels.INPUT_BITS[kind]))
         parts = [x[:, k : k + CHUNK] @ values[k : k + CHUNK] for k in range(0, K, CHUNK)]
         expected = np.zeros((3, 20), np.float32)
         for part in parts:
@@ -139,11 +147,13 @@ def test_sums_of_8_bits_are_exact():
         same(times(stored, x.astype(np.float32)), expected)
 
 
-def test_rows_of_tiny_inputs_and_zeros_in_8_bits():
-    stored, values, scales = kernel("int8", 40, 20)
+@pytest.mark.parametrize("kind", MOST)
+def test_rows_of_tiny_inputs_and_zeros_in_8_bits(kind):
+    stored, values, scales = kernel(kind, 40, 20)
     x = normal(3, 40) * np.array([[0], [1e-25], [1e-33]], np.float32)
     got = times(stored, x)
-    np.testing.assert_allclose(got[1], x[1].astype(np.float64) @ values * scales, atol=2e-4 * np.abs(got[1]).max())
+    expected, tolerance = x[1].astype(np.float64) @ values * scales, 8 / MOST[kind]
+    np.testing.assert_allclose(got[1], expected, atol=tolerance * np.abs(got[1]).max())
     same(got[::2], np.zeros((2, 20), np.float32))
 
 
@@ -158,7 +168,7 @@ def test_what_is_not_cleared_changes_nothing_that_counts(kind):
         qkv = stored.product(x, jnp.float32, live, clear=clear)
         out, *written = panels.attend_to_cache(qkv, *caches, None, jnp.array([1, 2], jnp.int32), 3, live, clear=clear)
         out = panels.attend_to_encoded(out, *caches, jnp.array([9, 4], jnp.int32), live, clear=clear)
-        wide = stored.replace(values=stored.values[:, : 16 if kind == "float32" else 8], lines=16)
+        wide = stored.replace(values=stored.values[:, : {"float32": 16, "int8": 8, "w8a8": 4}[kind]], lines=16)
         return wide.product(out, jnp.float32, live), *written
 
     for got, expected in zip(block(False), block(True)):
@@ -235,14 +245,15 @@ def test_what_comes_before_and_after_a_product(how, K):
     poisoned = np.where(np.arange(M)[:, None] == 2, np.float32(np.nan), x)
     same(run(poisoned), np.where(np.arange(M)[:, None] == 2, np.nan, whole))
     # The same in 8 bits, whose product rounds what was prepared.
-    rounded, _, scales = kernel("int8", K, F)
-    in_8 = run(x, stored=rounded)
-    exact_8 = exact @ np.asarray(rounded.matrix(), np.float64) + added + residual
-    step = np.abs(exact).max(axis=1, keepdims=True) / 32767
-    assert (
-        np.abs(in_8 - exact_8) <= (step * 127 * K + 1e-5 * np.abs(exact) @ np.full((K, F), 127)) * scales + 1e-4
-    ).all()
-    same(run(x[[3]], residual[[3]], stored=rounded)[0], in_8[3])
+    for kind in MOST:
+        rounded, _, scales = kernel(kind, K, F)
+        in_8 = run(x, stored=rounded)
+        exact_8 = exact @ np.asarray(rounded.matrix(), np.float64) + added + residual
+        # Each input is off by half a step.
+        off = 0.51 * np.abs(exact).max(axis=1, keepdims=True) / MOST[kind] + 1e-5 * np.abs(exact)
+        assert (np.abs(in_8 - exact_8) <= off @ np.abs(np.asarray(rounded.matrix(), np.float64)) + 1e-4).all()
+        same(run(x[[3]], residual[[3]], stored=rounded)[0], in_8[3])
+        same(run(np.where(live[:, None], x, np.nan), live=live, stored=rounded), np.where(live[:, None], in_8, 0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -250,7 +261,7 @@ def test_what_comes_before_and_after_a_product(how, K):
 def test_peaks(K, F, kind):
     """The first of the greatest columns and its log-probability; bits that do not depend on the other rows."""
     stored, _, _ = kernel(kind, K, F)
-    stored = stored.replace(scales=stored.scales / 100) if kind == "int8" else stored
+    stored = stored.replace(scales=stored.scales / 100) if kind in MOST else stored
     x = normal(200, K, seed=30)
     logits = times(stored, x).astype(np.float64)
     expected = logits.max(axis=1) - np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))

@@ -32,7 +32,7 @@ assert native.available(), native.state()
 rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
 cells = [Panels.of(normal(640, 640) / 25) for _ in range(6)]
-cells += [Panels.of(Int8Kernel.of(normal(640, 640) / 25)) for _ in range(2)]
+cells += [Panels.of(Int8Kernel.of(normal(640, 640) / 25, bits)) for bits in (16, 8)]
 keys, values, bias = normal(8, 8, 60, 64), normal(8, 8, 60, 64), normal(60, 8, 60)
 positions, lengths = jnp.arange(8, dtype=jnp.int32) * 7, 60 - jnp.arange(8, dtype=jnp.int32) * 5
 
@@ -157,7 +157,7 @@ def test_export_needs_an_exemption():
 FLOAT, INTEGER = jnp.float32, jnp.int32
 NONE = ((0,), bool)
 PLAIN = {"before": np.int64(0), "first": np.int64(0), "second": np.int64(0), "clear": True}
-# Of both kinds of weights: arguments that fit [20, 33], number of scales, misfits.
+# Of every kind of weights: arguments that fit [20, 33], number of scales, misfits.
 KINDS = [
     ("f32", (3, 20, 16), 0, [(1, (2, 20, 16)), (1, (3, 20, 8)), (1, (60, 16)), (1, ((3, 20, 16), jnp.int8))]),
     (
@@ -165,6 +165,12 @@ KINDS = [
         ((3, 10, 16, 2), jnp.int8),
         33,
         [(1, ((3, 20, 16), jnp.int8)), (1, ((2, 10, 16, 2), jnp.int8)), (1, (3, 10, 16, 2))],
+    ),
+    (
+        "w8a8",
+        ((3, 5, 16, 4), jnp.int8),
+        33,
+        [(1, ((3, 10, 16, 2), jnp.int8)), (1, ((2, 5, 16, 4), jnp.int8)), (1, (3, 5, 16, 4))],
     ),
 ]
 # Name of a target, arguments that fit (shapes of float32, or shape and type), results that fit, and

@@ -209,11 +209,12 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     np.testing.assert_allclose(model.logits(inputs, tokens), other.logits(inputs, tokens), atol=2e-2, rtol=1e-4)
 
 
+@pytest.mark.parametrize("quantize", panels.INPUT_BITS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_speculative_decoding_gives_what_plain_decoding_gives(tied):
-    target = sd.LanguageModel.random(tiny_t5(0, logits_via_embedding=tied).config, quantize="int8")
+def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):
+    target = sd.LanguageModel.random(tiny_t5(0, logits_via_embedding=tied).config, quantize=quantize)
     plain = tiny_t5(0, logits_via_embedding=tied)
-    assert target.quantized and target.contents != plain.contents
+    assert target.quantized and target.input_bits == panels.INPUT_BITS[quantize] and target.contents != plain.contents
     for drafter in (sd.ModelDrafter(noisy_copy(plain, 0.3)), sd.EarlyExitDrafter(target, 1)):
         how = dict(max_new_tokens=12, eos_ids=())
         found, expected = (
@@ -221,11 +222,43 @@ def test_speculative_decoding_gives_what_plain_decoding_gives(tied):
             sd.generate(target, INPUTS, **how),
         )
         np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.log_probs, expected.log_probs)
     shortlist = sd.ModelDrafter(target, [1, *range(4, 20)])
     kernel = shortlist.network.params["decoder"]["logits_dense"]["kernel"]
     whole = target.network.params["decoder"]["logits_dense"]["kernel"].kernel()
     ids = shortlist.shortlist.ids
     assert_kernel(kernel.kernel(), np.asarray(whole.values)[:, ids], np.asarray(whole.scales)[ids])
+    assert kernel.kernel().input_bits == whole.input_bits == target.input_bits
+
+
+# Inputs in 8 bits.
+
+
+def test_inputs_in_8_bits_give_another_law_for_the_same_weights(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    models = [sd.load(folder, "float32", quantize=how) for how in ("none", "int8", "w8a8")]
+    assert [model.input_bits for model in models] == [None, 16, 8]
+    assert len({model.contents for model in models}) == 3 and len({model.fingerprint for model in models}) == 1
+    for kernel in jax.tree.leaves(models[2].network.params, is_leaf=layouts.is_kernel):
+        assert not layouts.is_kernel(kernel) or kernel.values.shape[2:] == (16, 4)  # the head's too
+    assert_params(models[2], flatten(models[0].params))
+    tokens, inputs = RNG.integers(2, 24, (3, 7)), RNG.integers(2, 24, (3, 5))
+    exact, fine, coarse = (np.asarray(model.logits(inputs, tokens)) for model in models)
+    off = np.abs(coarse - exact).max() / np.abs(exact).max()
+    assert 20 * np.abs(fine - exact).max() / np.abs(exact).max() < off < 0.1
+    sd.save(models[2], tmp_path / "saved", dtype="int8")
+    assert sd.load(tmp_path / "saved", "float32").contents == models[1].contents
+
+
+def test_the_bundled_pair_with_inputs_in_8_bits_decodes_alike_with_and_without_drafts():
+    """Bit for bit, although a call over several positions has blocks of other shapes; both models' inputs are rounded."""
+    model, drafter = bundled("w8a8"), sd.ModelDrafter(sd.load("ende/drafter", "float32", quantize="w8a8"))
+    plain, found = (
+        sd.generate(model, built_in(), max_new_tokens=24, **how) for how in ({}, dict(drafter=drafter, gamma=4))
+    )
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    np.testing.assert_array_equal(found.log_probs, plain.log_probs)
+    assert found.stats.accepted > 0
 
 
 # Files.

@@ -36,18 +36,21 @@ cache, pair, specdec = command_line.cache, command_line.pair, command_line.specd
 def test_what_cannot_be_had_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     folder = save_tiny(tmp_path / "model")
-    with pytest.raises(ValueError, match="quantize: got 'int4', expected one of int8, none"):
+    with pytest.raises(ValueError, match="quantize: got 'int4', expected one of int8, w8a8, none"):
         sd.load(folder, "float32", quantize="int4")
-    with pytest.raises(ValueError, match="quantize: got 'int8' with a mesh, expected 8 bits only for float32 on a CPU"):
-        sd.load(folder, "float32", quantize="int8", mesh=sd.make_mesh(1, 1))
-    with pytest.raises(ValueError, match="quantize: got 'int8', expected 8 bits .*here: bfloat16 on the backend cpu"):
-        sd.load(folder, "bfloat16", quantize="int8")
+    for how in panels.INPUT_BITS:
+        got = f"quantize: got '{how}'"
+        with pytest.raises(ValueError, match=f"{got} with a mesh, expected 8 bits only for float32 on a CPU"):
+            sd.load(folder, "float32", quantize=how, mesh=sd.make_mesh(1, 1))
+        with pytest.raises(ValueError, match=f"{got}, expected 8 bits .*here: bfloat16 on the backend cpu"):
+            sd.load(folder, "bfloat16", quantize=how)
     monkeypatch.setattr(panels, "usable", lambda dtype: False)
     monkeypatch.setattr(native, "state", lambda: "CPU kernel: none, no compiler")
-    with pytest.raises(ValueError, match="quantize: got 'int8', expected .*CPU kernel: none, no compiler"):
-        sd.load(folder, "float32", quantize="int8")
-    with pytest.raises(ValueError, match="quantize: got 'int8', expected .*CPU kernel: none"):
-        sd.LanguageModel.random(TINY, quantize="int8")
+    for how in panels.INPUT_BITS:
+        with pytest.raises(ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none, no compiler"):
+            sd.load(folder, "float32", quantize=how)
+        with pytest.raises(ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none"):
+            sd.LanguageModel.random(TINY, quantize=how)
     with pytest.raises(
         ValueError, match="params: got kernels in 8 bits, expected 8 bits only for float32.*no compiler"
     ):
@@ -112,22 +115,32 @@ def test_what_was_chosen_is_said(tmp_path):
         sd.load(folder, quantize=quantize, say=said.append)
     sd.save(tiny_t5(1), tmp_path / "float32")
     sd.load(tmp_path / "float32", quantize="int8", say=said.append)
+    sd.load(folder, quantize="w8a8", say=said.append)
     default, end = "in float32, the default on a CPU", " (dtype=, or --dtype on the command line, chooses another)"
     assert said == [
         f"loading {folder} {default}, with the 8-bit weights it is stored with{end}",
         f"loading {folder} {default}{end}",
         f"loading {tmp_path / 'float32'} {default}, with weights rounded to 8 bits{end}",
+        f"loading {folder} {default}, with the 8-bit weights it is stored with, inputs of products in 8 bits too{end}",
     ]
 
 
-def test_generate_decodes_with_the_rounded_model(specdec, pair):
-    target = sd.load(pair / "target", "float32", quantize="int8")
+@pytest.mark.parametrize("quantize, more", [("int8", ""), ("w8a8", ", inputs of products in 8 bits too")])
+def test_generate_decodes_with_the_rounded_model(quantize, more, specdec, pair):
+    target = sd.load(pair / "target", "float32", quantize=quantize)
     sentences = command_line.SENTENCES
     expected = [sd.generate(target, [text], max_new_tokens=6).texts[0] for text in sentences]
-    how = ("--target=TARGET", "--drafter=DRAFTER", "--max_new_tokens=6", "--gamma=2", "--quantize=int8", "--json")
+    how = (
+        "--target=TARGET",
+        "--drafter=DRAFTER",
+        "--max_new_tokens=6",
+        "--gamma=2",
+        f"--quantize={quantize}",
+        "--json",
+    )
     code, out, err = specdec("generate", *how, *sentences)
     assert code == 0 and [json.loads(line)["text"] for line in out.splitlines()] == expected
-    assert "with weights rounded to 8 bits" in err
+    assert f"with weights rounded to 8 bits{more}" in err
 
 
 def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch):
@@ -138,6 +151,18 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
         assert specdec("generate", "--target=TARGET", "--max_new_tokens=3", *place)[0] == 0
     code, _, err = specdec("generate", "--target=TARGET", "--max_new_tokens=3", "--quantize=int8", *place)
     assert code == 2 and "got results with target in 8 bits False, expected True" in err
+
+
+def test_a_job_does_not_go_on_with_inputs_of_other_bits(specdec, tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
+    place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
+    how = "generate", "--target=TARGET", "--max_new_tokens=3", *place
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec_jax.commands.journal.Journal.finish", lambda self: None)  # as after a kill
+        assert specdec(*how, "--quantize=w8a8")[0] == 0
+    code, _, err = specdec(*how, "--quantize=int8")
+    assert code == 2 and "got results with bits of the target's inputs 8, expected 16" in err
+    assert specdec(*how, "--quantize=w8a8")[0] == 0
 
 
 def test_a_preset_in_8_bits(monkeypatch):
@@ -157,9 +182,11 @@ def test_a_preset_in_8_bits(monkeypatch):
 @pytest.mark.parametrize(
     "given, said",
     [
-        (dict(quantize="int4"), "quantize: got 'int4', expected one of int8, none"),
+        (dict(quantize="int4"), "quantize: got 'int4', expected one of int8, w8a8, none"),
         (dict(quantize="int8", mesh="1x1"), "quantize: got 'int8' with mesh='1x1'"),
         (dict(quantize="int8", dtype="bfloat16"), "quantize: got 'int8' with dtype='bfloat16'"),
+        (dict(quantize="w8a8", mesh="1x1"), "quantize: got 'w8a8' with mesh='1x1'"),
+        (dict(quantize="w8a8", dtype="bfloat16"), "quantize: got 'w8a8' with dtype='bfloat16'"),
     ],
 )
 def test_options_are_refused_before_a_model_is_loaded(given, said):

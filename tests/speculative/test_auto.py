@@ -13,7 +13,7 @@ from policies import DRAFT, INPUTS, LIMITS, OPTIONS, TARGET, B, enumerated, plai
 
 import specdec_jax as sd
 from specdec_jax.speculative.auto import MAXIMUM, PROBE, Auto
-from specdec_jax.speculative.gamma import Outcome
+from specdec_jax.speculative.outcomes import Outcome
 
 pytestmark = pytest.mark.usefixtures("quick")
 

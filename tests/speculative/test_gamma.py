@@ -21,7 +21,8 @@ from specdec_jax.analysis.formulas import improvement
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
 from specdec_jax.models import panels
-from specdec_jax.speculative.gamma import POLICIES, DraftSignals, Outcome, call_widths
+from specdec_jax.speculative.gamma import POLICIES, call_widths
+from specdec_jax.speculative.outcomes import DraftSignals, Outcome
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec

@@ -14,6 +14,7 @@ from specdec_jax.decoding.request import prepare
 from specdec_jax.models import panels
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.auto import Auto
 from specdec_jax.speculative.trees import CHILDREN, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -324,7 +325,9 @@ def test_what_makes_no_sense_is_refused():
         (dict(tree=Tree.uniform((2,)), drafter=None), "without a drafter"),
         (dict(tree=Tree.uniform((2,)), verifier="token"), "a verifier of its own"),
         (dict(tree=Tree.uniform((2,)), gamma=9), "gamma: got 9"),
-        (dict(tree=Tree.uniform((2,)), gamma=sd.Renewal(2)), "expected 'auto', an integer"),
+        (dict(tree=Tree.chain(3), gamma=sd.Renewal(4)), "gamma: got 4, expected an integer from 0 to 3"),
+        (dict(tree=Tree.uniform((2,)), gamma=Auto(2, (1.0, 1.1, 1.2))), "expected 'auto', an integer"),
+        (dict(tree=Tree.uniform((2,)), gamma=sd.Entropy(2), drafter=sd.PromptLookupDrafter()), "reads the drafter's"),
         (dict(tree=Tree.uniform((2,)), gamma=sd.Heuristic(3)), "gamma: got 3"),
         (dict(tree=Tree.uniform((2,)), drafter=sd.RandomDrafter(V)), "which drafts chains"),
         (dict(tree=Tree.uniform((2,)), num_beams=2), "tree: got"),

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from announcements import without_course
 
 import specdec_jax as sd
 from specdec_jax.commands import main
@@ -63,7 +64,7 @@ def compilations():
 @pytest.fixture
 def specdec(capsys, pair):
     """Returns a function that runs a command; it returns (exit code, standard output, standard
-    error).
+    error without what jobs announce).
 
     TARGET, DRAFTER and STRANGER in the arguments stand for the folders of `pair`.
     """
@@ -73,7 +74,8 @@ def specdec(capsys, pair):
         for name in ("target", "drafter", "stranger"):
             argv = [argument.replace(f"={name.upper()}", f"={pair / name}") for argument in argv]
         code = main.main(argv)
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, without_course(err)
 
     return run
 

@@ -11,11 +11,19 @@ BENCHMARK = {
             "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
     }],
+    "trees": [{
+        "tree": "widths:2", "nodes": 3, "depth": 1, "verifier": "mixed", "verify_cost": 1.125, "differences": [],
+        "stats": {"acceptance_rate": None, "tokens_per_target_call": 1.75}, "predicted": 1.875,
+        "improvement": IMPROVEMENT,
+    }],
     "example": {"input": "A < B", "arms": [
         {"gamma": 0, "lines": [], "spans": [["target encoder", 0.001], ["target call", 0.002], ["target call", 0.002]]},
         {"gamma": 3, "lines": [[["accepted", "Eins &"], ["rejected", " zwei"], ["corrected", " drei"]]],
          "spans": [["target encoder", 0.001], ["draft step", 0.0005], ["draft step", 0.0005], ["target call", 0.002]]},
-    ]},
+    ], "trees": [{
+        "tree": "widths:2", "call": 1, "path": [0, 2], "own": " vier",
+        "nodes": [{"text": "[START]", "parent": -1}, {"text": "Zwei", "parent": 0}, {"text": "Drei <", "parent": 0}],
+    }]},
 }  # fmt: skip
 MEASURE = {
     **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},
@@ -23,12 +31,19 @@ MEASURE = {
     "acceptance": {
         "alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]},
         "coverage": {"mixed": [{"covered": 0.625, "standard_error": 0.125}, {"covered": 0.75, "standard_error": None}]},
+        "by_depth": {"token": [{"stands": 0.5, "standard_error": 0.125}]},
+        "coverage_by_depth": {"mixed": [[], [{"covered": 0.75, "standard_error": None}]]},
     },
     "verify_cost": {"1": 1.0, "2": 1.25},
     "table": [{
         "gamma": 1, "verify_cost": 1.25, "tokens": 1.625, "theorem_3_8": 1.5, "with_verify_cost": 1.24,
         "by_position": {"token": {"tokens": 1.5, "with_verify_cost": 1.125}},
     }],
+}  # fmt: skip
+SHOWN = {
+    **{name: BENCHMARK[name] for name in ("machine", "target", "drafter")}, "options": {"temperature": 0.5},
+    "calls": [{"input": "C & D", "lines": [[["committed", "Vier"], ["accepted", " fünf"], ["bonus", " sechs"]]]}],
+    "tree": BENCHMARK["example"]["trees"][0] | {"input": "C & D"},
 }  # fmt: skip
 COMPARED = {
     "machine": MACHINE, "target": "big", "input_file": "test.txt", "sentences": 9, "temperature": 0.0,
@@ -69,3 +84,22 @@ AGAINST = {
     "improvement": {"plain": IMPROVEMENT, "gamma 3": IMPROVEMENT | {"median": 1.625}},
     "differences": [{}],
 }
+
+
+ACCELERATOR = {
+    "accelerator_report": 1, "machine": MACHINE | {"device": "gpu: NVIDIA H100, 1"}, "flags": "",
+    "options": {"drafter": "t5_1_1/small", "dtype": "bfloat16", "tiny": False, "gamma": 7, "input_length": 128,
+                "max_new_tokens": 64},
+    "plan": ["copy", "xxl, call over 8", "xxl, plain", "xxl, alpha 0.75", "xxl, int8", "xxl, beams", "xxl, T5X"],
+    "figures": [
+        {"figure": "copy", "kind": "copy", "milliseconds": IMPROVEMENT, "gb_per_second": 3100.0},
+        {"figure": "xxl, call over 8", "kind": "call", "target": "t5_1_1/xxl", "batch": 1, "width": 8,
+         "milliseconds": IMPROVEMENT, "v": 1.0625},
+        {"figure": "xxl, plain", "kind": "plain", "target": "t5_1_1/xxl", "batch": 1, "milliseconds": IMPROVEMENT,
+         "tokens_per_second": 250.0},
+        {"figure": "xxl, alpha 0.75", "kind": "speculative", "target": "t5_1_1/xxl", "batch": 1, "alpha": 0.75,
+         "gamma": 7, "milliseconds": IMPROVEMENT, "improvement": 3.125, "iteration_ms": 4.5, "tokens_per_second": 750.0},
+        {"figure": "xxl, int8", "kind": "int8 call", "target": "t5_1_1/xxl", "unsupported": "bfloat16"},
+        {"figure": "xxl, beams", "kind": "beams", "target": "t5_1_1/xxl", "failed": "RESOURCE_EXHAUSTED"},
+    ],
+}  # fmt: skip

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from announcements import without_course
 from toy_models import compilations
 from toy_training import CONFIGS, ORDER, TINY, TINY_GPT, config_of, random_params, text_config, write_text
 
@@ -211,7 +212,7 @@ def specdec(capsys, *argv):
         [*map(str, argv), *([] if argv[0] == "train" else ["--dtype=float32"]), "--compilation_cache_dir="]
     )
     out, err = capsys.readouterr()
-    return code, out, err
+    return code, out, without_course(err)
 
 
 def test_train_and_generate(finished, text, tmp_path, capsys):

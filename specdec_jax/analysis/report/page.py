@@ -1,14 +1,13 @@
 """Builds one HTML page of the paper's tables and figures, computed, and of measured records."""
 
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax.analysis import formulas, traces
-from specdec_jax.analysis.report import paper, plots, summaries
-from specdec_jax.analysis.report.markup import Markup, element, join
-from specdec_jax.analysis.report.record_types import Benchmark, Measured, Searched, kind_of
+from specdec_jax.analysis import formulas
+from specdec_jax.analysis.report import accelerators, calls, paper, plots, summaries, tables
+from specdec_jax.analysis.report.markup import Markup, element
+from specdec_jax.analysis.report.record_types import Accelerator, Benchmark, Measured, Searched, Shown, kind_of
 from specdec_jax.analysis.report.rows import (
     Row,
     estimated,
@@ -60,11 +59,11 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
     """
     parts = [
         element("h1", _TITLE),
-        _note(
+        tables.note(
             "Leviathan, Kalman and Matias, ", element("i", "Fast Inference from Transformers via Speculative Decoding"),
             ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
         ),
-        _note(
+        tables.note(
             "α: the share of the examined draft tokens that the target accepts. γ: the tokens drafted for each "
             "target call. "
             "c: the time of a draft step over that of a target step. v: the time of a target call over γ + 1 "
@@ -76,7 +75,9 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
         parts.append(element("p", "Nothing: no records were given (", element("code", "--records"), ")."))
     found = [record for _, record in read]
     for path, record in read:
-        parts += [] if estimated(record) else _measured(path, record)
+        if not estimated(record):
+            sections = {Accelerator: accelerators.section, Shown: calls.shown}.get(kind_of(record), _measured)
+            parts += sections(path, record)
     parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
     for record in filter(estimated, found):
         parts += _estimate(record)
@@ -99,18 +100,18 @@ def _theory() -> list[Markup]:
     ]  # fmt: skip
     return [
         element("h2", "Theory"),
-        _drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
-        _drawing("Figure 3. The best γ", plots.optimal_gammas()),
-        _table("Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
+        tables.drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
+        tables.drawing("Figure 3. The best γ", plots.optimal_gammas()),
+        tables.table("Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
                ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"), table_1),
-        _drawing("Figure 4, right. Arithmetic operations, ĉ = 0", plots.arithmetic_operations()),
-        _note("Its left, the factor in speed with c = 0, is figure 2 again."),
-        _table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
+        tables.drawing("Figure 4, right. Arithmetic operations, ĉ = 0", plots.arithmetic_operations()),
+        tables.note("Its left, the factor in speed with c = 0, is figure 2 again."),
+        tables.table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
                ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ",
                 "oracle of γ"),
                table_4),
-        _note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
-        _table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
+        tables.note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
+        tables.table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
                ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
                [(name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()]),
     ]  # fmt: skip
@@ -129,11 +130,11 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
-        (row.drafter, row.verifier, _shown(row.gamma, 0), _shown(row.alpha, 3),
-         _with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
-         _with_bare(row.verify_cost, row.bare_verify_cost, 2),
-         _shown(row.tokens_per_call, 2), _shown(row.predicted, 3), _spread(row.improvement), _spread(_reached(row)),
-         _shown(row.differ, 0))
+        (row.drafter, row.verifier, tables.decimal(row.gamma, 0), tables.decimal(row.alpha, 3),
+         tables.with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
+         tables.with_bare(row.verify_cost, row.bare_verify_cost, 2),
+         tables.decimal(row.tokens_per_call, 2), tables.decimal(row.predicted, 3), tables.spread_text(row.improvement), tables.spread_text(_reached(row)),
+         tables.decimal(row.differ, 0))
         for row in found
     ]  # fmt: skip
     head = (
@@ -149,9 +150,9 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
         "measured / predicted",
         "outputs that differ",
     )
-    parts = [element("h3", path.name), element("p", about), _note(measured_at(record))]
+    parts = [element("h3", path.name), element("p", about), tables.note(measured_at(record))]
     searched = kind is Searched  # a call gives steps, of which the output has as many tokens or fewer
-    parts.append(_table(f"Improvement over plain {'beam search' if searched else 'decoding'}", head, lines))
+    parts.append(tables.table(f"Improvement over plain {'beam search' if searched else 'decoding'}", head, lines))
     if kind is Measured:
         parts.append(plots.svg(plots.improvement(record)))
         if record.get("same_positions"):
@@ -163,7 +164,8 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     if kind in (Benchmark, Searched):
         parts += _against(record.get("against"))
     if kind is Benchmark:
-        parts += _example(record.get("example"))
+        parts += _tree_tokens(record.get("trees", ()))
+        parts += calls.example_parts(record.get("example"))
     return parts
 
 
@@ -178,37 +180,30 @@ def _against(against: Mapping[str, Any] | None) -> list[Markup]:
     """Returns how many times as fast as another implementation ours is."""
     if not against:
         return []
-    lines = [(ours, _spread(spread_of(times))) for ours, times in against["improvement"].items()]
+    lines = [(ours, tables.spread_text(spread_of(times))) for ours, times in against["improvement"].items()]
     return [
-        _table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours",
+        tables.table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours",
         "factor"), lines),
-        _note(f"Inputs with other tokens than plain decoding: {len(against['differences'])}."),
+        tables.note(f"Inputs with other tokens than plain decoding: {len(against['differences'])}."),
     ]  # fmt: skip
 
 
-def _example(example: Mapping[str, Any] | None) -> list[Markup]:
-    """Returns figures 1 and 5 of one input."""
-    if not example or len(example["arms"]) < 2:
+def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    """Returns a table of what each tree commits."""
+    if not trees:
         return []
-    parts = [
-        element("h4", "As in figure 1: one line per target call"),
-        element("p", example["input"]),
-        _note(*(_piece(kind, text) for kind, text in traces.LEGEND)),
+    lines = [
+        (f"tree {arm['tree']}", arm["nodes"], arm["depth"], tables.decimal(arm.get("predicted"), 2),
+         tables.decimal(arm["stats"]["tokens_per_target_call"], 2))
+        for arm in trees
+    ]  # fmt: skip
+    return [
+        tables.table("Tokens per target call of trees", ("tree", "positions", "depth", "predicted", "measured"), lines),
+        tables.note(
+            "Predicted: by coverage in the same run, as if every node stood independently of the others and no output "
+            "ended; nothing for trees that the drafter's law shapes."
+        ),
     ]
-    for arm in example["arms"]:
-        if arm["lines"]:
-            lines = [join(*(_piece(kind, text) for kind, text in line)) for line in arm["lines"]]
-            parts += [element("p", f"γ = {arm['gamma']}"), element("pre", Markup("\n".join(lines)))]
-    timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
-    return [*parts, element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
-
-
-def _piece(kind: str, text: str) -> Markup:
-    return element("span", text, class_=kind)
-
-
-def _arm_name(gamma: int) -> str:
-    return f"γ = {gamma}" if gamma else "plain"
 
 
 def _name(row: Row) -> str:
@@ -233,10 +228,10 @@ def _rates(found: Sequence[Row]) -> list[Markup]:
         ):
             ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, row.alpha)
     lines += [
-        (target, drafter, sentences, _shown(by.get(True), 3), _shown(by.get(False), 3))
+        (target, drafter, sentences, tables.decimal(by.get(True), 3), tables.decimal(by.get(False), 3))
         for (target, drafter, sentences), by in ours.items()
     ]
-    return [_table("Table 3. α at temperature 0 and 1", ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
+    return [tables.table("Table 3. α at temperature 0 and 1", ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
 
 
 def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
@@ -251,13 +246,13 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
     if not by_pair:
         return []
     values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
-    cell = lambda row: "-" if row is None else f"{_shown(row.alpha, 3)}, {_spread(row.improvement)}"
+    cell = lambda row: "-" if row is None else f"{tables.decimal(row.alpha, 3)}, {tables.spread_text(row.improvement)}"
     lines = [
         (target, drafter, where, f"{temperature:g}", gamma, *(cell(by.get(value)) for value in values))
         for (target, drafter, where, temperature, gamma), by in by_pair.items()
     ]
     head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
-    return [_table("Table 5. α and improvement over lenience", head, lines)]
+    return [tables.table("Table 5. α and improvement over lenience", head, lines)]
 
 
 def _estimate(record: Mapping[str, Any]) -> list[Markup]:
@@ -267,8 +262,8 @@ def _estimate(record: Mapping[str, Any]) -> list[Markup]:
     parts = [element("h2", "Estimated, not measured"), element("p", memory_estimate(record))]
     if lines := time_estimates(record):
         caption = f"Table 2 by the compiler's estimates: T5-XXL on {placed(record)}, batch {record['batch_size']}"
-        parts.append(_table(caption, head, lines))
-        parts.append(_note(
+        parts.append(tables.table(caption, head, lines))
+        parts.append(tables.note(
             "The compiler's own estimates of single calls; the improvement is what they and the paper's α let expect: "
             "with the plain step as it is compiled, and as if it took what a call over two positions takes."
         ))  # fmt: skip
@@ -279,11 +274,8 @@ def _estimate(record: Mapping[str, Any]) -> list[Markup]:
 _EXPECTED = (
     (
         "T5-XXL with T5-small on an accelerator",
-        lambda record: (
-            kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl" and not _on_cpu(record)
-        ),
-        "specdec benchmark --preset=t5_1_1/xxl --drafter_preset=t5_1_1/small --gamma=5,7 --forced_alpha=0.62,0.75 "
-        "--output=gpu.json",
+        lambda record: not estimated(record) and not _on_cpu(record) and _of_xxl(record),
+        "python scripts/accelerator_report.py --output=accelerator.jsonl",
     ),
     (
         "T5X's own decoding beside ours",
@@ -298,44 +290,16 @@ _EXPECTED = (
 )
 
 
+def _of_xxl(record: Mapping[str, Any]) -> bool:
+    if kind_of(record) is Accelerator:
+        return any(figure.get("target") == "t5_1_1/xxl" and "improvement" in figure for figure in record["figures"])
+    return kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl"
+
+
 def _on_cpu(record: Mapping[str, Any]) -> bool:
     return record["machine"]["device"].startswith("cpu")
 
 
 def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
     lines = [(what, "not measured", command) for what, there, command in _EXPECTED if not any(map(there, found))]
-    return [_table("Not measured: no such record was given", ("what", "", "command"), lines)] if lines else []
-
-
-def _table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> Markup:
-    """Returns a table; columns of words are aligned to the left, columns of numbers to the right."""
-    words = [any(_is_text(values[column]) for values in lines) for column in range(len(head))]
-    cell = lambda tag, value, text: element(tag, value, class_="text") if text else element(tag, value)
-    line = lambda values, tag: element("tr", *(cell(tag, *pair) for pair in zip(values, words, strict=True)))
-    return element("table", element("caption", caption), line(head, "th"), *(line(values, "td") for values in lines))
-
-
-def _is_text(value: object) -> bool:
-    """Returns whether a cell begins with a word, and not with a number or a dash."""
-    return bool(re.match(r"\s*[^\W\d]", str(value)))
-
-
-def _note(*children: object) -> Markup:
-    return element("p", *children, class_="note")
-
-
-def _drawing(caption: str, figure) -> Markup:
-    return join(element("h3", caption), plots.svg(figure))
-
-
-def _shown(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _with_bare(value: float | None, bare: float | None, digits: int) -> str:
-    """Returns a cost as text, with the cost of its bare matrix products in parentheses."""
-    return _shown(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
-
-
-def _spread(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"
+    return [tables.table("Not measured: no such record was given", ("what", "", "command"), lines)] if lines else []

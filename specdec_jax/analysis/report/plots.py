@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.coverage import KINDS
+from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.report.markup import Markup, printable
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.files.writing import check_output, write_file
@@ -44,8 +44,8 @@ def svg(figure) -> Markup:
     return Markup(text[text.index("<svg") :])
 
 
-def _drawn(name: str) -> str:
-    """Returns a name on one line, short enough for a figure."""
+def shortened(name: str) -> str:
+    """Returns a text on one line, short enough for a figure."""
     text = " ".join(printable(name).split())
     return text if len(text) <= 60 else f"{text[:59]}…"
 
@@ -56,14 +56,14 @@ _GAMMAS, _COSTS = (1, 3, 5, 7, 10), (0.01, 0.02, 0.05, 0.1)
 
 def expected_tokens():
     """Draws figure 2: tokens per target call over α, equation (1)."""
-    figure, axes = _figure(("α", "expected tokens per target call"))
+    figure, axes = panels(("α", "expected tokens per target call"))
     _over_alpha(axes[0], lambda alpha, gamma: formulas.expected_tokens(alpha, gamma))
     return figure
 
 
 def optimal_gammas():
     """Draws figure 3: the best γ over α for several c, section 3.5."""
-    figure, (axes,) = _figure(("α", "best γ"))
+    figure, (axes,) = panels(("α", "best γ"))
     alphas = np.linspace(0.0, 0.95, 96)
     for cost in _COSTS:
         axes.step(alphas, [formulas.optimal_gamma(alpha, cost) for alpha in alphas], where="mid", label=f"c = {cost:g}")
@@ -73,12 +73,13 @@ def optimal_gammas():
 
 def arithmetic_operations():
     """Draws figure 4, right: the factor in arithmetic operations over α, ĉ = 0."""
-    figure, axes = _figure(("α", "arithmetic operations"))
+    figure, axes = panels(("α", "arithmetic operations"))
     _over_alpha(axes[0], lambda alpha, gamma: formulas.operations(alpha, gamma))
     return figure
 
 
-def _figure(*labels: tuple[str, str]):
+def panels(*labels: tuple[str, str]):
+    """Returns a figure with a panel for each pair of labels, of its x and its y axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(labels), 3.5), layout="constrained")
@@ -101,7 +102,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
 
     `rows` are (name, improvement, predicted or None).
     """
-    figure, (axes,) = _figure(("improvement over plain decoding", ""))
+    figure, (axes,) = panels(("improvement over plain decoding", ""))
     figure.set_size_inches(9, 1.5 + 0.35 * len(rows))
     places = np.arange(len(rows))[::-1]
     median, least, most = np.array([spread for _, spread, _ in rows]).T
@@ -118,7 +119,7 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
     if predicted:
         axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: α or counted calls, c, v, encoders")
     axes.axvline(1, color="grey", linewidth=1)
-    axes.set_yticks(places, [_drawn(name) for name, _, _ in rows], parse_math=False)
+    axes.set_yticks(places, [shortened(name) for name, _, _ in rows], parse_math=False)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -143,7 +144,7 @@ def wall_time(record: Mapping[str, Any]):
         bars.append((f"speculative, γ = {arm['gamma']}{forced}", milliseconds(arm), "tab:orange"))
     bars += [(f"tree {arm['tree']}", milliseconds(arm), "tab:green") for arm in record.get("trees", ())]
     unit = "token" if searches is None else "input"
-    figure, (axes,) = _figure((f"milliseconds per {unit}, with the spread of the passes", ""))
+    figure, (axes,) = panels((f"milliseconds per {unit}, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
     axes.grid(False, axis="y")
     slowest = max(most for _, (_, _, most), _ in bars)
@@ -155,7 +156,7 @@ def wall_time(record: Mapping[str, Any]):
     axes.invert_yaxis()
     host = record["machine"]
     axes.set_title(
-        f"{_drawn(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
+        f"{shortened(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
         f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {host['cores']} cores",
         fontsize="medium", parse_math=False,
     )  # fmt: skip
@@ -173,7 +174,7 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
 
     `arms` are (name, (kind of call, seconds) of every call).
     """
-    figure, (axes,) = _figure(("milliseconds", ""))
+    figure, (axes,) = panels(("milliseconds", ""))
     figure.set_size_inches(9, 1.2 + 0.5 * len(arms))
     axes.grid(False)
     for place, (_, spans) in enumerate(arms):
@@ -193,14 +194,14 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
 
 
 def improvement(record: Mapping[str, Any]):
-    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position, v by
-    number of positions, and coverage by number of children where it was scored."""
+    """Draws what `specdec measure` found: expected improvement by γ, acceptance by position and by
+    depth, v by number of positions, and coverage by number of children where it was scored."""
     from matplotlib.figure import Figure
 
     table, accepted = record["table"], record["acceptance"]
     gammas = [row["gamma"] for row in table]
-    coverage = accepted.get("coverage")
-    panels = 4 if coverage else 3
+    coverage, by_depth = accepted.get("coverage"), depth_curves(accepted)
+    panels = 3 + bool(coverage) + bool(by_depth)
     figure = Figure(figsize=(4 * panels, 4), layout="constrained")
     gain, stands, cost, *others = figure.subplots(1, panels)
     if accepted["alpha"] is not None:
@@ -219,16 +220,23 @@ def improvement(record: Mapping[str, Any]):
     cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
     cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
     cost.axhline(1, color="grey", linewidth=1)
-    for axes in others:
+    if coverage:
         for kind, values in coverage.items():
             ks, errors = range(1, len(values) + 1), [value["standard_error"] or 0.0 for value in values]
-            axes.errorbar(ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind])
-        axes.set(xlabel="k, children of a node", ylabel="P(the target's token is among them)", ylim=(None, 1))
+            others[0].errorbar(
+                ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind]
+            )
+        others[0].set(xlabel="k, children of a node", ylabel="P(the target's token is among them)", ylim=(None, 1))
+    if by_depth:
+        for name, rates in by_depth.items():
+            means, errors = [mean for mean, _ in rates], [error or 0.0 for _, error in rates]
+            others[-1].errorbar(range(1, len(rates) + 1), means, errors, fmt="o-", capsize=3, label=name)
+        others[-1].set(xlabel="depth", ylabel="P(a token stands where those above it do)", ylim=(0, 1.05))
     for axes in (gain, stands, *others):
         axes.legend()
     options = record["options"]
     figure.suptitle(
-        f"{_drawn(record['target']['name'])} with {_drawn(record['drafter']['name'])}, "
+        f"{shortened(record['target']['name'])} with {shortened(record['drafter']['name'])}, "
         f"temperature {options['temperature']:g}, batch {options['batch_size']}: c = {record['cost_ratio']:.3f}",
         parse_math=False,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specdec_jax.analysis.machine import PACKAGES, hardware
-from specdec_jax.analysis.report import record_types
+from specdec_jax.analysis.report import record_checks, record_types
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.files import reading
 from specdec_jax.speculative.verifiers import FORCED
@@ -46,18 +46,24 @@ def read_records(path: str) -> list[dict[str, Any]]:
     lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
     try:
         found = [reading.parse_json(line) for line in lines]
+        if found and isinstance(found[0], dict) and "accelerator_report" in found[0]:
+            found = [{**found[0], "figures": found[1:]}]
         for record in found:
-            record_types.check(record)
+            record_checks.check(record)
     except ValueError as error:
-        kinds = "`specdec benchmark`, `specdec measure`, scripts/compare_drafters.py or scripts/tpu_aot.py"
+        kinds = (
+            "`specdec benchmark`, `specdec measure`, `specdec demo`, or a script: compare_drafters, tpu_aot, "
+            "accelerator_report"
+        )
         raise ValueError(f"{path}: {reading.reason(error)}, in a record of {kinds}") from None
     return found
 
 
 def rows(record: Mapping[str, Any]) -> list[Row]:
-    """Returns a row for each way of decoding in a record; none for an estimate."""
+    """Returns a row for each way of decoding that a record has measured; none for an estimate, a
+    demo, nor for an accelerator's figures, which `accelerators.py` lays out."""
     kind = record_types.kind_of(record)
-    if kind is record_types.Estimate:
+    if kind in (record_types.Estimate, record_types.Shown, record_types.Accelerator):
         return []
     if kind is record_types.Compared:
         return [_compared(record, arm) for arm in record["arms"]]
@@ -149,12 +155,14 @@ def memory_estimate(record: Mapping[str, Any]) -> str:
     """Returns a sentence with the compiler's estimate of a pair's memory."""
     pair = record["target"] + (f" with {record['drafter']}" if record["drafter"] else "")
     pair += f", {record['num_beams']} beams" if record.get("num_beams") else ""
+    copied, time = record["copied_in_loops"], record.get("iteration_ms")
     return (
         f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
         f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed "
         f"{record['needed_gb']:.1f} of "
         f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "
-        f"Arrays over a megabyte that loop bodies copy: {len(record['copied_in_loops'])}."
+        f"Arrays over a megabyte that loop bodies copy: {'unknown' if copied is None else len(copied)}."
+        + (f" An iteration: {time:.2f} ms, floor {record['floor_ms']:.2f}." if time else "")
     )
 
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import machine
-from specdec_jax.analysis.coverage import KINDS
+from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.machine import hardware
+from specdec_jax.analysis.predictions import TREE_PREDICTIONS
 from specdec_jax.analysis.tuning import Choice, choice_of
 
 _HOW = {
@@ -27,6 +28,7 @@ def measure_summary(record: Mapping[str, Any]) -> str:
         f"({_HOW[accepted['how']]})",
         *([f"         {same_positions(record['same_positions'])}"] if record["same_positions"] else []),
         *coverage_lines(accepted["coverage"]),
+        *depth_lines(accepted),
         f"c        {record['cost_ratio']:.3f} between target calls"
         + (f", {alone:.3f} alone" if alone is not None else ", what drafting adds to an iteration"),
         f"target   {1e3 * steps['target step']['median']:.3f} ms a step",
@@ -50,6 +52,17 @@ def coverage_lines(coverage: Mapping[str, Any]) -> list[str]:
     return [
         "coverage by 1, 2 … children of a node, the share of tokens that are among them:",
         *(f"         {cells(values)} ({KINDS[kind]})" for kind, values in coverage.items()),
+    ]
+
+
+def depth_lines(accepted: Mapping[str, Any]) -> list[str]:
+    """Returns lines with the acceptance by depth of chains and of trees."""
+    found = depth_curves(accepted)
+    if not found:
+        return []
+    return [
+        "acceptance by depth 1, 2 …, the share of tokens that stand where those above them do:",
+        *(f"         {' '.join(f'{mean:.3f}' for mean, _ in values)} ({name})" for name, values in found.items()),
     ]
 
 
@@ -205,6 +218,8 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
             f"most of the time: {arm['limiting_term']}",
             "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
         ]
+    if alpha is not None:
+        lines.append(_depth_line(arm["stats"]))
     if arm["oracle"]:
         calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in arm["oracle"].values())
         lines.append(f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)")
@@ -220,9 +235,22 @@ def _tree_lines(arm: Mapping[str, Any]) -> list[str]:
         f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
         f"  {stats['tokens_per_target_call']:.2f} tokens per target call, {stats['target_calls']} calls; v of its "
         f"nodes {arm['verify_cost']:.3f}",
-        f"  a drafted token stands, by depth: {_standing(stats)} of the calls",
+        f"  {tree_prediction(arm)}",
+        _depth_line(stats),
         *_difference_lines(arm["differences"]),
     ]
+
+
+def tree_prediction(arm: Mapping[str, Any]) -> str:
+    """Returns in words how many tokens per target call a tree was expected to commit."""
+    why = TREE_PREDICTIONS[arm["prediction"]]
+    if arm["predicted"] is None:
+        return f"no prediction: {why}"
+    measured = arm["stats"]["tokens_per_target_call"]
+    return (
+        f"predicted    {arm['predicted']:.2f} tokens per target call ({why}; as if every node stood independently of "
+        f"the others and no output ended); measured over predicted {measured / arm['predicted']:.3f}"
+    )
 
 
 def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -234,9 +262,19 @@ def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _standing(stats: Mapping[str, Any]) -> str:
-    """Returns in what share of the calls the draft stands up to each position."""
-    return ", ".join(f"{count / max(stats['target_calls'], 1):.2f}" for count in stats["accepted_by_position"])
+def _depth_line(stats: Mapping[str, Any]) -> str:
+    given = _standing(stats, stats["examined_by_position"])
+    return f"  a drafted token stands, by depth: {_standing(stats)} of the calls; where those above it stand: {given}"
+
+
+def _standing(stats: Mapping[str, Any], examined: Sequence[int] | None = None) -> str:
+    """Returns in what share of the calls the draft stands up to each position, or of the tokens that
+    were examined there."""
+    counts = stats["accepted_by_position"]
+    return ", ".join(
+        f"{count / of:.2f}" if of else "-"
+        for count, of in zip(counts, examined or [stats["target_calls"]] * len(counts), strict=True)
+    )
 
 
 def _without_alpha(stats: Mapping[str, Any]) -> str:

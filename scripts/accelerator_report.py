@@ -1,0 +1,283 @@
+"""Measures in about ten minutes what decides the speed of speculative decoding on a GPU or a TPU.
+
+    python scripts/accelerator_report.py --output=accelerator.jsonl
+    python scripts/accelerator_report.py --output=accelerator.jsonl     # goes on where it stopped
+    specdec figures --records=accelerator.jsonl
+
+It takes whatever device JAX has. The models have the shapes of T5s and weights of no meaning; a coin
+accepts drafted tokens. Measured are a copy (the bandwidth) and the bare products of a step, which are
+the floor; calls of the target over 1 to 64 positions (v) and steps of the drafter (c); whole decodes,
+plain and speculative, by forced acceptance, for several numbers of rows; a token tree and beam
+search; the target in 8 bits and T5X, where this package or T5X can. Smaller targets come before
+larger ones.
+
+Every figure is a line of JSON in `--output` as soon as it is there, and a line on the terminal. The
+file's first line has the machine, the versions and the options; a second start with the same skips
+what is there, and with others is refused. What `--minutes` did not suffice for is listed at the end.
+A figure that runs out of memory is a line too: remove it to try again. The programs of a stage are
+compiled side by side, in `--threads`.
+"""
+
+import concurrent.futures
+import dataclasses
+import gc
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from specdec_jax.analysis import machine, timing
+from specdec_jax.analysis.accelerators import Figure, NotHere, Setup, Stage, stages
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.files.writing import check_output, lock
+from specdec_jax.models.t5 import PRESETS
+from specdec_jax.speculative.tree_text import read_tree
+
+_DEFAULT = Setup()
+_OUTPUT = flags.DEFINE_string("output", "accelerator.jsonl", "File of the figures, a line of JSON each.")
+_MINUTES = flags.DEFINE_float("minutes", 10.0, "Minutes after which nothing more is begun.", lower_bound=0.0)
+_TARGETS = flags.DEFINE_list("targets", list(_DEFAULT.targets), "Shapes of the targets, from the smallest up.")
+_DRAFTER = flags.DEFINE_enum("drafter", _DEFAULT.drafter, sorted(PRESETS), "Shape of the drafter.")
+_DTYPE = flags.DEFINE_enum("dtype", _DEFAULT.dtype, ["bfloat16", "float32"], "Dtype of weights and caches.")
+_GAMMA = flags.DEFINE_integer("gamma", _DEFAULT.gamma, "Tokens drafted per target call.", lower_bound=1)
+_BATCHES = flags.DEFINE_list("batches", list(map(str, _DEFAULT.batches)), "Numbers of rows.")
+_ALPHAS = flags.DEFINE_list("alphas", list(map(str, _DEFAULT.alphas)), "Acceptance rates that are forced.")
+_TREE = flags.DEFINE_string("tree", _DEFAULT.tree, "A token tree, as for `specdec generate`.")
+_INPUT = flags.DEFINE_integer("input_length", _DEFAULT.input_length, "Ids of every input.", lower_bound=1)
+_NEW = flags.DEFINE_integer("max_new_tokens", _DEFAULT.max_new_tokens, "New tokens of every output.", lower_bound=1)
+_TINY = flags.DEFINE_bool("tiny", False, "Shrink every shape to two narrow layers, to try the script out.")
+_THREADS = flags.DEFINE_integer("threads", 0, "Programs compiled side by side; 0: one for each core, at most 8.")
+
+
+class Lines:
+    """The file of figures: its head, then a line for each, in the order in which they were measured.
+
+    Attributes:
+      found: the lines by the names of their figures.
+    """
+
+    def __init__(self, path: str, head: Mapping[str, Any]):
+        """Opens the file, or begins it.
+
+        Raises:
+          ValueError: another machine, version or option in the file, or something else than figures.
+        """
+        self._file = open(path, "a+b", buffering=0)
+        try:
+            lock(self._file.fileno(), path)
+            self._file.seek(0)
+            self._read(path, self._file.read(), head)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self, path: str, text: bytes, head: Mapping[str, Any]) -> None:
+        *lines, cut = text.split(b"\n")
+        first = _line(head)
+        try:
+            if not lines and not first.startswith(cut):
+                raise ValueError
+            before, *figures = map(json.loads, lines or [first])
+            self.found = {line["figure"]: line for line in figures}
+            wrong = [name for name in {**head, **before} if before.get(name) != head.get(name)]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path}: got lines of another kind, expected figures of this script") from None
+        for name in wrong:
+            raise ValueError(
+                f"{path}: got figures with {name} {before.get(name)!r}, expected {head.get(name)!r}; "
+                "name another file, or give the same options on the same machine"
+            )
+        self._file.truncate(len(text) - len(cut))  # without a line that a kill cut short
+        if not lines:
+            self._file.write(first)
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._file.close()
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Writes a figure's line."""
+        self.found[line["figure"]] = dict(line)
+        self._file.write(_line(line))
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def say(text: str) -> None:
+    """Prints a line at once, with the seconds since the start."""
+    print(f"{time.monotonic() - _BEGUN:6.1f} s  {text}", flush=True)
+
+
+_BEGUN = time.monotonic()
+
+
+def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
+    """Returns for every figure its call, which has run once, and the seconds that this took, or the
+    exception that it met.
+
+    Figures with the same program follow each other; all others are compiled side by side.
+    """
+
+    def make(group: Sequence[Figure]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for figure in group:
+            begin = time.perf_counter()
+            try:
+                arm = figure.arm(pair)
+                jax.block_until_ready(arm())
+                made[figure.name] = arm, time.perf_counter() - begin
+                say(f"  compiled in {made[figure.name][1]:.1f} s: {figure.name}")
+            except Exception as error:  # one figure's lack of memory is not the end
+                made[figure.name] = error
+        return made
+
+    groups: dict[str, list[Figure]] = {}
+    for figure in figures:
+        groups.setdefault(figure.program, []).append(figure)
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return {name: found for made in pool.map(make, groups.values()) for name, found in made.items()}
+
+
+def timed(figure: Figure, arm: Callable[[], Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is measured of a figure."""
+    kept: list[Any] = []
+
+    def call():
+        kept[:] = [arm()]
+        return kept[0]
+
+    seconds = Spread.of(timing.passes(call))
+    return figure.read(seconds, kept[0], before)
+
+
+def measured(stage: Stage, figures: Sequence[Figure], threads: int, before: Mapping[str, Any]) -> Iterator[dict]:
+    """Loads a stage's models, compiles its programs, and yields a line for each figure as it comes."""
+    line = lambda figure, **found: {"figure": figure.name, **figure.about, **found}
+    say(f"{stage.name}: filling weights, then compiling {len({figure.program for figure in figures})} programs for "
+        + "; ".join(figure.name for figure in figures))  # fmt: skip
+    try:
+        pair = stage.load()
+        jax.block_until_ready([model.network.params for model in pair if model is not None])
+    except NotHere as reason:
+        yield from (line(figure, unsupported=str(reason)) for figure in figures)
+        return
+    except Exception as error:
+        yield from (line(figure, failed=_reason(error)) for figure in figures)
+        return
+    arms = compiled(figures, pair, threads)
+    for figure in figures:
+        found = arms.pop(figure.name)
+        if isinstance(found, Exception):
+            yield line(figure, failed=_reason(found))
+            continue
+        arm, seconds = found
+        say(f"  timing {figure.name}")
+        try:
+            yield line(figure, **timed(figure, arm, before), compile_seconds=seconds)
+        except Exception as error:
+            yield line(figure, failed=_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def shown(line: Mapping[str, Any]) -> str:
+    """Returns a figure's line for the terminal."""
+    for name, text in (("failed", "failed"), ("unsupported", "not supported here")):
+        if name in line:
+            return f"= {line['figure']}: {text}: {line[name]}"
+    units = {"v": "v", "c": "c", "improvement": "times plain", "iteration_ms": "ms an iteration",
+             "tokens_per_second": "tokens a second", "gb_per_second": "GB a second", "over_full": "of the full target's"}  # fmt: skip
+    rest = "".join(f", {line[name]:.4g} {unit}" for name, unit in units.items() if name in line)
+    return f"= {line['figure']}: {line['milliseconds']['median']:.4g} ms{rest}"
+
+
+def setup_of() -> Setup:
+    """Returns what the flags ask for."""
+    try:
+        batches, alphas = tuple(map(int, _BATCHES.value)), tuple(map(float, _ALPHAS.value))
+        read_tree(_TREE.value)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
+    if not batches or min(batches) < 1:
+        raise app.UsageError(f"batches: got {_BATCHES.value}, expected numbers of rows")
+    if any(not 0 < alpha <= 1 for alpha in alphas):
+        raise app.UsageError(f"alphas: got {_ALPHAS.value}, expected numbers in (0, 1]")
+    if not _TARGETS.value or set(_TARGETS.value) - set(PRESETS):
+        raise app.UsageError(f"targets: got {_TARGETS.value}, expected some of {', '.join(sorted(PRESETS))}")
+    return dataclasses.replace(
+        _DEFAULT, targets=tuple(_TARGETS.value), drafter=_DRAFTER.value, dtype=_DTYPE.value, tiny=_TINY.value,
+        input_length=_INPUT.value, max_new_tokens=_NEW.value, gamma=_GAMMA.value, batches=batches, alphas=alphas,
+        tree=_TREE.value,
+    )  # fmt: skip
+
+
+def against(setup: Setup) -> dict[str, Any]:
+    """Returns T5X's way to decode a batch; None where it is not installed."""
+    if importlib.util.find_spec("t5x") is None:
+        return {"T5X": None}
+    from specdec_jax.interop import t5x
+
+    return {"T5X": lambda target: t5x.benchmark_arm(target, setup.max_new_tokens).decode}
+
+
+def run(lines: Lines, planned: Sequence[Stage], threads: int, seconds: float) -> list[str]:
+    """Measures what is not in the file yet; returns the names of what there was no time for.
+
+    A stage is not begun if less time is left than the same figures took for the target before.
+    """
+    missing, took = [], {}
+    for stage in planned:
+        todo = [figure for figure in stage.figures if figure.name not in lines.found]
+        begin = time.monotonic()
+        if todo and begin - _BEGUN + took.get(stage.kind, 0.0) >= seconds:
+            missing += [figure.name for figure in todo]
+            continue
+        for line in measured(stage, todo, threads, lines.found) if todo else ():
+            lines.add(line)
+            say(shown(line))
+        if todo:
+            took[stage.kind] = time.monotonic() - begin
+            gc.collect()  # the models of the stage
+            if jax.default_backend() == "cpu":  # programs there take memory mappings, of which a process has 65,530
+                jax.clear_caches()
+    return missing
+
+
+def main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"got {argv[1]!r}, expected flags only")
+    setup = setup_of()
+    check_output(_OUTPUT.value)
+    planned = stages(setup, against(setup))
+    names = [figure.name for stage in planned for figure in stage.figures]
+    head = {"accelerator_report": 1, "machine": machine.machine(), "flags": os.environ.get("XLA_FLAGS", ""),
+            "options": dataclasses.asdict(setup), "plan": names}  # fmt: skip
+    head = json.loads(json.dumps(head))
+    try:
+        lines = Lines(_OUTPUT.value, head)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
+    with lines:
+        say(f"{head['machine']['device']}, {len(names)} figures, {_MINUTES.value:g} minutes, to {_OUTPUT.value}")
+        if lines.found:
+            say(f"{len(lines.found)} of {len(names)} figures are in {_OUTPUT.value} and are not measured again")
+        threads = _THREADS.value or min(8, os.cpu_count() or 1)
+        missing = run(lines, planned, threads, 60 * _MINUTES.value)
+    if missing:
+        say(f"not run, since the time was up: {'; '.join(missing)}; the same command goes on with them")
+    say(f"{len(lines.found)} of {len(names)} figures; `specdec figures --records={_OUTPUT.value}` draws them")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,46 @@
+"""Reads the text of a program that was compiled for a TPU: estimated cycles, copies in loops,
+collectives."""
+
+import collections
+import math
+import re
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """Returns the instructions of each computation of a compiled program, the entry's under
+    "ENTRY"."""
+    found: dict[str, list[str]] = {}
+    for block in re.findall(r"^(?:ENTRY )?%?[\w.\-]+ \(.*?^}", text, re.MULTILINE | re.DOTALL):
+        first, *lines = block.splitlines()
+        found["ENTRY" if first.startswith("ENTRY") else first.split()[0].lstrip("%")] = lines
+    return found
+
+
+def estimated_cycles(text: str) -> int:
+    """Returns the compiler's estimate of one run of a program without loops: the sum of the cycles
+    at every instruction."""
+    cycles = [
+        int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(computations(text)["ENTRY"]))
+    ]
+    return sum(number for number in cycles if number < 2**40)  # a huge number means that there is no estimate
+
+
+def loop_copies(text: str, least: int = 2**20) -> list[str]:
+    """Returns the arrays of at least `least` bytes that bodies of loops copy."""
+    parts = computations(text)
+    bodies = {
+        name for lines in parts.values() for line in lines for name in re.findall(r" while\(.*body=%?([\w.\-]+)", line)
+    }
+    widths = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "pred": 1}
+    found = []
+    for line in (line for name in bodies for line in parts.get(name, ())):
+        copied = re.search(r"= (\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", line)
+        if copied and widths.get(copied[1], 4) * math.prod(map(int, copied[2].split(","))) >= least:
+            found.append(f"{copied[1]}[{copied[2]}]")
+    return sorted(found)
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Returns how many collectives of each kind a program has."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))

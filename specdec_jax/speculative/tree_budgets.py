@@ -1,0 +1,127 @@
+"""The policy of γ that weighs each node of a token tree against its time, and what it learns from."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specdec_jax.speculative.gamma import Policy, Renewal, RenewalState
+from specdec_jax.speculative.outcomes import Judged, Outcome
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_verifiers import TreeVerification
+from specdec_jax.speculative.trees import RANK_SHARES, DynamicTree, Tree
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class TreeRenewal(Renewal):
+    """`Renewal` for a tree: a policy that drafts the n nodes for which E(n) − R · t(n) is greatest.
+
+    E(n) is the expected number of tokens that the first n nodes add. By `Tree.expected` it is the
+    sum over these nodes of the product, along a node's path, of the shares of ranks at which a
+    child stands. They follow from ĉ_r, a moving average of how often the child of rank r stands
+    where no earlier sibling does: the share of rank r is ĉ_r · Π_{s<r} (1 − ĉ_s). In each ĉ_r the
+    rate assumed at first counts as `weight` observations: for first children `acceptance`, for
+    others that of `RANK_SHARES`.
+
+    t(n) = c · (depth of the first n nodes) + n · (v − 1) / G is the time that they add, and R, the
+    tokens per time, is as for `Renewal`; it begins at the greatest value that these rates promise.
+
+    Attributes:
+      tree: the shape, of which the nodes 1 … G count; static.
+    """
+
+    tree: Tree = Tree((0,))
+
+    def tree_flatten(self):
+        values, maximum = super().tree_flatten()
+        return values, (maximum, self.tree)
+
+    @classmethod
+    def tree_unflatten(cls, static, values):
+        policy = super().tree_unflatten(static[0], values)
+        object.__setattr__(policy, "tree", static[1])
+        return policy
+
+    def _begun(self) -> Float[Array, "B K"]:
+        """Returns the rates that are assumed at first."""
+        shares = RANK_SHARES[0]
+        later = shares[1:] / (1 - np.cumsum(shares[:-1]))
+        of_rank = later[np.minimum(np.arange(self.tree.width - 1), len(later) - 1)]
+        others = jnp.broadcast_to(jnp.asarray(of_rank, jnp.float32), (len(self.weight), len(of_rank)))
+        return jnp.concatenate([self.acceptance[:, None], others], axis=1)
+
+    def _tokens(self, rates: Float[Array, "B K"]) -> Float[Array, "B n"]:
+        """Returns E(n) for n = 1 … G."""
+        before = jnp.cumprod(1 - rates, axis=1)
+        shares = rates * jnp.pad(before[:, :-1], ((0, 0), (1, 0)), constant_values=1)
+        nodes, depths = self.tree.lines[1 : self.maximum + 1], np.arange(self.tree.depth + 1)
+        inside = (depths > 0) & (depths <= self.tree.depths[1 : self.maximum + 1, None])
+        along = jnp.where(inside, shares[:, self.tree.ranks[nodes]], 1)
+        return jnp.cumsum(jnp.prod(along, axis=2), axis=1)
+
+    def _time(self) -> Float[Array, "B n"]:
+        """Returns t(n) for n = 1 … G."""
+        depths = np.maximum.accumulate(self.tree.depths[1 : self.maximum + 1]).astype(np.float32)
+        return self._added(depths, np.arange(1, len(depths) + 1, dtype=np.float32))
+
+    def _added(self, depth, nodes) -> Float[Array, "B n"]:
+        of_node = (self.verify_cost - 1) / self.maximum
+        return self.cost_ratio[:, None] * depth + of_node[:, None] * nodes
+
+    def init(self) -> RenewalState:
+        zeros = jnp.zeros((len(self.weight), self.tree.width), jnp.float32)
+        rate = jnp.max((1 + self._tokens(self._begun())) / (1 + self._time()), axis=1)
+        return RenewalState(zeros, zeros, rate * self.weight, jnp.asarray(self.weight))
+
+    def wanted(self, state: RenewalState) -> Int[Array, " B"]:
+        weight = self.weight[:, None]
+        rates = (state.stood + weight * self._begun()) / (state.examined + weight)
+        worth = self._tokens(rates) - (state.tokens / state.time)[:, None] * self._time()
+        best = 1 + jnp.argmax(worth, axis=1).astype(jnp.int32)
+        return jnp.clip(jnp.where(jnp.max(worth, axis=1) < 0, 0, best), self.minimum, self.maximum)
+
+    def update(self, state: RenewalState, outcome: Outcome) -> RenewalState:
+        judged, memory = outcome.judged, self.memory[:, None]
+        assert judged is not None, "the outcome of a tree"
+        ranks = jax.nn.one_hot(jnp.minimum(judged.ranks, self.tree.width - 1), self.tree.width)
+        by_rank = lambda which: jnp.sum(jnp.where(which[..., None], ranks, 0), axis=1)
+        deepest, nodes = jnp.max(judged.depths, axis=1), jnp.sum(judged.depths > 0, axis=1)
+        added = self._added(*(x[:, None].astype(jnp.float32) for x in (deepest, nodes)))[:, 0]
+        return RenewalState(
+            examined=memory * state.examined + by_rank(judged.examined),
+            stood=memory * state.stood + by_rank(judged.stood),
+            tokens=self.memory * state.tokens + outcome.accepted.astype(jnp.float32) + 1,
+            time=self.memory * state.time + 1 + added,
+        )
+
+
+def of_tree(policy: Policy, tree: Tree | DynamicTree) -> Policy:
+    """Returns the policy by which the number of nodes of `tree` adapts.
+
+    A `DynamicTree` is taken for that of its size and depth which `RANK_SHARES` make best.
+    """
+    if not isinstance(policy, Renewal):
+        return policy
+    if isinstance(tree, DynamicTree):
+        shape = Tree.best(RANK_SHARES[0, : tree.width].tolist(), tree.nodes, tree.depth)
+        assert shape is not None, "without costs a tree is always faster than plain decoding"
+        tree = shape
+    numbers: dict[str, Any] = {name: getattr(policy, name) for name in policy.numbers()}
+    return TreeRenewal(policy.maximum, **numbers, tree=tree)
+
+
+def judged(draft: TreeDraft, verified: TreeVerification) -> Judged:
+    """Returns what became of the nodes of `draft`, of which a path stands."""
+    path, accepted, (parents, ranks, depths, _) = verified.path, verified.num_accepted[:, None], draft.branches
+    numbers, levels = jnp.arange(depths.shape[1]), jnp.arange(path.shape[1])
+    on_path = (path[:, None] == numbers[:, None]) & (levels <= accepted)[:, None]
+    on_path = jnp.any(on_path, axis=2)
+    depths = jnp.where(draft.live, depths, 0)
+    # The rank of the node of the path at a node's depth.
+    other = jnp.take_along_axis(ranks, jnp.take_along_axis(path, depths, axis=1), axis=1)
+    below = jnp.take_along_axis(on_path, jnp.maximum(parents, 0), axis=1) & (depths > 0)
+    return Judged(depths, ranks, below & ((depths > accepted) | (ranks <= other)), on_path & (depths > 0))

@@ -1,0 +1,178 @@
+"""Caches as accelerators have them, tried on a CPU: tokens, and where a NaN may reach."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_models import noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.decoding.loop import advance
+from specdec_jax.models import panels
+from specdec_jax.models.cache import KVCache
+from specdec_jax.models.network import heads_together
+from specdec_jax.models.nodes import Nodes, WindowNodes
+
+pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")
+V = 24
+INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0]], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def as_on_an_accelerator(monkeypatch):
+    """XLA multiplies the kernels, not the CPU's own product."""
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+
+
+def t5() -> sd.LanguageModel:
+    return tiny_t5(0, V, num_heads=6, head_dim=32)
+
+
+def gpt() -> sd.LanguageModel:
+    return sd.LanguageModel.random(sd.GPTConfig(V, 32, 4, 2, 32, num_positions=40))
+
+
+def laid_out(model: sd.LanguageModel, together: int | None) -> sd.LanguageModel:
+    model.network = model.network.replace(together=together)
+    return model
+
+
+MODES = {
+    "chain": dict(gamma=3),
+    "tree": dict(tree=sd.Tree.uniform((2, 1, 1))),
+    "beams": dict(num_beams=2, gamma=2),
+}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"), [(t5, 1), (gpt, 3), pytest.param(t5, 3, marks=SLOW), pytest.param(gpt, 1, marks=SLOW)]
+)
+def test_logits_do_not_depend_on_the_layout_of_caches(family, rows):
+    """In calls over one and several positions, and over nodes of a tree."""
+    found = []
+    for together in (None, 2):
+        network = laid_out(family(), together).network
+        found.append(calls(network, INPUTS[:rows, :0] if family is gpt else INPUTS[:rows]))
+    for other in found[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), other, found[0])
+
+
+@jax.jit
+def calls(network, inputs):
+    rows = len(inputs)
+    begun = network.prefill(inputs, jnp.full(rows, inputs.shape[1]), 7)
+    starts, tokens = jnp.arange(rows), jnp.arange(4 * rows).reshape(rows, 4) + 2
+    several, cache = network.decode(tokens, jnp.zeros(rows, int), begun)
+    one, cache = network.decode(tokens[:, :1], starts + 1, cache)
+    depths = jnp.tile(jnp.array([0, 1, 1]), (rows, 1))
+    lines = jnp.tile(jnp.array([[0, 0], [0, 1], [0, 2]]), (rows, 1, 1))
+    nodes = WindowNodes(starts + 2, starts + 2, depths, lines, 12)
+    states, _ = network.decode_nodes(tokens[:, :3], nodes, network.node_cache(cache, 12, 12))
+    return several, one, network.head(states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", [t5, gpt])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_do_not_depend_on_the_layout_of_caches(family, mode, rows):
+    found = []
+    for together in (None, 1, 2):
+        target = laid_out(family(), together)
+        drafter = sd.ModelDrafter(laid_out(noisy_copy(family(), 0.1), together))
+        found.append(sd.generate(target, INPUTS[:rows], drafter=drafter, max_new_tokens=9, **MODES[mode]))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other.tokens, found[0].tokens)
+
+
+@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_token_of_nan_that_is_rejected_reaches_nothing(together):
+    """The target reads every drafted token, and one of them has NaN for an embedding, keys and
+    values."""
+    plain = sd.generate(t5(), INPUTS, max_new_tokens=12)
+    never = next(token for token in range(2, V) if token not in plain.tokens and token not in INPUTS)
+    target = laid_out(t5(), together)
+    embedding = target.network.params["token_embedder"]["embedding"]
+    embedding = embedding.at[never].set(jnp.nan)
+    target.network.params["token_embedder"]["embedding"] = embedding
+    found = sd.generate(target, INPUTS, drafter=sd.RandomDrafter(V), gamma=4, max_new_tokens=12)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_who_sees_a_value_that_is_not_finite_gets_nan_from_its_key(batch):
+    new = jnp.ones((batch, 1, 2, 4))
+    bad = new.at[:, :, 1, 2].set(jnp.inf)
+    cache = KVCache.empty(batch, 2, 5, 2, jnp.float32, together=2).append(new, bad, jnp.full(batch, 3))
+    key, value = (np.asarray(x).reshape(batch, 16, 4) for x in (cache.key, cache.value))
+    assert np.all(np.isfinite(value)) and np.all(value[:, 3] == 1) and np.all(value[:, 4] == [1, 1, 0, 1])
+    assert np.all(np.isnan(key[:, 4]) == [False, False, True, False]) and np.all(np.isfinite(key[:, :4]))
+    assert cache.slots == 16 and np.all(value[:, 5:] == 0)
+
+
+def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
+    small, wide = (sd.T5Config(V, 16, 6, features, 1, 1, 32).module() for features in (32, 128))
+    assert [heads_together(platform, small, None) for platform in ("cpu", "gpu", "tpu")] == [None, 1, 3]
+    assert heads_together("tpu", wide, None) == 1
+    three_parts = type("Rules", (), {"parts": 3})
+    assert heads_together("tpu", small, three_parts) == 2
+
+
+def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
+    rng = np.random.default_rng(0)
+    nodes = Nodes(
+        jnp.zeros(2, int), jnp.asarray(rng.integers(0, 7, (2, 11))), jnp.asarray(rng.integers(0, 30, (2, 11, 8)))
+    )
+    expected = nodes.distances(30)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments))
+    np.testing.assert_array_equal(nodes.distances(30), expected)
+    assert expected.max() > 2
+
+
+@pytest.fixture
+def program(rows, optimised, monkeypatch) -> str:
+    """The text of the decode loop as a TPU v4's compiler leaves it."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: the extra tpu-aot")
+    from jax.experimental import topologies
+
+    monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+    shape = dict(num_heads=6, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
+    target = laid_out(tiny_t5(0, 256, **shape), 2)
+    drafter = sd.ModelDrafter(laid_out(tiny_t5(1, 256, **shape, decoder_layers=1), 2))
+
+    inputs = np.full((rows, 128), 3, np.int32)
+    state, request = sd.prepare(target, inputs, drafter=drafter, gamma=7, max_new_tokens=128)
+    arguments = jax.tree.map(place, (request.network, request.drafter, state, np.int32(9)))
+    return advance.lower(*arguments).compile().as_text()
+
+
+def results(text: str, operation: str) -> set[str]:
+    """The shapes, with layouts, that instructions of one kind give."""
+    return set(re.findall(rf"= (\w+\[[\d,]*\]\{{[\d,]*)\S* {operation}\(", text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8])
+def test_what_a_tpu_does_not_waste(program, rows):
+    """It copies or clears no cache, of 144 slots for three pairs of heads, and has one layout of it
+    for calls over one, two and eight positions; it copies no kernel; and single rows too are
+    multiplied by its matrix unit, without sums in bfloat16."""
+    shape = "[3,144,128]" if rows == 1 else "[8,3,144,128]"
+    changed = results(program, "copy") | results(program, "select")
+    assert changed and not [found for found in changed if shape in found]
+    layout = "2,1,0" if rows == 1 else "3,2,1,0"
+    assert set(re.findall(rf"bf16{re.escape(shape)}{{([\d,]*)", program)) == {layout}
+    kernels = r"bf16\[(?:512,(?:384|1152|2048|256)|384,512|1024,512)\]"
+    assert re.search(kernels, program)
+    assert not [found for found in results(program, "copy") if re.match(kernels, found)]
+    products = [line for line in program.splitlines() if "/dot_general" in line]
+    assert [line for line in products if re.search(r" (?:convolution|dot)\(", line)]
+    assert not [line for line in products if " reduce(" in line]
