@@ -66,6 +66,10 @@ def stub(body, *arguments, patience=0.3, shell='exec "$0" "$@"', **options):
 
 
 INTERRUPTED, TERMINATED = (130, "", "specdec: interrupted\n"), (143, "", "specdec: terminated\n")
+# A shell without job control starts what runs in the background, such as these tests, with SIGINT
+# ignored, and whatever that starts would ignore it too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 ENDS = {
     "while it imports": ("def importing(): os.kill(PID, SIGTERM); compute(10**4); print('on')", TERMINATED),
     "while it imports, of the keyboard": ("def importing(): os.kill(PID, SIGINT); compute(10**4); print('on')",
