@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding.beams import plan_decoding
@@ -28,8 +29,11 @@ from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.request import Plan, prefill
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, Stats, finish
+from specdec_jax.models.cache import KVCache
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import pinned, row_parts
+from specdec_jax.models.t5 import DecoderCache
+from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.draws import seeded
 from specdec_jax.speculative.state import DecodeState
 
@@ -202,7 +206,7 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
         size * job.samples,
         min(size, -(-max(2, size // _AHEAD) // multiple) * multiple),
     )
-    shared, every, whole = _shared(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
+    (shared, unfed), every, whole = _leaves(job, width), STOP_EVERY if job.stop else FOREVER, job.request()
     queue, state, fresh = collections.deque(places), None, None
     ready: collections.deque[tuple[int, int]] = collections.deque()  # (row of `fresh`, row of the job)
     owners, starts = np.full(total, -1), np.ones(total, np.int32)  # the job's row in each row of the state, or -1
@@ -221,10 +225,11 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
         while (queue or ready) and np.any(owners < 0):
             if not ready:
                 chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
-                fresh, _ = job.start(chosen, width)
+                fresh = _started(job, chosen, width, unfed and total > 1)
                 rows = [place * samples + sample for place in chosen if place >= 0 for sample in range(samples)]
                 ready.extend(enumerate(rows))
-                state = _blank(fresh, total, shared, rules) if state is None and total > 1 else state
+                if state is None and total > 1:
+                    state = _blank(fresh, _empty_layers(job, size, width) if unfed else (), total, shared, rules)
             free = np.flatnonzero(owners < 0)[: len(ready)]
             sources, rows = np.array([ready.popleft() for _ in free]).T
             owners[free], starts[free] = rows, whole.prefix_lengths[rows]
@@ -251,20 +256,51 @@ def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.nd
     return padded(sources), padded(targets)
 
 
-def _shared(job: Plan, width: int) -> tuple[bool, ...]:
-    """Returns which leaves of a state its rows share: tables over positions or ids."""
+def _leaves(job: Plan, width: int) -> tuple[tuple[bool, ...], bool]:
+    """Returns which leaves of what `_started` returns its rows share, tables over positions or ids;
+    and whether the target has been fed nothing by then.
+
+    If so, its caches of self-attention are empty and are left out: to make them and to copy them for
+    every input would take a sixth of a job's time.
+    """
     counts = [count * row_parts(job.network.rules) for count in (2, 3)]
-    two, three = (jax.tree.leaves(prefill.eval_shape(*job.arguments([-1] * count, width))) for count in counts)
-    return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True))
+    states = [prefill.eval_shape(*job.arguments([-1] * count, width)) for count in counts]
+    unfed = job.prefix.shape[1] == 1 and isinstance(states[0].target_cache, DecoderCache)
+    two, three = (jax.tree.leaves(_with_layers(state, ()) if unfed else state) for state in states)
+    return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True)), unfed
+
+
+def _started(job: Plan, places: list[int], width: int, unfed: bool) -> DecodeState:
+    """Prefills the inputs `places`; `unfed`: as from `_leaves`."""
+    return _prefilled(*job.arguments(places, width)) if unfed else job.start(places, width)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _prefilled(*arguments) -> DecodeState:
+    return _with_layers(speculative_prefill.prefill(*arguments), ())
+
+
+def _with_layers(state: DecodeState, layers: tuple[KVCache, ...]) -> DecodeState:
+    return dataclasses.replace(state, target_cache=state.target_cache.replace(layers=layers))
+
+
+def _empty_layers(job: Plan, size: int, width: int) -> tuple[KVCache, ...]:
+    """Makes the target's caches of self-attention for `size` inputs."""
+    shapes = prefill.eval_shape(*job.arguments([-1] * size, width)).target_cache.layers
+    return jax.tree.map(lambda layer: jnp.zeros(layer.shape, layer.dtype), shapes)
 
 
 @functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
-def _blank(fresh: DecodeState, total: int, shared: tuple[bool, ...], rules) -> DecodeState:
-    """Returns a state of `total` rows that are done, in all else like the rows of `fresh`."""
+def _blank(
+    fresh: DecodeState, layers: tuple[KVCache, ...], total: int, shared: tuple[bool, ...], rules
+) -> DecodeState:  # fmt: skip
+    """Returns a state of `total` rows that are done, in all else like the rows of `fresh`; `layers`:
+    what `fresh` lacks."""
     leaves, structure = jax.tree.flatten(fresh)
     copied = np.arange(total) % len(fresh.done)
     state = structure.unflatten(leaf if same else leaf[copied] for leaf, same in zip(leaves, shared))
-    return pinned(dataclasses.replace(state, done=jax.numpy.ones(total, bool)), rules)
+    state = dataclasses.replace(state, done=jnp.ones(total, bool))
+    return pinned(_with_layers(state, layers) if layers else state, rules)
 
 
 @functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
@@ -274,10 +310,14 @@ def _place(
     """Returns `state` with the first `count` of the rows `sources` of `fresh` written at `targets`,
     in place.
 
-    One row after the other: XLA's scatter on a CPU copies number by number.
+    One row after the other: XLA's scatter on a CPU copies number by number. Caches that `fresh` lacks
+    keep what they have of earlier rows, which no reader sees: it lies past the new row's length.
     """
-    old, structure = jax.tree.flatten(state)
-    new, own = jax.tree.leaves(fresh), [place for place, same in enumerate(shared) if not same]
+    new, structure = jax.tree.flatten(fresh)
+    unfed = structure != jax.tree.structure(state)
+    layers = state.target_cache.layers if unfed else ()
+    old = jax.tree.leaves(_with_layers(state, ()) if unfed else state)
+    own = [place for place, same in enumerate(shared) if not same]
 
     def put(number, rows):
         take = lambda place: jax.lax.dynamic_index_in_dim(new[place], sources[number], keepdims=False)
@@ -287,7 +327,8 @@ def _place(
 
     for place, rows in zip(own, jax.lax.fori_loop(0, count, put, [old[place] for place in own])):
         old[place] = rows
-    return pinned(structure.unflatten(old), rules)
+    placed = structure.unflatten(old)
+    return pinned(_with_layers(placed, layers) if unfed else placed, rules)
 
 
 def _outputs(result: GenerationResult) -> list[Output]:
