@@ -735,17 +735,18 @@ static ffi::Error HeadOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, F
 // -------------------------------------------------------------------------------------------------------------- attention
 
 // One query over `live` keys and values, the i-th of which lies at slot place(i), slots `apart` values apart:
-// out = Σ softmax(q · k / divisor + bias) v. `scores`: room for `live` + kLanes numbers.
+// out = Σ softmax(q · k / divisor + bias) v. `scores`: room for `live` + kLanes numbers. `next`: from these keys to those that
+// are likely to be read after them.
 template <typename Place>
-static void attend(const Place& place, const float* q, const float* keys, const float* values, int64_t apart, int64_t live, int64_t K,
-                   const float* bias, float divisor, float* scores, float* out) {
-  const int64_t whole = K / kLanes * kLanes;
+static void attend(const Place& place, const float* q, const float* keys, const float* values, int64_t apart, int64_t next,
+                   int64_t live, int64_t K, const float* bias, float divisor, float* scores, float* out) {
+  const int64_t whole = K / kLanes * kLanes, turn = live > kSlotsAhead ? live - kSlotsAhead : 0;
   float greatest = -INFINITY;
   for (int64_t s = 0; s < live; s++) {
-    const float* key = keys + place(s) * apart;
+    const float *key = keys + place(s) * apart, *ahead = s < turn ? key + kSlotsAhead * apart : keys + next + (s - turn) * apart;
     // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
     for (int64_t k = 0; k < K; k += 16) {
-      __builtin_prefetch(key + kSlotsAhead * apart + k, 0, 3);
+      __builtin_prefetch(ahead + k, 0, 3);
       __builtin_prefetch(values + place(s) * apart + k, 0, 3);
     }
     Vec sums = {};
@@ -848,7 +849,7 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv,
       const int64_t at = begin + t;
       float* to = y + (b * T + t) * width + h * K;
       if (counts(b, t))
-        attend(InOrder(), x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, at + 1, K,
+        attend(InOrder(), x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, S * K, at + 1, K,
                biased ? table + (at * H + h) * S : nullptr, divisor, scores, to);
       else if (clear) std::memset(to, 0, sizeof(float) * K);
     }
@@ -893,7 +894,7 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> que
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
       if (counts(b, t))
-        attend(InOrder(), x + at, key + own, value + own, K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
+        attend(InOrder(), x + at, key + own, value + own, K, L * K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
       else if (clear) std::memset(y + at, 0, sizeof(float) * K);
     }
   });
@@ -941,7 +942,7 @@ static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
       const auto place = [own_path, S](int64_t p) { return within(own_path[p], S - 1); };
       float* to = y + i * width + h * K;
       if (counts(b, t))
-        attend(place, x + i * 3 * width + h * K, own_keys, own_values, K, last + 1, K,
+        attend(place, x + i * 3 * width + h * K, own_keys, own_values, K, S * K, last + 1, K,
                table ? table + h * P + P - 1 - last : nullptr, divisor, scores, to);
       else if (clear) std::memset(to, 0, sizeof(float) * K);
     }
@@ -993,8 +994,8 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
       float* to = y + (b * L + t) * width + h * K;
       if (t >= live) std::memset(to, 0, sizeof(float) * K);
       else
-        attend(InOrder(), own + t * 3 * width, own + width, own + 2 * width, 3 * width, live, K, table + (t * H + h) * L, 1.0f,
-               scores, to);
+        attend(InOrder(), own + t * 3 * width, own + width, own + 2 * width, 3 * width, 0, live, K, table + (t * H + h) * L,
+               1.0f, scores, to);
     }
   });
   return ffi::Error::Success();
