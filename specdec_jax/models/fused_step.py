@@ -27,6 +27,7 @@ from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.layers import ACTIVATION_FUNCTIONS, MASKED
 from specdec_jax.models.products import precision_of
 
+_NORMS = ("self_attention", "cross_attention", "mlp")
 _MOST_ROWS, _MOST_POSITIONS = 8, 2
 _VMEM = 16 * 2**20  # bytes of VMEM that a v4's core has
 _MOST_BUFFERS = 14 * 2**20  # of them for `_Call.scratch`; the compiler needs the others
@@ -98,7 +99,7 @@ class _Call(NamedTuple):
 
 def _bytes(buffer) -> int:
     """Returns the bytes of a buffer in whole tiles."""
-    *outer, lines, columns = (1, *buffer.shape)
+    *outer, lines, columns = (1, 1, *buffer.shape)
     whole = lambda size, tile: -(-size // tile) * tile
     return math.prod(outer) * whole(lines, 8) * whole(columns, TILE[1]) * jnp.dtype(buffer.dtype).itemsize
 
@@ -108,18 +109,20 @@ def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
     at once."""
     own, encoded, mlp = layer["self_attention"], layer["encoder_decoder_attention"], layer["mlp"]
     return {
-        "self": [_scale(layer["pre_self_attention_layer_norm"]), own["qkv"]["kernel"], own["out"]["kernel"]],
+        "self": [own["qkv"]["kernel"], own["out"]["kernel"]],
         "cross": [
-            _scale(layer["pre_cross_attention_layer_norm"]), encoded["query"]["kernel"], encoded["out"]["kernel"],
-            *_without_rows(cross),
+            encoded["query"]["kernel"], encoded["out"]["kernel"], *_without_rows(cross),
         ],
-        "wi": [_scale(layer["pre_mlp_layer_norm"]), mlp["wi_fused" if "wi_fused" in mlp else "wi"]["kernel"]],
+        "wi": [mlp["wi_fused" if "wi_fused" in mlp else "wi"]["kernel"]],
         "wo": [mlp["wo"]["kernel"]],
     }  # fmt: skip
 
 
-def _scale(norm: dict) -> Float[Array, "1 D"]:
-    return norm["scale"][None]
+def _norms(decoder: dict, layers: int) -> Float32[Array, "N D"]:
+    """Returns the scales of the layers' norms, one after the other, and that of the final norm."""
+    norms = [decoder[f"layers_{i}"][f"pre_{name}_layer_norm"] for i in range(layers) for name in _NORMS]
+    scales = jnp.concatenate([norm["scale"] for norm in (*norms, decoder["decoder_norm"])])
+    return scales.astype(jnp.float32).reshape(len(norms) + 1, -1)
 
 
 def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
@@ -162,9 +165,9 @@ def decode_states(
     call = _Call.of(module, params, x.shape[:2], cache, layers)
     scalars, vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY))
     lengths = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
-    small = (positions, lengths, x.reshape(call.rows, -1), _scale(params["decoder"]["decoder_norm"]))
+    small = (positions, lengths, x.reshape(call.rows, -1), _norms(params["decoder"], len(call.parts)))
     large = (call.biases, call.parts, call.caches)
-    first, leaves = len(small) + len(jax.tree.leaves(large[:2])), jax.tree.leaves(large[1:])
+    first, leaves = len(small) + len(jax.tree.leaves(large[:-1])), jax.tree.leaves(large)
     like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     states, written = pl.pallas_call(
         lambda *refs: _Kernel(call, *refs).run(),
@@ -195,9 +198,9 @@ class _Kernel:
     All numbers that it computes with are float32, since a v4 adds no others.
     """
 
-    def __init__(self, call: _Call, positions, lengths, x, norm, biases, parts, caches, states, written, scratch):
+    def __init__(self, call: _Call, positions, lengths, x, norms, biases, parts, caches, states, written, scratch):
         self.call, self.dtype = call, jnp.dtype(call.config.dtype)
-        self.positions, self.lengths, self.x, self.norm = positions, lengths, x, norm
+        self.positions, self.lengths, self.x, self.norms = positions, lengths, x, norms
         self.sources = [part | {"cache": cache} for part, cache in zip(parts, caches)]
         self.biases, self.states, self.written, self.scratch = biases, states, written, scratch
 
@@ -212,13 +215,13 @@ class _Kernel:
         self._wait_for(copies)
         x = jax.lax.fori_loop(0, len(self.sources), self._layer, self.x[...].astype(jnp.float32))
         self._wait_for(self._writes(0))
-        self.states[...] = self._normed(x, self.norm).astype(self.dtype)
+        self.states[...] = self._normed(x, 3 * len(self.sources)).astype(self.dtype)
 
     def _layer(self, i: Int32[Array, ""], x: Rows) -> Rows:
         """Runs a layer: the last thing that each block does is to fetch what the same block of the
         next layer reads."""
-        scale, qkv, out = self._arrived("self")
-        query, key, value = jnp.split(self._product(self._normed(x, scale), qkv), 3, axis=1)
+        qkv, out = self._arrived("self")
+        query, key, value = jnp.split(self._product(self._normed(x, 3 * i), qkv), 3, axis=1)
         keys, values = self._arrived("cache")
         pl.when(i > 0)(lambda: self._wait_for(self._writes(0)))
         self._append(key, value, keys, values)
@@ -228,15 +231,15 @@ class _Kernel:
         x = self._rounded(x + self._product(self._attend(query, keys, values, ends, bias), out))
         self._fetch(i + 1, "self", "cache")
 
-        scale, kernel, out, keys, values = self._arrived("cross")
-        query = self._product(self._normed(x, scale), kernel)
+        kernel, out, keys, values = self._arrived("cross")
+        query = self._product(self._normed(x, 3 * i + 1), kernel)
         ends = [self.lengths[row] for row, _ in self._tokens()]
         x = self._rounded(x + self._product(self._attend(query, keys, values, ends), out))
         self._fetch(i + 1, "cross")
 
-        scale, kernel = self._arrived("wi")
+        (kernel,) = self._arrived("wi")
         names = self.call.config.mlp_activations
-        hidden = jnp.split(self._product(self._normed(x, scale), kernel), len(names), axis=1)
+        hidden = jnp.split(self._product(self._normed(x, 3 * i + 2), kernel), len(names), axis=1)
         self._fetch(i + 1, "wi")
         factors = [self._rounded(ACTIVATION_FUNCTIONS[name](part)) for name, part in zip(names, hidden)]
         (kernel,) = self._arrived("wo")
@@ -349,9 +352,10 @@ class _Kernel:
 
     # Numbers.
 
-    def _normed(self, x: Rows, scale) -> Rows:
+    def _normed(self, x: Rows, norm: Int32[Array, ""] | int) -> Rows:
+        """Returns `x` after the norm with this number."""
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True) + 1e-6)
-        return self._rounded(self._rounded(x) * scale[...].astype(jnp.float32))
+        return self._rounded(self._rounded(x) * self.norms[pl.ds(norm, 1)])
 
     def _product(self, x: Rows, kernel) -> Rows:
         return self._rounded(self._multiply(x.astype(self.dtype), kernel[...], 0))
