@@ -324,7 +324,7 @@ class _Kernel:
                         window = jnp.where(slots == self._first(row) + t, own, window)
                     buffer[at, pl.ds(start, size)] = written[at] = window.astype(self.dtype)
 
-    def _attend(self, query: Rows, keys, values, ends: list[Int32[Array, ""]], bias=None) -> Rows:
+    def _attend(self, query: Rows, keys, values, ends: list, bias=None) -> Rows:
         """Returns the output of attention before its last product.
 
         Each token has a row for each head, with 0 at the features of other heads.
@@ -357,10 +357,10 @@ class _Kernel:
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True) + 1e-6)
         return self._rounded(self._rounded(x) * self.norms[pl.ds(norm, 1)])
 
-    def _product(self, x: Rows, kernel) -> Rows:
+    def _product(self, x: Float32[Array, "M D"], kernel) -> Rows:
         return self._rounded(self._multiply(x.astype(self.dtype), kernel[...], 0))
 
-    def _multiply(self, a: Float[Array, "M D"], b: Float[Array, "..."], contracted: int) -> Rows:
+    def _multiply(self, a: Float[Array, "M D"], b: Float[Array, "..."], contracted: int) -> Float32[Array, "M F"]:
         axes = ((1,), (contracted,)), ((), ())
         return jax.lax.dot_general(a, b, axes, precision_of(a.dtype), preferred_element_type=jnp.float32)
 
