@@ -2,8 +2,9 @@
 
 XLA makes dozens of kernels of every layer, and in each the multiplying waits for the weights. Here
 all layers are one kernel, in which weights and caches stream from HBM to VMEM while others are
-multiplied. VMEM has room for what one layer reads, in parts (`_parts`). As soon as a part has been
-used, the copy of the next layer's begins in its place, so that copies never pause.
+multiplied. VMEM has room for what one layer reads, in parts (`_parts`), or for a half or a quarter
+of a feed-forward block that is too large. As soon as a part has been used, the copy of what follows
+begins in its place, the next layer's or the next piece, so that copies hardly ever pause.
 
 Numbers are rounded where the layers of `t5.py` round them. The head is left to XLA: it is a single
 product.
@@ -29,6 +30,7 @@ from specdec_jax.models.products import precision_of
 
 _NORMS = ("self_attention", "cross_attention", "mlp")
 _MOST_ROWS, _MOST_POSITIONS = 8, 2
+_PIECES = (1, 2, 4)  # of a feed-forward block
 _VMEM = 16 * 2**20  # bytes of VMEM that a v4's core has
 _MOST_BUFFERS = 14 * 2**20  # of them for `_Call.scratch`; the compiler needs the others
 
@@ -44,6 +46,7 @@ class _Call(NamedTuple):
       biases: as `DecoderCache.position_bias`.
       config: the network's shape.
       batch, positions: B and T.
+      pieces: in how many pieces, by hidden features, the feed-forward block is copied and computed.
     """
 
     parts: list[dict[str, list]]
@@ -52,14 +55,20 @@ class _Call(NamedTuple):
     config: ModelConfig
     batch: int
     positions: int
+    pieces: int = 1
 
     @classmethod
     def of(cls, module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> "_Call":
-        """Picks what the first `layers` layers (None: all) read; `shape` is (B, T)."""
+        """Picks what the first `layers` layers (None: all) read; `shape` is (B, T).
+
+        There are as few pieces as VMEM allows.
+        """
         count, decoder = layers or module.config.num_decoder_layers, params["decoder"]
         parts = [_parts(decoder[f"layers_{i}"], cache.cross[i]) for i in range(count)]
         caches = [_without_rows(layer) for layer in cache.layers[:count]]
-        return cls(parts, caches, list(cache.position_bias), module.config, shape[0], shape[1])
+        call = cls(parts, caches, list(cache.position_bias), module.config, *shape)
+        *fewer, most = (call._replace(pieces=count) for count in _PIECES)
+        return next((call for call in fewer if call.fits()), most)
 
     @property
     def rows(self) -> int:
@@ -74,25 +83,34 @@ class _Call(NamedTuple):
         """Number of a cache's slots, in whole tiles, among which a row's new ones are."""
         return min(self.slots, TILE[0] * self.positions)
 
+    @property
+    def width(self) -> int:
+        """Number of hidden features in a piece of the feed-forward block."""
+        return self.config.mlp_dim // self.pieces
+
     def scratch(self) -> dict[str, Any]:
         """Returns the buffers in VMEM, and the semaphores on which copies to them are awaited."""
-        buffer = lambda leaf: pltpu.VMEM(leaf.shape, leaf.dtype)
         keys, heads = self.caches[0][0], self.config.num_heads
-        window = pltpu.VMEM((len(keys), self.window, keys.shape[2]), keys.dtype)
+        width, count = self.config.emb_dim, len(self.config.mlp_activations)
+        buffer = lambda *shape: pltpu.VMEM(shape, keys.dtype)
+        window = buffer(len(keys), self.window, keys.shape[2])
+        parts = jax.tree.map(lambda leaf: buffer(*leaf.shape), {"cache": self.caches[0]} | self.parts[0])
+        parts |= {"wi": [buffer(count, width, self.width)], "wo": [buffer(self.width, width)]}
         return dict(
-            parts=jax.tree.map(buffer, self.parts[0] | {"cache": self.caches[0]}),
+            parts=parts,
             windows=[window, window],
             biases=pltpu.VMEM((len(self.biases), self.rows, heads, self.slots), jnp.float32),
             attended=pltpu.VMEM((self.rows, heads * self.config.head_dim), jnp.float32),
-            arrived={name: pltpu.SemaphoreType.DMA for name in (*self.parts[0], "cache")},
+            arrived=dict.fromkeys(parts, pltpu.SemaphoreType.DMA),
             written=pltpu.SemaphoreType.DMA,
         )
 
     def fits(self) -> bool:
         """Returns whether all arrays have the dtype and the shapes that the kernel takes, and their
-        buffers fit."""
+        buffers have room in VMEM."""
         leaves, dtype = jax.tree.leaves((self.parts, self.caches)), jnp.dtype(self.config.dtype)
         whole = all(leaf.dtype == dtype and leaf.shape[-1] % TILE[1] == 0 for leaf in leaves)
+        whole = whole and self.config.mlp_dim % (self.pieces * TILE[1]) == 0
         buffers = [leaf for leaf in jax.tree.leaves(self.scratch()) if hasattr(leaf, "shape")]
         return whole and sum(_bytes(buffer) for buffer in buffers) <= _MOST_BUFFERS
 
@@ -109,12 +127,10 @@ def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
     own, encoded, mlp = layer["self_attention"], layer["encoder_decoder_attention"], layer["mlp"]
     return {
         "self": [own["qkv"]["kernel"], own["out"]["kernel"]],
-        "cross": [
-            encoded["query"]["kernel"], encoded["out"]["kernel"], *_without_rows(cross),
-        ],
+        "cross": [encoded["query"]["kernel"], encoded["out"]["kernel"], *_without_rows(cross)],
         "wi": [mlp["wi_fused" if "wi_fused" in mlp else "wi"]["kernel"]],
         "wo": [mlp["wo"]["kernel"]],
-    }  # fmt: skip
+    }
 
 
 def _norms(decoder: dict, layers: int) -> Float32[Array, "N D"]:
@@ -166,7 +182,7 @@ def decode_states(
     lengths = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
     small = (positions, lengths, x.reshape(call.rows, -1), _norms(params["decoder"], len(call.parts)))
     large = (call.biases, call.parts, call.caches)
-    first, leaves = len(small) + len(jax.tree.leaves(large[:-1])), jax.tree.leaves(large)
+    first, leaves = len(small) + len(jax.tree.leaves(large[:-1])), jax.tree.leaves(large[1:])
     like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     states, written = pl.pallas_call(
         lambda *refs: _Kernel(call, *refs).run(),
@@ -201,18 +217,14 @@ class _Kernel:
     def __init__(self, call: _Call, positions, lengths, x, norms, biases, parts, caches, states, written, scratch):
         self.call, self.dtype = call, jnp.dtype(call.config.dtype)
         self.positions, self.lengths, self.x, self.norms = positions, lengths, x, norms
-        self.sources = [part | {"cache": cache} for part, cache in zip(parts, caches)]
+        self.sources = [{"cache": cache} | part for part, cache in zip(parts, caches)]
         self.biases, self.states, self.written, self.scratch = biases, states, written, scratch
 
     def run(self) -> None:
         """Runs all layers and the final norm."""
-        copies = list(self._bias_copies())
-        for copy in copies:
+        for copy in (*self._bias_copies(), *(copy for name in self.sources[0] for copy in self._fetches(0, name))):
             copy.start()
-        for name in self.sources[0]:
-            for copy in self._fetches(0, name):
-                copy.start()
-        self._wait_for(copies)
+        self._wait_for(self._bias_copies())
         x = jax.lax.fori_loop(0, len(self.sources), self._layer, self.x[...].astype(jnp.float32))
         self._wait_for(self._writes(0))
         self.states[...] = self._normed(x, 3 * len(self.sources)).astype(self.dtype)
@@ -237,26 +249,44 @@ class _Kernel:
         x = self._rounded(x + self._product(self._attend(query, keys, values, ends), out))
         self._fetch(i + 1, "cross")
 
-        (kernel,) = self._arrived("wi")
+        x, before = self._normed(x, 3 * i + 2), x
+        pieces = range(self.call.pieces)
+        return self._rounded(before + self._rounded(sum(self._feed_forward(i, x, piece) for piece in pieces)))
+
+    def _feed_forward(self, i: Int32[Array, ""], x: Rows, piece: int) -> Rows:
+        """Returns what a piece of the feed-forward block of layer `i` adds."""
+        following = (i, piece + 1) if piece + 1 < self.call.pieces else (i + 1, 0)
+        (kernels,) = self._arrived("wi")
         names = self.call.config.mlp_activations
-        hidden = jnp.split(self._product(self._normed(x, 3 * i + 2), kernel), len(names), axis=1)
-        self._fetch(i + 1, "wi")
-        factors = [self._rounded(ACTIVATION_FUNCTIONS[name](part)) for name, part in zip(names, hidden)]
+        factors = [
+            self._rounded(ACTIVATION_FUNCTIONS[name](self._product(x, kernels.at[k]))) for k, name in enumerate(names)
+        ]
+        self._fetch(following[0], "wi", piece=following[1])
         (kernel,) = self._arrived("wo")
-        x = self._rounded(x + self._product(self._rounded(math.prod(factors[1:], start=factors[0])), kernel))
-        self._fetch(i + 1, "wo")
-        return x
+        found = self._multiply(math.prod(factors[1:], start=factors[0]).astype(self.dtype), kernel[...], 0)
+        self._fetch(following[0], "wo", piece=following[1])
+        return found
 
     # Copies. Each is described anew where it is awaited: what counts there is its size.
 
-    def _fetches(self, layer: int, name: str) -> Iterator[Any]:
-        """Yields the copies of a part of a layer to VMEM."""
-        for source, buffer in zip(self.sources[layer][name], self.scratch["parts"][name]):
+    def _fetches(self, layer: int, name: str, piece: int = 0) -> Iterator[Any]:
+        """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward
+        block."""
+        call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
+        features = lambda k: pl.ds(k * call.config.mlp_dim + piece * call.width, call.width)
+        if name == "wi":
+            count = len(call.config.mlp_activations)
+            pairs = [(sources[0].at[:, features(k)], buffers[0].at[k]) for k in range(count)]
+        elif name == "wo":
+            pairs = [(sources[0].at[features(0)], buffers[0])]
+        else:
+            pairs = list(zip(sources, buffers))
+        for source, buffer in pairs:
             yield pltpu.make_async_copy(source, buffer, self.scratch["arrived"][name])
 
-    def _fetch(self, layer: Int32[Array, ""], *names: str) -> None:
+    def _fetch(self, layer: Int32[Array, ""], *names: str, piece: int = 0) -> None:
         """Starts to copy parts of a layer to VMEM, if there is such a layer."""
-        self._start(layer, lambda i: (copy for name in names for copy in self._fetches(i, name)))
+        self._start(layer, lambda i: (copy for name in names for copy in self._fetches(i, name, piece)))
 
     def _arrived(self, name: str) -> list:
         """Waits for a part of the layer and returns its buffers."""
