@@ -168,13 +168,13 @@ def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any,
 
 def decode_states(
     module: FamilyModule, params: dict, x: States, positions: PerRow, cache: Any, layers: int | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> tuple[States, Any]:  # fmt: skip
     """Does what `FamilyModule.decode_states` does, where `fits`.
 
     Args:
       x: embeddings of the tokens.
-      interpret: whether the kernel is run by XLA, on any device; for tests.
+      interpret: as for `pallas_call`: how a CPU runs the kernel, in tests.
       The others are as for `fits`.
     """
     call = _Call.of(module, params, x.shape[:2], cache, layers)

@@ -1,5 +1,5 @@
-"""The decoder's step as one kernel for TPUs, run by XLA on a CPU: its numbers beside those of the
-layers, which calls it takes, and tokens. `test_accelerators.py` compiles it for a TPU."""
+"""The decoder's step as one kernel for TPUs, run on a CPU: its numbers beside those of the layers,
+which calls it takes, and tokens. `test_accelerators.py` compiles it for a TPU."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -24,10 +25,10 @@ def as_on_a_tpu(monkeypatch):
     monkeypatch.setattr(panels, "usable", lambda dtype: False)
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[tuple[int, ...]]:
-    """Calls run as the kernel where they would on a TPU; the shapes, (B, T, D), of those that did."""
-    found, step = [], functools.partial(fused_step.decode_states, interpret=True)
+def forced(monkeypatch, interpret) -> list[tuple[int, ...]]:
+    """Calls run as the kernel where they would on a TPU; returns the shapes, (B, T, D), of those
+    that did."""
+    found, step = [], functools.partial(fused_step.decode_states, interpret=interpret)
 
     def noted(module, params, x, *arguments, **named):
         found.append(x.shape)
@@ -68,17 +69,21 @@ T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
 @pytest.mark.parametrize(
     ("rows", "length", "shape"),
     [
-        (3, 1, dict(dtype="float32")),
-        (1, 2, dict(dtype="bfloat16", relative_bias_per_layer=True, mlp_dim=256)),
+        (3, 1, dict(dtype="float32", mlp_dim=256)),
+        pytest.param(1, 2, dict(dtype="bfloat16", relative_bias_per_layer=True, mlp_dim=256), marks=SLOW),
         pytest.param(3, 2, dict(dtype="float32", **T5_1_0), marks=SLOW),
         pytest.param(3, 2, dict(dtype="bfloat16", num_heads=6), marks=SLOW),
         pytest.param(1, 1, dict(dtype="bfloat16", **T5_1_0), marks=SLOW),
     ],
 )
-def test_numbers_are_those_of_the_layers(calls, monkeypatch, rows, length, shape):
+def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
     """Rows at their own positions, around the edge of a tile, of inputs with padding; stale keys are
     NaN, and so is everything that the first of several rows feeds. A wide feed-forward block is in two
-    pieces."""
+    pieces.
+
+    Pallas' interpreter of TPUs makes a copy only when it is awaited, and begins with NaN in all
+    memory: a buffer that is read too early, or refilled while it is in use, gives other numbers."""
+    calls = forced(monkeypatch, pltpu.InterpretParams())
     if shape.get("mlp_dim"):
         monkeypatch.setattr(fused_step, "_PIECES", (2,))
     network = t5(**shape).network
@@ -111,8 +116,9 @@ def test_numbers_are_those_of_the_layers(calls, monkeypatch, rows, length, shape
     assert changed.tolist() == list(range(start, min(start + length, 17)))
 
 
-def test_tokens_are_those_of_the_layers(calls):
+def test_tokens_are_those_of_the_layers(monkeypatch):
     """Of a greedy decode: the kernel drafts, over one position and over two."""
+    calls = forced(monkeypatch, True)
     target = t5(decoder_layers=1)
     drafter, found = sd.ModelDrafter(laid_out(noisy_copy(target, 0.05))), []
     for gamma, setting in ((3, ""), (2, "off")):  # with one γ the first program would be used again
@@ -126,7 +132,7 @@ def test_tokens_are_those_of_the_layers(calls):
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
 
 
-def test_calls_that_the_kernel_takes(calls):
+def test_calls_that_the_kernel_takes():
     def takes(rows=1, length=1, layers=None, **shape) -> bool:
         found: list[bool] = []
 
