@@ -17,7 +17,8 @@ the whole drafter. Exit code 1 if the programs do not fit.
 
 With `--chip=all` a process for each chip compiles, and the chip's line follows as soon as it is
 there: the memory that is needed, the estimate of an iteration (a target call over γ + 1 positions
-and γ draft calls over two, since the estimates for a single row are too high), and the floor under
+and γ draft calls over two, since the estimates for a single row are too high; a kernel in Pallas,
+which the compiler does not estimate, counts as its bytes over the bandwidth), and the floor under
 it: the bytes of the decoders' weights and caches over the bandwidth. Standard error says what is
 being compiled.
 """
@@ -37,7 +38,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.compiled_text import collectives, estimated_cycles, loop_copies
+from specdec_jax.analysis.compiled_text import collectives, estimated_cycles, kernel_bytes, loop_copies
 from specdec_jax.analysis.products import Products
 from specdec_jax.analysis.report import paper
 from specdec_jax.analysis.tpu_chips import CHIPS, chip_line
@@ -118,8 +119,10 @@ def size(tree) -> int:
 
 
 def estimated_seconds(text: str) -> float:
-    """Returns the compiler's estimate of one run of a program without loops."""
-    return estimated_cycles(text) / ((_CLOCK.value or CHIPS[_CHIP.value].clock) * 1e9)
+    """Returns the compiler's estimate of one run of a program without loops, in which a kernel in
+    Pallas takes what its bytes take at the chip's bandwidth."""
+    chip = CHIPS[_CHIP.value]
+    return estimated_cycles(text) / ((_CLOCK.value or chip.clock) * 1e9) + kernel_bytes(text) / (chip.bandwidth * 1e9)
 
 
 def text_of(program) -> str | None:

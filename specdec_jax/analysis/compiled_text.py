@@ -1,5 +1,5 @@
-"""Reads the text of a program that was compiled for a TPU: estimated cycles, copies in loops,
-collectives."""
+"""Reads the text of a program that was compiled for a TPU: estimated cycles, bytes of our own
+kernels, copies in loops, collectives."""
 
 import collections
 import math
@@ -23,6 +23,12 @@ def estimated_cycles(text: str) -> int:
         int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(computations(text)["ENTRY"]))
     ]
     return sum(number for number in cycles if number < 2**40)  # a huge number means that there is no estimate
+
+
+def kernel_bytes(text: str) -> int:
+    """Returns the bytes that kernels in Pallas read and write in one run of a program without
+    loops, as they state them: the compiler estimates no cycles for them."""
+    return sum(map(int, re.findall(r'"bytes_accessed":"(\d+)"', "\n".join(computations(text)["ENTRY"]))))
 
 
 def loop_copies(text: str, least: int = 2**20) -> list[str]:

@@ -23,13 +23,13 @@ from specdec_jax.models.products import precision_of, product, rounded_product
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
 
-_ACTIVATIONS = {
+ACTIVATION_FUNCTIONS = {
     "linear": lambda x: x,
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
 }
-ACTIVATIONS = tuple(_ACTIVATIONS)
+ACTIVATIONS = tuple(ACTIVATION_FUNCTIONS)
 
 _fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 _fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
@@ -199,9 +199,9 @@ class GatedMLP(nn.Module):
         else:
             names = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
             parts = [dense(self.mlp_dim, name=name)(x, live) for name in names]
-        hidden = _ACTIVATIONS[self.activations[0]](parts[0])
+        hidden = ACTIVATION_FUNCTIONS[self.activations[0]](parts[0])
         for part, activation in zip(parts[1:], self.activations[1:]):
-            hidden = hidden * _ACTIVATIONS[activation](part)
+            hidden = hidden * ACTIVATION_FUNCTIONS[activation](part)
         hidden = nn.Dropout(self.dropout_rate)(hidden, deterministic=deterministic)
         return before + dropped(dense(x.shape[-1], name="wo")(hidden, live))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
-from specdec_jax.models import layouts
+from specdec_jax.models import fused_step, layouts
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
 from specdec_jax.models.cache import TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
@@ -114,8 +114,16 @@ class Network:
     ) -> tuple[States, Any]:
         """Does what `decode` does, but for the head: returns states after the first `layers` layers
         (None: all) and the final norm, and the new cache."""
-        tokens, positions, apply = self._by_rows(tokens), self._by_rows(positions), self.module.apply
-        states, cache = apply({"params": self.params}, tokens, positions, cache, layers, live, method="decode_states")
+        tokens, positions = self._by_rows(tokens), self._by_rows(positions)
+        apply = functools.partial(self.module.apply, {"params": self.params})
+        run = lambda *call: apply(*call, layers, live, method="decode_states")
+        if fused_step.fits(self.module, self.params, tokens.shape, cache, layers):
+            embed = lambda tokens: apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
+            fused = functools.partial(fused_step.decode_states, self.module, self.params, layers=layers)
+            on_tpu = lambda tokens, positions, cache: fused(embed(tokens), positions, cache)
+            states, cache = jax.lax.platform_dependent(tokens, positions, cache, tpu=on_tpu, default=run)
+        else:
+            states, cache = run(tokens, positions, cache)
         return self._by_rows(states), pinned(cache, self.rules)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.analysis.compiled_text import loop_copies
 from specdec_jax.decoding.loop import advance
 from specdec_jax.models import panels
 from specdec_jax.models.cache import KVCache
@@ -164,7 +165,8 @@ def results(text: str, operation: str) -> set[str]:
 def test_what_a_tpu_does_not_waste(program, rows):
     """It copies or clears no cache, of 144 slots for three pairs of heads, and has one layout of it
     for calls over one, two and eight positions; it copies no kernel; and single rows too are
-    multiplied by its matrix unit, without sums in bfloat16."""
+    multiplied by its matrix unit, without sums in bfloat16. A draft step over one position, and one
+    over two, is a single kernel, beside the head."""
     shape = "[3,144,128]" if rows == 1 else "[8,3,144,128]"
     changed = results(program, "copy") | results(program, "select")
     assert changed and not [found for found in changed if shape in found]
@@ -176,3 +178,4 @@ def test_what_a_tpu_does_not_waste(program, rows):
     products = [line for line in program.splitlines() if "/dot_general" in line]
     assert [line for line in products if re.search(r" (?:convolution|dot)\(", line)]
     assert not [line for line in products if " reduce(" in line]
+    assert len(re.findall(r"%fused_step\S* = .* custom-call\(", program)) == 2 and not loop_copies(program)

@@ -1,0 +1,398 @@
+"""A call of a small T5's decoder over one or two positions as one kernel for TPUs, in Pallas.
+
+XLA makes dozens of kernels of every layer, and in each the multiplying waits for the weights. Here
+all layers are one kernel, in which weights and caches stream from HBM to VMEM while others are
+multiplied. VMEM has room for what one layer reads, in parts (`_parts`), or for a half or a quarter
+of a feed-forward block that is too large. As soon as a part has been used, the copy of what follows
+begins in its place, the next layer's or the next piece, so that copies hardly ever pause.
+
+Numbers are rounded where the layers of `t5.py` round them. The head is left to XLA: it is a single
+product.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from specdec_jax.models import layouts, native
+from specdec_jax.models.axes import PerRow, States
+from specdec_jax.models.cache import TILE, KVCache
+from specdec_jax.models.family import FamilyModule, ModelConfig
+from specdec_jax.models.layers import ACTIVATION_FUNCTIONS, MASKED
+from specdec_jax.models.products import precision_of
+
+_NORMS = ("self_attention", "cross_attention", "mlp")
+_MOST_ROWS, _MOST_POSITIONS = 8, 2
+_PIECES = (1, 2, 4)  # of a feed-forward block
+_VMEM = 16 * 2**20  # bytes of VMEM that a v4's core has
+_MOST_BUFFERS = 14 * 2**20  # of them for `_Call.scratch`; the compiler needs the others
+
+Rows = Float32[Array, "M F"]  # one row for each token of a call, M = B · T
+
+
+class _Call(NamedTuple):
+    """What a call reads from HBM, and what it is compiled for.
+
+    Attributes:
+      parts: by layer and part, the weights, and the keys and values of cross-attention.
+      caches: keys and values of each layer's self-attention.
+      biases: as `DecoderCache.position_bias`.
+      config: the network's shape.
+      batch, positions: B and T.
+      pieces: in how many pieces, by hidden features, the feed-forward block is copied and computed.
+    """
+
+    parts: list[dict[str, list]]
+    caches: list[list]
+    biases: list
+    config: ModelConfig
+    batch: int
+    positions: int
+    pieces: int = 1
+
+    @classmethod
+    def of(cls, module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> "_Call":
+        """Picks what the first `layers` layers (None: all) read; `shape` is (B, T).
+
+        There are as few pieces as VMEM allows.
+        """
+        count, decoder = layers or module.config.num_decoder_layers, params["decoder"]
+        parts = [_parts(decoder[f"layers_{i}"], cache.cross[i]) for i in range(count)]
+        caches = [_without_rows(layer) for layer in cache.layers[:count]]
+        call = cls(parts, caches, list(cache.position_bias), module.config, *shape)
+        *fewer, most = (call._replace(pieces=count) for count in _PIECES)
+        return next((call for call in fewer if call.fits()), most)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.positions
+
+    @property
+    def slots(self) -> int:
+        return self.caches[0][0].shape[1]
+
+    @property
+    def window(self) -> int:
+        """Number of a cache's slots, in whole tiles, among which a row's new ones are."""
+        return min(self.slots, TILE[0] * self.positions)
+
+    @property
+    def width(self) -> int:
+        """Number of hidden features in a piece of the feed-forward block."""
+        return self.config.mlp_dim // self.pieces
+
+    def scratch(self) -> dict[str, Any]:
+        """Returns the buffers in VMEM, and the semaphores on which copies to them are awaited."""
+        keys, heads = self.caches[0][0], self.config.num_heads
+        width, count = self.config.emb_dim, len(self.config.mlp_activations)
+        buffer = lambda *shape: pltpu.VMEM(shape, keys.dtype)
+        window = buffer(len(keys), self.window, keys.shape[2])
+        parts = jax.tree.map(lambda leaf: buffer(*leaf.shape), {"cache": self.caches[0]} | self.parts[0])
+        parts |= {"wi": [buffer(count, width, self.width)], "wo": [buffer(self.width, width)]}
+        return dict(
+            parts=parts,
+            windows=[window, window],
+            biases=pltpu.VMEM((len(self.biases), self.rows, heads, self.slots), jnp.float32),
+            attended=pltpu.VMEM((self.rows, heads * self.config.head_dim), jnp.float32),
+            arrived=dict.fromkeys(parts, pltpu.SemaphoreType.DMA),
+            written=pltpu.SemaphoreType.DMA,
+        )
+
+    def fits(self) -> bool:
+        """Returns whether all arrays have the dtype and the shapes that the kernel takes, and their
+        buffers have room in VMEM."""
+        leaves, dtype = jax.tree.leaves((self.parts, self.caches)), jnp.dtype(self.config.dtype)
+        whole = all(leaf.dtype == dtype and leaf.shape[-1] % TILE[1] == 0 for leaf in leaves)
+        whole = whole and self.config.mlp_dim % (self.pieces * TILE[1]) == 0
+        buffers = [leaf for leaf in jax.tree.leaves(self.scratch()) if hasattr(leaf, "shape")]
+        return whole and sum(_bytes(buffer) for buffer in buffers) <= _MOST_BUFFERS
+
+
+def _bytes(buffer) -> int:
+    """Returns the bytes of a buffer, whose tiles are whole."""
+    lines, columns = (-(-size // tile) * tile for size, tile in zip(buffer.shape[-2:], TILE))
+    return math.prod(buffer.shape[:-2]) * lines * columns * jnp.dtype(buffer.dtype).itemsize
+
+
+def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
+    """Returns a layer's arrays in the order in which they are used: what is in one part is fetched
+    at once."""
+    own, encoded, mlp = layer["self_attention"], layer["encoder_decoder_attention"], layer["mlp"]
+    return {
+        "self": [own["qkv"]["kernel"], own["out"]["kernel"]],
+        "cross": [encoded["query"]["kernel"], encoded["out"]["kernel"], *_without_rows(cross)],
+        "wi": [mlp["wi_fused" if "wi_fused" in mlp else "wi"]["kernel"]],
+        "wo": [mlp["wo"]["kernel"]],
+    }
+
+
+def _norms(decoder: dict, layers: int) -> Float32[Array, "N D"]:
+    """Returns the scales of the layers' norms, one after the other, and that of the final norm."""
+    norms = [decoder[f"layers_{i}"][f"pre_{name}_layer_norm"] for i in range(layers) for name in _NORMS]
+    scales = jnp.concatenate([norm["scale"] for norm in (*norms, decoder["decoder_norm"])])
+    return scales.astype(jnp.float32).reshape(len(norms) + 1, -1)
+
+
+def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
+    """Returns keys and values, with the axes of rows and heads as one."""
+    return [x.reshape(-1, *x.shape[-2:]) for x in (cache.key, cache.value)]
+
+
+def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
+    """Returns whether on a TPU a call runs as this kernel.
+
+    It does for a T5 in the layout for one accelerator, of few rows, if VMEM has room for a layer.
+
+    Args:
+      module, params: the network's.
+      shape: B and T.
+      cache: the decoder's cache.
+      layers: number of decoder layers to run; None: all.
+    """
+    config = module.config
+    if config.family != "t5" or config.matmul_dtype or not module.fused or os.environ.get(native.SETTING) == "off":
+        return False
+    first = cache.layers[0]
+    if first.together is None or first.rules is not None or shape[0] > _MOST_ROWS or shape[1] > _MOST_POSITIONS:
+        return False
+    stored = any(map(layouts.is_kernel, jax.tree.leaves(params["decoder"], is_leaf=layouts.is_kernel)))
+    return not stored and _Call.of(module, params, shape, cache, layers).fits()
+
+
+def decode_states(
+    module: FamilyModule, params: dict, x: States, positions: PerRow, cache: Any, layers: int | None = None,
+    interpret: Any = False,
+) -> tuple[States, Any]:  # fmt: skip
+    """Does what `FamilyModule.decode_states` does, where `fits`.
+
+    Args:
+      x: embeddings of the tokens.
+      interpret: as for `pallas_call`: how a CPU runs the kernel, in tests.
+      The others are as for `fits`.
+    """
+    call = _Call.of(module, params, x.shape[:2], cache, layers)
+    scalars, vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY))
+    lengths = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
+    small = (positions, lengths, x.reshape(call.rows, -1), _norms(params["decoder"], len(call.parts)))
+    large = (call.biases, call.parts, call.caches)
+    first, leaves = len(small) + len(jax.tree.leaves(large[:-1])), jax.tree.leaves(large[1:])
+    like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    states, written = pl.pallas_call(
+        lambda *refs: _Kernel(call, *refs).run(),
+        out_shape=jax.tree.map(like, (small[2], call.caches)),
+        in_specs=(scalars, scalars, vmem, vmem, *jax.tree.map(lambda _: hbm, large)),
+        out_specs=(vmem, jax.tree.map(lambda _: hbm, call.caches)),
+        scratch_shapes=[call.scratch()],
+        input_output_aliases={first + i: 1 + i for i in range(2 * len(call.caches))},
+        # With checks of the copies' bounds, the program of a layer would be half as long again.
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM, disable_bounds_checks=True),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * call.rows * sum(leaf.size for leaf in leaves),
+            transcendentals=0,
+            bytes_accessed=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+        ),
+        interpret=interpret,
+        name="fused_step",
+    )(*small, *large)
+    new = [
+        old.replace(key=key.reshape(old.key.shape), value=value.reshape(old.value.shape))
+        for old, (key, value) in zip(cache.layers, written)
+    ]
+    return states.reshape(x.shape), cache.replace(layers=(*new, *cache.layers[len(new) :]))
+
+
+class _Kernel:
+    """The kernel: its arguments are references to arrays in SMEM, VMEM and HBM.
+
+    All numbers that it computes with are float32, since a v4 adds no others.
+    """
+
+    def __init__(self, call: _Call, positions, lengths, x, norms, biases, parts, caches, states, written, scratch):
+        self.call, self.dtype = call, jnp.dtype(call.config.dtype)
+        self.positions, self.lengths, self.x, self.norms = positions, lengths, x, norms
+        self.sources = [{"cache": cache} | part for part, cache in zip(parts, caches)]
+        self.biases, self.states, self.written, self.scratch = biases, states, written, scratch
+
+    def run(self) -> None:
+        """Runs all layers and the final norm."""
+        for copy in (*self._bias_copies(), *(copy for name in self.sources[0] for copy in self._fetches(0, name))):
+            copy.start()
+        self._wait_for(self._bias_copies())
+        x = jax.lax.fori_loop(0, len(self.sources), self._layer, self.x[...].astype(jnp.float32))
+        self._wait_for(self._writes(0))
+        self.states[...] = self._normed(x, 3 * len(self.sources)).astype(self.dtype)
+
+    def _layer(self, i: Int32[Array, ""], x: Rows) -> Rows:
+        """Runs a layer: the last thing that each block does is to fetch what the same block of the
+        next layer reads."""
+        qkv, out = self._arrived("self")
+        query, key, value = jnp.split(self._product(self._normed(x, 3 * i), qkv), 3, axis=1)
+        keys, values = self._arrived("cache")
+        pl.when(i > 0)(lambda: self._wait_for(self._writes(0)))
+        self._append(key, value, keys, values)
+        self._start(i, self._writes)
+        ends = [self.positions[row] + t + 1 for row, t in self._tokens()]
+        bias = self.scratch["biases"].at[0 if len(self.biases) == 1 else i]
+        x = self._rounded(x + self._product(self._attend(query, keys, values, ends, bias), out))
+        self._fetch(i + 1, "self", "cache")
+
+        kernel, out, keys, values = self._arrived("cross")
+        query = self._product(self._normed(x, 3 * i + 1), kernel)
+        ends = [self.lengths[row] for row, _ in self._tokens()]
+        x = self._rounded(x + self._product(self._attend(query, keys, values, ends), out))
+        self._fetch(i + 1, "cross")
+
+        x, before = self._normed(x, 3 * i + 2), x
+        pieces = range(self.call.pieces)
+        return self._rounded(before + self._rounded(sum(self._feed_forward(i, x, piece) for piece in pieces)))
+
+    def _feed_forward(self, i: Int32[Array, ""], x: Rows, piece: int) -> Rows:
+        """Returns what a piece of the feed-forward block of layer `i` adds."""
+        following = (i, piece + 1) if piece + 1 < self.call.pieces else (i + 1, 0)
+        (kernels,) = self._arrived("wi")
+        names = self.call.config.mlp_activations
+        factors = [
+            self._rounded(ACTIVATION_FUNCTIONS[name](self._product(x, kernels.at[k]))) for k, name in enumerate(names)
+        ]
+        self._fetch(following[0], "wi", piece=following[1])
+        (kernel,) = self._arrived("wo")
+        found = self._multiply(math.prod(factors[1:], start=factors[0]).astype(self.dtype), kernel[...], 0)
+        self._fetch(following[0], "wo", piece=following[1])
+        return found
+
+    # Copies. Each is described anew where it is awaited: what counts there is its size.
+
+    def _fetches(self, layer: int, name: str, piece: int = 0) -> Iterator[Any]:
+        """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward
+        block."""
+        call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
+        features = lambda k: pl.ds(k * call.config.mlp_dim + piece * call.width, call.width)
+        if name == "wi":
+            count = len(call.config.mlp_activations)
+            pairs = [(sources[0].at[:, features(k)], buffers[0].at[k]) for k in range(count)]
+        elif name == "wo":
+            pairs = [(sources[0].at[features(0)], buffers[0])]
+        else:
+            pairs = list(zip(sources, buffers))
+        for source, buffer in pairs:
+            yield pltpu.make_async_copy(source, buffer, self.scratch["arrived"][name])
+
+    def _fetch(self, layer: Int32[Array, ""], *names: str, piece: int = 0) -> None:
+        """Starts to copy parts of a layer to VMEM, if there is such a layer."""
+        self._start(layer, lambda i: (copy for name in names for copy in self._fetches(i, name, piece)))
+
+    def _arrived(self, name: str) -> list:
+        """Waits for a part of the layer and returns its buffers."""
+        self._wait_for(self._fetches(0, name))
+        return self.scratch["parts"][name]
+
+    def _writes(self, layer: int) -> Iterator[Any]:
+        """Yields the copies of each row's window to the caches of a layer."""
+        for cache, window in zip(self.written[layer], self.scratch["windows"]):
+            heads = len(cache) // self.call.batch
+            for row in range(self.call.batch):
+                of_row, slots = pl.ds(row * heads, heads), pl.ds(self._window(row), self.call.window)
+                yield pltpu.make_async_copy(window.at[of_row], cache.at[of_row, slots], self.scratch["written"])
+
+    def _bias_copies(self) -> Iterator[Any]:
+        """Yields the copies of the tokens' own rows of the position biases."""
+        for i, bias in enumerate(self.biases):
+            for token, (row, t) in enumerate(self._tokens()):
+                buffer = self.scratch["biases"].at[i, token]
+                yield pltpu.make_async_copy(bias.at[self._first(row) + t], buffer, self.scratch["written"])
+
+    def _start(self, layer: Int32[Array, ""], copies: Callable[[int], Iterator[Any]]) -> None:
+        """Starts the copies of the layer with a number that is known only when the kernel runs."""
+        for i in range(len(self.sources)):
+
+            @pl.when(layer == i)
+            def start(i=i):
+                for copy in copies(i):
+                    copy.start()
+
+    def _wait_for(self, copies: Iterable[Any]) -> None:
+        for copy in copies:
+            copy.wait()
+
+    # Caches and attention.
+
+    def _tokens(self) -> list[tuple[int, int]]:
+        """Returns the row of each token of the call, and its place among the row's."""
+        return [(row, t) for row in range(self.call.batch) for t in range(self.call.positions)]
+
+    def _first(self, row: int) -> Int32[Array, ""]:
+        """Returns the slot of a row's first token."""
+        return jnp.clip(self.positions[row], 0, self.call.slots - self.call.positions)
+
+    def _window(self, row: int) -> Int32[Array, ""]:
+        """Returns the first slot of the tiles to which a row's tokens are written."""
+        tile = jax.lax.div(self._first(row), TILE[0]) * TILE[0]
+        return pl.multiple_of(jnp.minimum(tile, self.call.slots - self.call.window), TILE[0])
+
+    def _append(self, key: Rows, value: Rows, keys, values) -> None:
+        """Does what `KVCache.append` does, in the buffers and in the windows that are written."""
+        finite = jnp.isfinite(value)
+        key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
+        heads, features, size = len(keys) // self.call.batch, keys.shape[2], self.call.window
+        for row in range(self.call.batch):
+            start = self._window(row)
+            slots = start + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+            for new, buffer, written in zip((key, value), (keys, values), self.scratch["windows"]):
+                for head in range(heads):
+                    at = row * heads + head
+                    window = buffer[at, pl.ds(start, size)].astype(jnp.float32)
+                    for t in range(self.call.positions):
+                        token = row * self.call.positions + t
+                        own = new[token : token + 1, head * features : (head + 1) * features]
+                        window = jnp.where(slots == self._first(row) + t, own, window)
+                    buffer[at, pl.ds(start, size)] = written[at] = window.astype(self.dtype)
+
+    def _attend(self, query: Rows, keys, values, ends: list, bias=None) -> Rows:
+        """Returns the output of attention before its last product.
+
+        Each token has a row for each head, with 0 at the features of other heads.
+
+        Args:
+          ends: the first slot that each token does not see.
+          bias: added to the scores, by token, head and slot; None: nothing.
+        """
+        call, heads, features = self.call, len(keys) // self.call.batch, keys.shape[2]
+        line, column = (jax.lax.broadcasted_iota(jnp.int32, (call.config.num_heads, query.shape[1]), i) for i in (0, 1))
+        own = jax.lax.div(column, call.config.head_dim) == line
+        slots = jax.lax.broadcasted_iota(jnp.int32, (1, keys.shape[1]), 1)
+        cuts = [slice(head * features, (head + 1) * features) for head in range(heads)]
+        for token, (row, _) in enumerate(self._tokens()):
+            apart = jnp.where(own, query[token : token + 1], 0).astype(self.dtype)
+            scores = sum(self._multiply(apart[:, cut], keys[row * heads + i], 1) for i, cut in enumerate(cuts))
+            scores = scores if bias is None else scores + bias[token]
+            weights = jnp.where(slots < ends[token], scores, MASKED)
+            weights = jnp.exp(weights - jnp.max(weights, axis=1, keepdims=True))
+            weights = (weights / jnp.sum(weights, axis=1, keepdims=True)).astype(self.dtype)
+            for i, cut in enumerate(cuts):
+                found = jnp.where(own[:, cut], self._multiply(weights, values[row * heads + i], 0), 0)
+                self.scratch["attended"][pl.ds(token, 1), cut] = jnp.sum(found, axis=0, keepdims=True)
+        return self._rounded(self.scratch["attended"][...])
+
+    # Numbers.
+
+    def _normed(self, x: Rows, norm: Int32[Array, ""] | int) -> Rows:
+        """Returns `x` after the norm with this number."""
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True) + 1e-6)
+        return self._rounded(self._rounded(x) * self.norms[pl.ds(norm, 1)])
+
+    def _product(self, x: Float32[Array, "M D"], kernel) -> Rows:
+        return self._rounded(self._multiply(x.astype(self.dtype), kernel[...], 0))
+
+    def _multiply(self, a: Float[Array, "M D"], b: Float[Array, "..."], contracted: int) -> Float32[Array, "M F"]:
+        axes = ((1,), (contracted,)), ((), ())
+        return jax.lax.dot_general(a, b, axes, precision_of(a.dtype), preferred_element_type=jnp.float32)
+
+    def _rounded(self, x: Rows) -> Rows:
+        return x.astype(self.dtype).astype(jnp.float32)

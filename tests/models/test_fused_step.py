@@ -1,0 +1,150 @@
+"""The decoder's step as one kernel for TPUs, run on a CPU: its numbers beside those of the layers,
+which calls it takes, and tokens. `test_accelerators.py` compiles it for a TPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from toy_models import noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.models import fused_step, native, panels
+
+pytestmark = pytest.mark.usefixtures("quick")
+V, SLOTS = 24, 34
+INPUTS = np.array([[3, 4, 5, 6, 7], [7, 8, 9, 0, 0], [10, 0, 0, 0, 0]], np.int32)
+LENGTHS = np.array([5, 3, 1])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+
+
+def forced(monkeypatch, interpret) -> list[tuple[int, ...]]:
+    """Calls run as the kernel where they would on a TPU; returns the shapes, (B, T, D), of those
+    that did."""
+    found, step = [], functools.partial(fused_step.decode_states, interpret=interpret)
+
+    def noted(module, params, x, *arguments, **named):
+        found.append(x.shape)
+        return step(module, params, x, *arguments, **named)
+
+    def chosen(*arguments, tpu=None, cpu=None, default):
+        return (tpu or cpu or default)(*arguments)
+
+    monkeypatch.setattr(fused_step, "decode_states", noted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    return found
+
+
+def t5(**shape) -> sd.LanguageModel:
+    """Returns a tiny T5 with the caches of a TPU."""
+    return laid_out(tiny_t5(0, V, **{**dict(emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128), **shape}))
+
+
+def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
+    model.network = model.network.replace(together=2)
+    return model
+
+
+def begun(network, rows: int):
+    """Returns the cache of a network to which 20 tokens were fed, then rejected from position 14, 15
+    or 16 on, where keys are now NaN, and those positions."""
+    cache = network.prefill(jnp.asarray(INPUTS[:rows]), jnp.asarray(LENGTHS[:rows]), SLOTS)
+    fed = jnp.asarray(np.random.default_rng(1).integers(3, V, (rows, 20)))
+    _, cache = network.decode_states(fed, jnp.zeros(rows, int), cache)
+    stale = jnp.arange(cache.layers[0].slots)[:, None] >= 17
+    layers = [layer.replace(key=jnp.where(stale, jnp.nan, layer.key)) for layer in cache.layers]
+    return cache.replace(layers=tuple(layers)), jnp.asarray([15, 16, 14][:rows])
+
+
+T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "shape"),
+    [
+        (3, 1, dict(dtype="float32", mlp_dim=256)),
+        pytest.param(1, 2, dict(dtype="bfloat16", relative_bias_per_layer=True, mlp_dim=256), marks=SLOW),
+        pytest.param(3, 2, dict(dtype="float32", **T5_1_0), marks=SLOW),
+        pytest.param(3, 2, dict(dtype="bfloat16", num_heads=6), marks=SLOW),
+        pytest.param(1, 1, dict(dtype="bfloat16", **T5_1_0), marks=SLOW),
+    ],
+)
+def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
+    """Rows at their own positions, around the edge of a tile, of inputs with padding; stale keys are
+    NaN, and so is everything that the first of several rows feeds. A wide feed-forward block is in two
+    pieces.
+
+    Pallas' interpreter of TPUs makes a copy only when it is awaited, and begins with NaN in all
+    memory: a buffer that is read too early, or refilled while it is in use, gives other numbers."""
+    calls = forced(monkeypatch, pltpu.InterpretParams())
+    if shape.get("mlp_dim"):
+        monkeypatch.setattr(fused_step, "_PIECES", (2,))
+    network = t5(**shape).network
+    embedding = network.params["token_embedder"]["embedding"]
+    network.params["token_embedder"]["embedding"] = embedding.at[2].set(jnp.inf)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(3, V, (rows, length)))
+    tokens = tokens.at[0].set(2) if rows > 1 else tokens
+
+    @jax.jit
+    def both(network, tokens):
+        cache, positions = begun(network, rows)
+        del calls[:]
+        found = network.decode(tokens, positions, cache)
+        assert calls == [(rows, length, 128)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(native.SETTING, "off")
+            expected = network.decode(tokens, positions, cache)
+        assert len(calls) == 1
+        return found, expected, cache, positions
+
+    (found, written), expected, cache, positions = both(network, tokens)
+    assert np.all(np.isnan(np.asarray(found)), axis=(1, 2)).tolist() == [True, False, False][-rows:]
+    close = dict(rtol=1e-5, atol=1e-5) if shape["dtype"] == "float32" else dict(rtol=0.03, atol=0.06)
+    as_float = lambda x: np.asarray(x, np.float32)
+    compare = lambda a, b: np.testing.assert_allclose(as_float(a), as_float(b), **close)
+    jax.tree.map(compare, (found, written), expected)
+    keys = [as_float(x.layers[1].key) for x in (cache, written)]
+    old, new = (x.reshape(rows, -1, *x.shape[-2:])[-1, :, :17] for x in keys)  # of the last row
+    changed, start = np.flatnonzero(np.any(old != new, axis=(0, 2))), int(positions[-1])
+    assert changed.tolist() == list(range(start, min(start + length, 17)))
+
+
+def test_tokens_are_those_of_the_layers(monkeypatch):
+    """Of a greedy decode: the kernel drafts, over one position and over two."""
+    calls = forced(monkeypatch, True)
+    target = t5(decoder_layers=1)
+    drafter, found = sd.ModelDrafter(laid_out(noisy_copy(target, 0.05))), []
+    for gamma, setting in ((3, ""), (2, "off")):  # with one γ the first program would be used again
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(native.SETTING, setting)
+            found.append(sd.generate(target, INPUTS[:2], drafter=drafter, gamma=gamma, max_new_tokens=9))
+        assert bool(calls) == (not setting)
+        if calls:
+            assert {(2, 1, 128), (2, 2, 128)} <= set(calls)
+        del calls[:]
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+
+
+def test_calls_that_the_kernel_takes():
+    def takes(rows=1, length=1, layers=None, **shape) -> bool:
+        found: list[bool] = []
+
+        def ask(inputs, lengths):
+            network = t5(**shape).network  # shapes only
+            cache = network.prefill(inputs, lengths, SLOTS)
+            found.append(fused_step.fits(network.module, network.params, (rows, length), cache, layers))
+
+        jax.eval_shape(ask, INPUTS[:rows], LENGTHS[:rows])
+        return found[0]
+
+    assert takes() and takes(length=2) and takes(layers=1) and takes(dtype="bfloat16")
+    assert not takes(length=3)
+    assert not takes(emb_dim=96) and not takes(head_dim=32)
+    assert not takes(mlp_dim=128 * 512)
