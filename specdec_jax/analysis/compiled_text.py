@@ -1,5 +1,5 @@
-"""Reads the text of a program that was compiled for a TPU: estimated cycles, bytes of our own
-kernels, copies in loops, collectives."""
+"""Reads the text of a program that was compiled for a TPU or GPU: estimated cycles, bytes of our own
+kernels, copies in loops, collectives, kernels of loops."""
 
 import collections
 import math
@@ -50,3 +50,33 @@ def collectives(text: str) -> dict[str, int]:
     """Returns how many collectives of each kind a program has."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     return dict(collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
+
+
+def loops(text: str) -> list[dict[str, int | None]]:
+    """Counts, for each loop of a program compiled for a GPU, the kernels that its body launches.
+
+    Returns:
+      For each loop, inner ones before those around them: `kernels`, outside of inner loops;
+      `in_layers`, how many of those belong to a decoder's layers; `inner`, the loops in the body;
+      and `trip_count`, None where it is not known, so that the host reads the condition each time.
+    """
+    parts, found = computations(text), []
+    for line in (line for lines in parts.values() for line in lines if " while(" in line):
+        body = parts[re.findall(r"body=%?([\w.\-]+)", line)[0]]
+        kernels = [part for part in body if _launches(part)]
+        trips = re.search(r'"known_trip_count":{"n":"(\d+)"', line)
+        found.append(
+            {
+                "kernels": len(kernels),
+                "in_layers": sum("/layers_" in part for part in kernels),
+                "inner": sum(" while(" in part for part in body),
+                "trip_count": int(trips[1]) if trips else None,
+            }
+        )
+    return sorted(found, key=lambda loop: loop["inner"] or 0)
+
+
+def _launches(line: str) -> bool:
+    kind = re.search(r" = (?:\(.*?\)|\S+) ([\w\-]+)\(", line)
+    free = "parameter|get-tuple-element|tuple|constant|bitcast|while|conditional|partition-id|.*-done"
+    return kind is not None and not re.fullmatch(free, kind[1])

@@ -1,0 +1,117 @@
+"""Compiles the decode loop ahead of time for an NVIDIA H100, without one, and counts its kernels.
+
+    pip install . 'jax[cuda13]>=0.11'
+    CUDA_VISIBLE_DEVICES=-1 JAX_PLATFORMS=cpu python scripts/gpu_aot.py --gamma=7
+
+The program is the package's own `advance`, in bfloat16, of the first layers of both models. For
+each of its loops a record is printed: the kernels that a pass launches, those in a decoder's
+layers, and the trip count. Where it is null, the host waits for the GPU before each pass. The last
+loop is the one over iterations; before it come those of the drafter: catching up, which runs only
+after a full acceptance, and the draft. These are counts of a compiled program, not measurements.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.experimental import topologies
+
+from specdec_jax.analysis.compiled_text import loop_copies, loops
+from specdec_jax.decoding.inputs import bucket, slots
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prefill
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.files.writing import write_file
+from specdec_jax.models import layouts
+from specdec_jax.models.network import Network, heads_together
+from specdec_jax.models.t5 import PRESETS, T5
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.state import StaticConfig
+
+_TARGET = flags.DEFINE_enum("target", "t5_1_1/large", sorted(PRESETS), "Shape of the target.")
+_DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
+_LAYERS = flags.DEFINE_integer("layers", 2, "Decoder layers of each model that are compiled.", lower_bound=1)
+_GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
+_INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
+_NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
+_TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
+
+# What the compiler asks of a device: the limits of compute capability 9.0 and the H100 SXM's sizes.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 threads_per_warp: 32 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84929347584
+}
+platform_name: "CUDA"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def abstract_network(preset: str) -> Network:
+    """Returns the shapes of the first layers of a bfloat16 network in the loop's layout for a GPU."""
+    few = {"num_encoder_layers": 1, "num_decoder_layers": _LAYERS.value}
+    module = T5(dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few))
+
+    def build():
+        tokens = jnp.ones((1, 2), jnp.int32)
+        params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
+        return layouts.pack(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), panels=False, fused=True)
+
+    params, module = jax.eval_shape(build), T5(module.config, fused=True)
+    return Network(params, module, None, heads_together("cuda", module, None))
+
+
+def compiled_text(device) -> str:
+    """Compiles the decode loop for `device` and returns its text."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    place = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
+    target = place(abstract_network(_TARGET.value))
+    drafter = place(ModelDrafter.tree_unflatten(None, (abstract_network(_DRAFTER.value), None)))
+    batch, config = _BATCH.value, SamplingConfig(temperature=_TEMPERATURE.value)
+
+    def arguments():
+        row, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32)
+        inputs = jnp.zeros((batch, bucket(_INPUT.value)), jnp.int32), row, row[:, None], row
+        keys, rows = jax.random.split(jax.random.key(0), batch), config.rows(batch, target.vocab_size)
+        return *inputs, keys, rows, None, row, ends, row, row > 0
+
+    program = StaticConfig(_GAMMA.value, config.mode, target.vocab_size)
+    room = slots(_NEW.value + 1, program.reach)
+    state = prefill.lower(target, drafter, program, room, *place(jax.eval_shape(arguments))).out_info
+    most = jax.ShapeDtypeStruct((), jnp.int32)
+    return advance.lower(target, drafter, place(state), place(most)).compile().as_text()
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise app.UsageError(f"no compiler for NVIDIA GPUs: {why}; expected jax[cuda13] of version 0.11") from None
+    text = compiled_text(topology.devices[0])
+    if _TEXT.value:
+        write_file(_TEXT.value, text)
+    record = {
+        "what": "counts of a program compiled ahead of time; not a measurement", "device": "NVIDIA H100 80GB HBM3",
+        "target": _TARGET.value, "drafter": _DRAFTER.value, "layers": _LAYERS.value, "gamma": _GAMMA.value,
+        "batch_size": _BATCH.value, "temperature": _TEMPERATURE.value, "dtype": "bfloat16",
+        "loops": loops(text), "copied_in_loops": loop_copies(text, least=2**16), "jax": jax.__version__,
+    }  # fmt: skip
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    app.run(main)
