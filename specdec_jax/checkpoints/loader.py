@@ -90,7 +90,7 @@ def load(
     checkpoint = open_checkpoint(folder, config)
     checkpoint = complete(checkpoint, vocabulary, folder)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
-    dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.INPUT_BITS.get(quantize or "", 16))
+    dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.input_bits(quantize))
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
@@ -158,7 +158,7 @@ _IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded":
 
 
 def choose_dtype(
-    dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None, input_bits: int = 16
+    dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None, input_bits: int | None = 16
 ) -> str:
     """Returns the name of `dtype`, or of the machine's default for None.
 
