@@ -20,7 +20,7 @@ from specdec_jax.decoding.checks import (
 )
 from specdec_jax.decoding.costs import FIXED
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.drafters.named import WITHOUT_FILES, check_drafter_name, named_drafter
+from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.language_model import LanguageModel
@@ -213,6 +213,10 @@ class DecodingOptions:
 
     def _check_quantize(self) -> None:
         check_quantize_name(self.quantize)
+        if self.quantize in INPUT_BITS and self.drafter == SELF_INT8:
+            raise UnsupportedCombination(
+                f"drafter: got {self.drafter!r} with quantize={self.quantize!r}, expected a target that is not in 8 bits"
+            )
         narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and accelerated())
         if self.quantize in INPUT_BITS and (self.mesh or narrow):
             got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"

@@ -30,11 +30,12 @@ class Named(NamedTuple):
     make: Callable[[LanguageModel], Drafter]
 
 
+SELF_INT8 = "self:int8"
 # A new drafter without files of its own is a row here.
 WITHOUT_FILES = {
     "lookup": Named("copies from input and output", lambda target: PromptLookupDrafter()),
     "assisted": Named("n-grams gathered while decoding", lambda target: AssistedNGramDrafter()),
-    "self:int8": Named("the target's own weights rounded to 8 bits", SelfDrafter),
+    SELF_INT8: Named("the target's own weights rounded to 8 bits", SelfDrafter),
     "random": Named("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
 }
 

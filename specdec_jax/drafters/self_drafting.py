@@ -30,10 +30,12 @@ class SelfDrafter(ModelDrafter):
         Raises:
           ValueError: the target's weights are in 8 bits already.
         """
-        super().__init__(model, int8=True)
         if model.quantized:
-            expected = "other weights (quantize='none' widens those that are stored in 8 bits)"
-            raise ValueError(f"drafter: got the target's weights in 8 bits for a target in 8 bits, expected {expected}")
+            raise ValueError(
+                f"drafter: got the 8 bits of a target that is in 8 bits itself ({model.name}), expected a target that "
+                "is not (quantize='none' widens weights that are stored so)"
+            )
+        super().__init__(model, int8=True)
 
     @property
     def name(self) -> str:

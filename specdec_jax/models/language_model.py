@@ -75,8 +75,7 @@ class LanguageModel:
         self.encoder_fingerprint = encoder_fingerprint
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
-        rounded = layouts.rounded_kernels(params)
-        self.quantized, self.input_bits = bool(rounded), rounded[0].input_bits if rounded else None
+        self.quantized, self.input_bits = layouts.rounding_of(params)
         alone = rules is None and not config.matmul_dtype
         native = alone and panels.usable(config.dtype) and not (self.quantized and self.input_bits is None)
         if self.quantized and not (native or (alone and self.input_bits is None)):

@@ -212,10 +212,11 @@ def _round_params(params: dict, input_bits: int | None) -> dict:
     return found
 
 
-def rounded_kernels(params: dict) -> list[Int8Kernel]:
-    """Returns the kernels of T5X's tree that are in 8 bits."""
+def rounding_of(params: dict) -> tuple[bool, int | None]:
+    """Returns whether kernels of T5X's tree are in 8 bits, and their `input_bits`."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Kernel))
-    return [leaf for leaf in leaves if isinstance(leaf, Int8Kernel)]
+    found = {leaf.input_bits for leaf in leaves if isinstance(leaf, Int8Kernel)}
+    return bool(found), next(iter(found), None)
 
 
 @jax.jit
