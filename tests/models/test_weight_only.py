@@ -78,8 +78,9 @@ def test_a_model_computes_what_its_widened_numbers_do(name):
 # Tokens.
 
 
-@pytest.mark.parametrize("drafting", ["model", pytest.param("tree", marks=SLOW), pytest.param("exit", marks=SLOW)])
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", ["model", "tree", "exit"])
+@pytest.mark.parametrize("tied", [False, True])
 def test_speculative_decoding_gives_what_plain_decoding_gives(tied, drafting):
     plain = noisy_copy(tiny_t5(0, logits_via_embedding=tied), 2.0)
     target = sd.LanguageModel(plain.config, layouts.round_params(plain.params, None, tied))
