@@ -13,6 +13,7 @@ from specdec_jax.models import identity, layouts, panels
 from specdec_jax.models.axes import Logits
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.filling import filled_params
+from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.network import (
     Network,
     check_positions,
@@ -112,7 +113,14 @@ class LanguageModel:
     def filled(cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None) -> "LanguageModel":
         """Makes a model whose parameters are numbers of no meaning, for timing: even T5-XXL's take
         seconds (`filling.py`); arguments as for `random`."""
-        make = functools.partial(filled_params, config, rules)
+
+        def make() -> dict:
+            if quantize not in panels.INPUT_BITS:
+                return filled_params(config, rules)
+            # Else a model that fits only in 8 bits would first lie there in full.
+            rounded = lambda kernel: jax.block_until_ready(Int8Kernel.of(kernel, panels.input_bits(quantize)))
+            return filled_params(config, rules, rounded)
+
         return cls._made(config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
 
     @classmethod

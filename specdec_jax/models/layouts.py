@@ -190,8 +190,8 @@ def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
 
 
 def round_params(params: dict, input_bits: int | None = 16, tied: bool = False) -> dict:
-    """Returns T5X's tree `params` with all kernels in 8 bits; its nested dicts are emptied on the
-    way.
+    """Returns T5X's tree `params` with all kernels in 8 bits, those that are so already as they
+    are; its nested dicts are emptied on the way.
 
     Args:
       input_bits: of an `Int8Kernel`.
@@ -208,7 +208,8 @@ def _round_params(params: dict, input_bits: int | None) -> dict:
         value = params.pop(name)
         if isinstance(value, dict):
             value = _round_params(value, input_bits)
-        found[name] = Int8Kernel.of(value, input_bits) if name == "kernel" else value
+        rounds = name == "kernel" and not isinstance(value, Int8Kernel)
+        found[name] = Int8Kernel.of(value, input_bits) if rounds else value
     return found
 
 

@@ -1,6 +1,8 @@
 """Weights in 8 bits as an accelerator multiplies them, tried on a CPU: numbers, tokens, files, and
 what is refused."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,6 +151,21 @@ def test_memory_is_that_of_8_bits():
     required = checkpoints_weights.required_bytes(large, "bfloat16", None, "rounded")
     assert required == pytest.approx(weights + 2 * 4096 * 1024, rel=0.03)
     assert required < 0.7 * checkpoints_weights.required_bytes(large, "bfloat16")
+
+
+def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
+    """So that a model which fits only in 8 bits can be filled."""
+    made, alive, of = [], [], Int8Kernel.of
+
+    def noted(kernel, bits):
+        alive.append(sum(one() is not None for one in made))
+        made.append(weakref.ref(kernel))
+        return of(kernel, bits)
+
+    monkeypatch.setattr(Int8Kernel, "of", noted)
+    model = sd.LanguageModel.filled(TINY_1_0, quantize="int8")
+    assert len(made) > 20 and max(alive) == 0
+    assert isinstance(layouts.step_kernels(model.network.params)[0], Int8Kernel)
 
 
 # Figures, and what is refused.
