@@ -70,12 +70,12 @@ def load(
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A process reads only what
         its own devices hold, if the format allows it. None: one device.
       replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
-      quantize: whether weights are multiplied in 8 bits, with inputs rounded to 16 bits; a step then reads a quarter of
-        the bytes. This needs float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they
-        are there). None: weights that are stored in 8 bits stay so where that is possible, which changes numbers only
-        by the rounding of inputs; all others are in `dtype`. "int8": kernels, the head's too, are rounded while they
-        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "w8a8": also
-        rounds inputs to 8 bits: faster for many rows, a law further away. "none": all weights are in `dtype`.
+      quantize: whether weights are multiplied in 8 bits: on one accelerator, with inputs as they are, or on a CPU in
+        float32, with inputs rounded to 16 bits and by the package's own kernels (`specdec demo` says whether they are
+        there). None: weights that are stored in 8 bits stay so on such a CPU; all others are in `dtype`. "int8":
+        kernels, the head's too, are rounded while they are read, unless they are stored so; the law is then the rounded
+        model's. "w8a8", on a CPU: also rounds inputs to 8 bits: faster for many rows, a law further away. "none": all
+        weights are in `dtype`.
       say: called with the line about the chosen dtype; prints it to standard error by default.
 
     Raises:

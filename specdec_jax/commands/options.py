@@ -75,9 +75,9 @@ class DecodingOptions:
         None,
         "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in float32 on a CPU); "
         "w8a8, on a CPU: and the inputs of its products to 8 bits instead of 16, which is faster for many rows; the "
-        "output law is then the rounded "
-        "model's; none: widen weights that are stored in 8 bits to --dtype (default: use such weights "
-        "as they are stored, where that is possible); for a drafter see --drafter_int8",
+        "output law is then the rounded model's; none: widen weights that are stored in 8 bits to --dtype (default: on "
+        "a CPU use such weights as they are stored, where that is possible); for a drafter see --drafter_int8 and "
+        "--drafter=self:int8",
     )
     mesh: str | None = option(
         None,
