@@ -50,10 +50,10 @@ from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import layouts
-from specdec_jax.models.network import Network, heads_together
+from specdec_jax.models.network import Network, fuses, heads_together, random_params
 from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
-from specdec_jax.models.t5 import PRESETS, T5
+from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative import laws
 from specdec_jax.speculative import state as speculative_state
 from specdec_jax.speculative.beam_iteration import search
@@ -68,6 +68,7 @@ _TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `sp
 _BEAMS = flags.DEFINE_integer("num_beams", None, "Beams of a beam search; none without.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("beam_width", None, "Nodes of each drafted level, by default twice the beams.")
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
+_QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in 8 bits, inputs in bfloat16.")
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
@@ -85,15 +86,16 @@ GB = 1e9
 
 
 def abstract_network(preset: str, drafts: bool = False) -> Network:
-    """Returns the shapes of a bfloat16 network in the loop's layout for a TPU (no panels)."""
+    """Returns the shapes of a bfloat16 network in the loop's layout for a TPU (no panels); a target's kernels may be
+    in 8 bits."""
     rules = placement(drafts)
-    fused = rules is None or rules.parts == 1
-    module = T5(dataclasses.replace(PRESETS[preset], dtype="bfloat16"))
+    fused, in_8_bits = fuses(rules), _QUANTIZE.value and not drafts
+    config = dataclasses.replace(PRESETS[preset], dtype="bfloat16")
 
     def build():
-        tokens = jnp.ones((1, 2), jnp.int32)
-        params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
+        if in_8_bits:
+            params = layouts.round_params(params, None, config.logits_via_embedding)
         return layouts.pack(params, panels=False, fused=fused)
 
     def laid_out(path, leaf):
@@ -103,7 +105,7 @@ def abstract_network(preset: str, drafts: bool = False) -> Network:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
-    module = T5(module.config, fused=fused)
+    module = (config.with_own_head() if in_8_bits else config).module(fused)
     return Network(params, module, rules, heads_together("tpu", module, rules))
 
 
@@ -302,6 +304,7 @@ def report() -> dict:
         "what": "compiler's memory analysis, ahead of time; not a measurement",
         "chip": _CHIP.value, "topology": _topology(), "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
         "gamma": gamma, "tree": _TREE.value, "num_beams": _BEAMS.value, "batch_size": batch, "dtype": "bfloat16",
+        "quantize": _QUANTIZE.value,
         "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
         "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
@@ -351,6 +354,8 @@ def _check(argv: list[str]) -> None:
     """Refuses what the command line cannot mean."""
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    if _QUANTIZE.value and _MESH.value:
+        raise app.UsageError(f"quantize: got {_QUANTIZE.value} with --mesh={_MESH.value}, expected one device")
     if _TOPOLOGY.value and _TOPOLOGY.value.split(":")[0] != _CHIP.value:
         raise app.UsageError(f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip")
     one = {"times": _TIMES, "hlo": _TEXT, "memory_gb": _MEMORY, "clock_ghz": _CLOCK} if _CHIP.value == "all" else {}

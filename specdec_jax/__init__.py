@@ -20,6 +20,7 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.gpt import GPTConfig
@@ -62,6 +63,7 @@ __all__ = [
     "RandomDrafter",
     "Renewal",
     "SamplingConfig",
+    "SelfDrafter",
     "Stats",
     "T5Config",
     "Tree",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specdec_jax.analysis.timing import STEPS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
-from specdec_jax.models.layouts import Kernel, is_kernel, matrix, shape_of, step_kernels
+from specdec_jax.models.layouts import Kernel, matrix, shape_of, step_kernels
 from specdec_jax.models.network import Network
 from specdec_jax.models.products import product
 
@@ -41,9 +41,12 @@ class Products(NamedTuple):
         return cls(kernels, tuple(axes))
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "steps"))
-def bare_products(kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int) -> jax.Array:
-    """Computes `steps` times the products `x [B, K] · kernel` of one decoder step and nothing else.
+@functools.partial(jax.jit, static_argnames=("axes", "steps", "dtype"))
+def bare_products(
+    kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int, dtype: str = "float32"
+) -> jax.Array:
+    """Computes `steps` times the products `x [B, K] · kernel` of one decoder step, with `x` in
+    `dtype`, and nothing else.
 
     Each product's operand depends on the maximum of the one before, so that no compiler can leave
     one out; the factor keeps the numbers as they are.
@@ -51,11 +54,7 @@ def bare_products(kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...],
 
     def body(_, carry):
         for kernel, axis in zip(kernels, axes, strict=True):
-            width, dtype = (
-                shape_of(kernel)[axis],
-                jnp.float32 if is_kernel(kernel) else kernel.dtype,
-            )
-            operand = (x[:, :width] + carry).astype(dtype)
+            operand = (x[:, : shape_of(kernel)[axis]] + carry).astype(dtype)
             y = product(operand, kernel, ((1,), (1,))) if axis else apply_kernel(operand, kernel, jnp.float32)
             carry = jnp.max(y) * 1e-9
         return carry
@@ -96,4 +95,4 @@ def _products_arm(network: Network, weights: Products, rows: int) -> Callable[[]
     config = network.module.config
     width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
     x = jax.random.normal(jax.random.key(0), (rows, width))
-    return functools.partial(bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS)
+    return functools.partial(bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS, dtype=config.dtype)

@@ -70,12 +70,12 @@ def load(
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A process reads only what
         its own devices hold, if the format allows it. None: one device.
       replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
-      quantize: whether weights are multiplied in 8 bits, with inputs rounded to 16 bits; a step then reads a quarter of
-        the bytes. This needs float32, a CPU, no mesh, and the package's own kernels (`specdec demo` says whether they
-        are there). None: weights that are stored in 8 bits stay so where that is possible, which changes numbers only
-        by the rounding of inputs; all others are in `dtype`. "int8": kernels, the head's too, are rounded while they
-        are read, unless they are stored so; the model is then another one, and its law is what is decoded. "w8a8": also
-        rounds inputs to 8 bits: faster for many rows, a law further away. "none": all weights are in `dtype`.
+      quantize: whether weights are multiplied in 8 bits: on one accelerator, with inputs as they are, or on a CPU in
+        float32, with inputs rounded to 16 bits and by the package's own kernels (`specdec demo` says whether they are
+        there). None: weights that are stored in 8 bits stay so on such a CPU; all others are in `dtype`. "int8":
+        kernels, the head's too, are rounded while they are read, unless they are stored so; the law is then the rounded
+        model's. "w8a8", on a CPU: also rounds inputs to 8 bits: faster for many rows, a law further away. "none": all
+        weights are in `dtype`.
       say: called with the line about the chosen dtype; prints it to standard error by default.
 
     Raises:
@@ -90,7 +90,7 @@ def load(
     checkpoint = open_checkpoint(folder, config)
     checkpoint = complete(checkpoint, vocabulary, folder)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
-    dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.INPUT_BITS.get(quantize or "", 16))
+    dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.input_bits(quantize))
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
@@ -158,7 +158,7 @@ _IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded":
 
 
 def choose_dtype(
-    dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None, input_bits: int = 16
+    dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None, input_bits: int | None = 16
 ) -> str:
     """Returns the name of `dtype`, or of the machine's default for None.
 

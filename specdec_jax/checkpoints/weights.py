@@ -38,9 +38,10 @@ def kernels_of(
       ValueError: `quantize` is not known, or not possible here.
     """
     panels.check_quantize(quantize, dtype, rules is not None)
-    if quantize == "none" or rules is not None or not _stored(checkpoint) or not panels.usable(dtype):
-        return "rounded" if quantize in panels.INPUT_BITS else None
-    return "stored"
+    asked = quantize in panels.INPUT_BITS
+    if not asked and (quantize == "none" or rules is not None or not panels.usable(dtype)):
+        return None
+    return "stored" if _stored(checkpoint) else "rounded" if asked else None
 
 
 def _stored(checkpoint: Checkpoint) -> bool:
@@ -57,7 +58,7 @@ def _is_kernel(name: str) -> bool:
 
 def read_params(
     checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None,
-    input_bits: int = 16,
+    input_bits: int | None = 16,
 ) -> dict:  # fmt: skip
     """Returns the parameters as a nested dict of arrays, read one at a time.
 
@@ -93,7 +94,7 @@ def _read(name: str, leaf: Leaf, dtype: np.dtype, rules: ShardingRules | None) -
     return array.block_until_ready()
 
 
-def _in_8_bits(name: str, leaf: Leaf, input_bits: int) -> Int8Kernel:
+def _in_8_bits(name: str, leaf: Leaf, input_bits: int | None) -> Int8Kernel:
     """Returns a kernel `[D, F]` in 8 bits: its stored integers if there are any, else rounded."""
     if leaf.parts and int8.fits(name, leaf):
         values, scales = leaf.parts
@@ -121,7 +122,7 @@ def required_bytes(
     shapes = parameter_shapes(config)
     if rules is not None:
         shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
-    if config.logits_via_embedding and rules is None and panels.usable(dtype):
+    if config.logits_via_embedding and rules is None and (kernels or panels.usable(dtype)):
         shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}  # a copy of the embedding, read by columns
     sizes = _sizes(shapes, jnp.dtype(dtype).itemsize)
     if kernels:

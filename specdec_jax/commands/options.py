@@ -20,11 +20,11 @@ from specdec_jax.decoding.checks import (
 )
 from specdec_jax.decoding.costs import FIXED
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.drafters.named import WITHOUT_FILES, check_drafter_name, named_drafter
+from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.panels import INPUT_BITS, check_quantize_name
+from specdec_jax.models.panels import INPUT_BITS, accelerated, check_quantize_name
 from specdec_jax.models.sharding import ShardingRules, make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, POLICIES, Policy
@@ -73,10 +73,11 @@ class DecodingOptions:
     dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")
     quantize: str | None = option(
         None,
-        "int8: round the target's weights to 8 bits while they are read (float32 on a CPU only); w8a8: and the inputs "
-        "of its products to 8 bits instead of 16, which is faster for many rows; the output law is then the rounded "
-        "model's; none: widen weights that are stored in 8 bits to --dtype (default: use such weights "
-        "as they are stored, where that is possible); for a drafter see --drafter_int8",
+        "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in float32 on a CPU); "
+        "w8a8, on a CPU: and the inputs of its products to 8 bits instead of 16, which is faster for many rows; the "
+        "output law is then the rounded model's; none: widen weights that are stored in 8 bits to --dtype (default: on "
+        "a CPU use such weights as they are stored, where that is possible); for a drafter see --drafter_int8 and "
+        "--drafter=self:int8",
     )
     mesh: str | None = option(
         None,
@@ -212,10 +213,16 @@ class DecodingOptions:
 
     def _check_quantize(self) -> None:
         check_quantize_name(self.quantize)
-        if self.quantize in INPUT_BITS and (self.mesh or self.dtype == "bfloat16"):
-            got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
+        if self.quantize in INPUT_BITS and self.drafter == SELF_INT8:
             raise UnsupportedCombination(
-                f"quantize: got {self.quantize!r} with {got}, expected float32 on one device, a CPU"
+                f"drafter: got {self.drafter!r} with quantize={self.quantize!r}, expected a target that is not in 8 bits"
+            )
+        narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and accelerated())
+        if self.quantize in INPUT_BITS and (self.mesh or narrow):
+            got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
+            there = "" if self.quantize == "w8a8" else ", or an accelerator"
+            raise UnsupportedCombination(
+                f"quantize: got {self.quantize!r} with {got}, expected one device: a CPU in float32{there}"
             )
 
     @property

@@ -42,6 +42,15 @@ class ExitNetwork(Network):
         )
 
 
+def check_own(model: LanguageModel, target: LanguageModel, what: str) -> None:
+    """Raises ValueError if `model`, a part of which drafts, is not the target; `what` names that
+    part."""
+    if model is not target:
+        raise ValueError(
+            f"drafter: got {what} of another model ({model.name}), expected that of the target itself ({target.name})"
+        )
+
+
 @jax.tree_util.register_pytree_node_class
 class EarlyExitDrafter(Drafter):
     """A drafter made of the target's first k decoder layers, last norm and head: no second model,
@@ -110,11 +119,7 @@ class EarlyExitDrafter(Drafter):
         return [self.model.contents, self.layers], None if kernel is None else layouts.matrix(kernel)
 
     def check(self, target: LanguageModel) -> None:
-        if self.model is not target:
-            raise ValueError(
-                f"drafter: got an early exit of another model ({self.model.name}), expected one of the target itself "
-                f"({target.name})"
-            )
+        check_own(self.model, target, "an early exit")
 
     def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
         return ()

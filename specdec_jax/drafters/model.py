@@ -65,8 +65,8 @@ class ModelDrafter(Drafter):
             `shortlist_from_counts`). A number takes that many of the vocabulary's first ids, which
             SentencePiece orders by frequency, and the ending ones.
           int8: multiply with kernels of 8 bits. They are made now and kept beside the model's own,
-            unless those are in 8 bits already. Inputs of products are rounded too: on a CPU in
-            float32 to 16 bits, elsewhere to 8.
+            unless those are in 8 bits already. On a CPU inputs of products are rounded too: in
+            float32 to 16 bits, without the package's own kernels to 8.
 
         Raises:
           ValueError: an empty shortlist, ids that are not ascending or that the model lacks, or no

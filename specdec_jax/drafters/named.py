@@ -1,5 +1,5 @@
-"""Makes drafters from their names on the command line: `--drafter=lookup`, `exit:3`, a table, a
-folder."""
+"""Makes drafters from their names on the command line: `--drafter=lookup`, `self:int8`, `exit:3`, a
+table, a folder."""
 
 import pathlib
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
@@ -29,10 +30,12 @@ class Named(NamedTuple):
     make: Callable[[LanguageModel], Drafter]
 
 
+SELF_INT8 = "self:int8"
 # A new drafter without files of its own is a row here.
 WITHOUT_FILES = {
     "lookup": Named("copies from input and output", lambda target: PromptLookupDrafter()),
     "assisted": Named("n-grams gathered while decoding", lambda target: AssistedNGramDrafter()),
+    SELF_INT8: Named("the target's own weights rounded to 8 bits", SelfDrafter),
     "random": Named("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
 }
 

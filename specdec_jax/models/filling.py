@@ -3,6 +3,8 @@ every shape, where an initialisation of T5-XXL compiles for minutes and takes lo
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,11 @@ from specdec_jax.models.parameters import parameter_shapes, unflatten
 from specdec_jax.models.sharding import ShardingRules
 
 
-def filled_params(config: ModelConfig, rules: ShardingRules | None = None) -> dict:
-    """Makes the parameters of a network on the devices, in the configuration's dtype.
+def filled_params(
+    config: ModelConfig, rules: ShardingRules | None = None, stored: Callable[[jax.Array], Any] = lambda kernel: kernel
+) -> dict:
+    """Makes the parameters of a network on the devices, one after the other, in the configuration's
+    dtype.
 
     Norms have scale 1. All other numbers are uniform, with the variance of T5's initialisation for
     embeddings (1) and 1 / D for kernels `[D, F]`, so that activations stay of ordinary size.
@@ -22,6 +27,7 @@ def filled_params(config: ModelConfig, rules: ShardingRules | None = None) -> di
     Args:
       config: the network's shape.
       rules: how the parameters lie on a mesh; None: on one device.
+      stored: makes of each kernel what is kept of it.
     """
     found = {}
     for number, (name, shape) in enumerate(parameter_shapes(config).items()):
@@ -31,7 +37,8 @@ def filled_params(config: ModelConfig, rules: ShardingRules | None = None) -> di
         else:
             spread = math.sqrt(12.0 / (1 if name.endswith("embedding") else shape[0]))
             least = -spread / 2
-        found[name] = _uniform(np.uint32(number), np.float32(least), np.float32(spread), shape, config.dtype, sharding)
+        array = _uniform(np.uint32(number), np.float32(least), np.float32(spread), shape, config.dtype, sharding)
+        found[name] = stored(array) if name.endswith("/kernel") else array
     return unflatten(found)
 
 

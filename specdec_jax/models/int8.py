@@ -1,14 +1,18 @@
-"""Kernels in 8 bits, and their product with inputs that are rounded to 8 bits too.
+"""Kernels in 8 bits, and XLA's products with them.
 
-XLA's product here is for drafters alone: what comes before it has other bits in wide calls than in
-narrow ones, which rounding to 8 bits would magnify. On a CPU `panels.py` multiplies such kernels,
-with inputs rounded to 16 or to 8 bits, and for targets too.
+An accelerator multiplies inputs as they are, in the dtype of the model, by the integers, which it
+widens while it reads them; the scales come after the sums. On a CPU `panels.py` multiplies such
+kernels, with inputs rounded to 16 or to 8 bits. Where a CPU lacks that product, XLA's rounds inputs
+to 8 bits, for drafters alone: what comes before it has other bits in wide calls than in narrow
+ones, which rounding to 8 bits would magnify.
 """
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
+
+from specdec_jax.models import products
 
 _MOST = 127
 
@@ -19,16 +23,18 @@ class Int8Kernel:
     scales[f]`.
 
     Attributes:
-      input_bits: bits to which `panels.py` rounds the inputs of its products, 16 or 8. `product`
-        always takes 8.
+      input_bits: bits to which `panels.py` rounds the inputs of its products, 16 or 8, in the
+        place of which `product` always takes 8. None: inputs are not rounded.
+      derived: whether it is made of another parameter, and is no parameter itself.
     """
 
     values: Int8[Array, "D F"]
     scales: Float32[Array, " F"]
-    input_bits: int = flax.struct.field(pytree_node=False, default=16)
+    input_bits: int | None = flax.struct.field(pytree_node=False, default=16)
+    derived: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def of(cls, kernel: Float[Array, "D F"], input_bits: int = 16) -> "Int8Kernel":
+    def of(cls, kernel: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Kernel":
         return cls(*_rounded(kernel, 0), input_bits)
 
     def matrix(self) -> Float32[Array, "D F"]:
@@ -36,8 +42,15 @@ class Int8Kernel:
         return self.values.astype(jnp.float32) * self.scales
 
     def product(self, x: Float[Array, "*N D"], output_dtype) -> Float[Array, "*N F"]:
-        """Returns `x` times the kernel; every row of `x` is rounded with a scale of its own, sums
-        are exact in int32."""
+        """Returns `x` times the kernel.
+
+        Sums are in float32; where inputs are rounded, every row of `x` with a scale of its own,
+        they are exact in int32.
+        """
+        if self.input_bits is None:
+            # Widening is exact: bfloat16 has all integers up to 256.
+            sums = products.product(x, self.values.astype(x.dtype), ((x.ndim - 1,), (0,)))
+            return (sums * self.scales).astype(output_dtype)
         rows = x.reshape(-1, x.shape[-1])
         values, scales = _rounded(rows, 1)
         # On a CPU, XLA's product of a single row reads a copy of the whole kernel in int32; its

@@ -13,6 +13,7 @@ from specdec_jax.models import identity, layouts, panels
 from specdec_jax.models.axes import Logits
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.filling import filled_params
+from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.network import (
     Network,
     check_positions,
@@ -44,9 +45,10 @@ class LanguageModel:
       encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
         whose encoder output it was trained on; None: unknown.
       network: the same model as jitted functions take it.
-      input_bits: bits to which inputs of products are rounded, 16 or 8, if the kernels, the head's
-        too, are in 8 bits, with a scale for each output; all else is then float32, and `params` has
-        the values times the scales. None: the kernels are not in 8 bits.
+      quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output;
+        all else is then in the configuration's dtype, and `params` has the values times the scales.
+      input_bits: bits to which inputs of products are rounded, 16 or 8, if the model is `quantized`
+        and on a CPU. None: they are not rounded.
     """
 
     def __init__(
@@ -58,9 +60,9 @@ class LanguageModel:
         are attributes.
 
         Args:
-          params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s where
-            `panels.usable`; a model whose head is its embedding may then have a head too,
-            "decoder/logits_dense/kernel".
+          params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s,
+            whose inputs are rounded only where `panels.usable`; a model whose head is its embedding
+            then has a head too, "decoder/logits_dense/kernel".
           donate_params: whether the nested dicts of `params` may be emptied during the conversion,
             so that at most one kernel exists twice.
           rules: how the parameters lie on a mesh; None: on one device.
@@ -74,19 +76,19 @@ class LanguageModel:
         self.encoder_fingerprint = encoder_fingerprint
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
-        native = rules is None and not config.matmul_dtype and panels.usable(config.dtype)
-        self.input_bits = layouts.input_bits_of(params)
-        if self.quantized and not native:
+        self.quantized, self.input_bits = layouts.rounding_of(params)
+        alone = rules is None and not config.matmul_dtype
+        native = alone and panels.usable(config.dtype) and not (self.quantized and self.input_bits is None)
+        if self.quantized and not (native or (alone and self.input_bits is None)):
             raise ValueError(f"params: got kernels in 8 bits, expected {panels.needed(config.dtype)}")
         if rules is not None:
             rules.check(config)
             lay_out(params, rules)
         fused = fuses(rules)
         packed, module = layouts.pack(params, native, fused), config.module(fused, native)
-        if native and config.logits_via_embedding:
+        if (native or self.quantized) and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
             packed, module = layouts.with_head(packed, True, native), config.with_own_head().module(fused, native)
-            packed = layouts.in_int8(packed, self.input_bits) if self.input_bits else packed
         platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
         self.network = Network(packed, module, rules, heads_together(platform, module, rules))
 
@@ -111,7 +113,14 @@ class LanguageModel:
     def filled(cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None) -> "LanguageModel":
         """Makes a model whose parameters are numbers of no meaning, for timing: even T5-XXL's take
         seconds (`filling.py`); arguments as for `random`."""
-        make = functools.partial(filled_params, config, rules)
+
+        def make() -> dict:
+            if quantize not in panels.INPUT_BITS:
+                return filled_params(config, rules)
+            # Else a model that fits only in 8 bits would first lie there in full.
+            rounded = lambda kernel: jax.block_until_ready(Int8Kernel.of(kernel, panels.input_bits(quantize)))
+            return filled_params(config, rules, rounded)
+
         return cls._made(config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
 
     @classmethod
@@ -120,14 +129,10 @@ class LanguageModel:
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
-        bits = panels.INPUT_BITS.get(quantize or "none")
-        params = layouts.round_params(make(), bits) if bits else make()
+        params = make()
+        if quantize in panels.INPUT_BITS:
+            params = layouts.round_params(params, panels.input_bits(quantize), config.logits_via_embedding)
         return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the kernels are in 8 bits."""
-        return self.input_bits is not None
 
     @property
     def params(self) -> dict:
@@ -150,8 +155,8 @@ class LanguageModel:
         from the same numbers in float32, because inputs of their products are rounded.
         """
         exact = identity.exact(self.network.params, self.network.rules)
-        rounding = {None: "", 16: " in 8 bits", 8: " in 8 bits with inputs in 8 bits"}[self.input_bits]
-        return f"{exact} {self.config}{rounding}"
+        inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in 8 bits"}[self.input_bits]
+        return f"{exact} {self.config}{f' in 8 bits{inputs}' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
         """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest

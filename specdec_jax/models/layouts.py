@@ -169,11 +169,14 @@ def with_head(packed: dict, tied: bool, panels: bool, ids: Int[Array, " F"] | No
     else:
         kernel = _plain(packed["decoder"]["logits_dense"]["kernel"])
         kernel = kernel if ids is None else jax.tree.map(lambda array: array[..., ids], kernel)
-    kernel = Panels.of(kernel, derived=True) if panels else kernel
+    if panels:
+        kernel = Panels.of(kernel, derived=True)
+    elif isinstance(kernel, Int8Kernel):
+        kernel = kernel.replace(derived=True)
     return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": kernel}}}
 
 
-def in_int8(packed: dict, input_bits: int = 16) -> dict:
+def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
     """Returns `packed` with every kernel of a decoder step in 8 bits; all other arrays, and kernels
     that are in 8 bits already, are shared. `input_bits`: of an `Int8Kernel`."""
 
@@ -186,22 +189,35 @@ def in_int8(packed: dict, input_bits: int = 16) -> dict:
     return _map_step_kernels(rounded, packed)
 
 
-def round_params(params: dict, input_bits: int = 16) -> dict:
-    """Returns T5X's tree `params` with all kernels in 8 bits; its nested dicts are emptied on the
-    way. `input_bits`: of an `Int8Kernel`."""
+def round_params(params: dict, input_bits: int | None = 16, tied: bool = False) -> dict:
+    """Returns T5X's tree `params` with all kernels in 8 bits, those that are so already as they
+    are; its nested dicts are emptied on the way.
+
+    Args:
+      input_bits: of an `Int8Kernel`.
+      tied: whether the head is the embedding, of which a kernel is then made too.
+    """
+    if tied:
+        params["decoder"]["logits_dense"] = {"kernel": params["token_embedder"]["embedding"].T}
+    return _round_params(params, input_bits)
+
+
+def _round_params(params: dict, input_bits: int | None) -> dict:
     found = {}
     for name in list(params):
         value = params.pop(name)
         if isinstance(value, dict):
-            value = round_params(value, input_bits)
-        found[name] = Int8Kernel.of(value, input_bits) if name == "kernel" else value
+            value = _round_params(value, input_bits)
+        rounds = name == "kernel" and not isinstance(value, Int8Kernel)
+        found[name] = Int8Kernel.of(value, input_bits) if rounds else value
     return found
 
 
-def input_bits_of(params: dict) -> int | None:
-    """Returns the `input_bits` of a tree's kernels in 8 bits; None: it has none."""
+def rounding_of(params: dict) -> tuple[bool, int | None]:
+    """Returns whether kernels of T5X's tree are in 8 bits, and their `input_bits`."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Kernel))
-    return min((leaf.input_bits for leaf in leaves if isinstance(leaf, Int8Kernel)), default=None)
+    found = {leaf.input_bits for leaf in leaves if isinstance(leaf, Int8Kernel)}
+    return bool(found), next(iter(found), None)
 
 
 @jax.jit

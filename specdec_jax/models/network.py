@@ -14,6 +14,7 @@ from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow,
 from specdec_jax.models.cache import TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.panels import input_bits
 from specdec_jax.models.sharding import ShardingRules, pinned, read
 
 
@@ -183,7 +184,7 @@ class Network:
         arrays are shared."""
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
-        return network.replace(params=layouts.in_int8(network.params))
+        return network.replace(params=layouts.in_int8(network.params, input_bits("int8")))
 
     def head_alone(self) -> "Network":
         """Returns the part of the network that `head` needs; the arrays are shared."""

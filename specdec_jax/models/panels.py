@@ -34,12 +34,25 @@ def usable(dtype) -> bool:
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
 
 
-def needed(dtype) -> str:
-    """Returns a line, for messages, that says what `usable` requires and what there is."""
+def accelerated() -> bool:
+    """Returns whether XLA multiplies kernels in 8 bits with inputs that are not rounded: on every
+    backend but a CPU."""
+    return jax.default_backend() != "cpu"
+
+
+def input_bits(quantize: str | None) -> int | None:
+    """Returns the `input_bits` of this device's `Int8Kernel`s."""
+    return None if accelerated() else INPUT_BITS.get(quantize or "", 16)
+
+
+def needed(dtype, quantize: str | None = None) -> str:
+    """Returns a line, for messages, that says where kernels can be multiplied in 8 bits (None: in
+    any of the ways) and what there is."""
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
     there = native.state() if (backend, dtype) == ("cpu", "float32") else f"{dtype} on the backend {backend}"
-    wanted = "8 bits only for float32 on a CPU with the package's own kernel, without a mesh or matmul_dtype"
-    return f"{wanted} (here: {there})"
+    places = "for float32 on a CPU with the package's own kernel"
+    places += "" if quantize == "w8a8" else " or on an accelerator"
+    return f"8 bits only {places}, without a mesh or matmul_dtype (here: {there})"
 
 
 def check_quantize_name(quantize: str | None) -> None:
@@ -52,8 +65,10 @@ def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
     """Checks that a model can be quantised so, given its dtype, its mesh and the device; raises
     ValueError otherwise."""
     check_quantize_name(quantize)
-    if quantize in INPUT_BITS and (mesh or not usable(dtype)):
-        raise ValueError(f"quantize: got {quantize!r}{' with a mesh' if mesh else ''}, expected {needed(dtype)}")
+    possible = usable(dtype) or (quantize == "int8" and accelerated())
+    if quantize in INPUT_BITS and (mesh or not possible):
+        got = f"{quantize!r}{' with a mesh' if mesh else ''}"
+        raise ValueError(f"quantize: got {got}, expected {needed(dtype, quantize)}")
 
 
 # In the order in which `native.cc` numbers them.
@@ -106,6 +121,7 @@ class Panels:
         """Stores a kernel, in float32 or in 8 bits, in panels."""
         if isinstance(kernel, Int8Kernel):
             lines, columns = kernel.values.shape
+            assert kernel.input_bits, "the CPU's own kernels round inputs"
             return cls(_cut_groups(kernel.values, 32 // kernel.input_bits), kernel.scales, lines, columns, derived)
         lines, columns = kernel.shape
         return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)

@@ -63,8 +63,11 @@ def test_a_beam_search_is_compiled_and_sized():
     assert wide["state_gb"] > record["state_gb"] > 0  # a slot of the cache for each node of a call
 
 
-def test_what_does_not_fit_exits_with_1():
-    code, record = compiled("--gamma=0", "--memory_gb=1e-9")
+def test_what_does_not_fit_exits_with_1_and_8_bits_take_half():
+    code, record = compiled("--gamma=0", "--memory_gb=1e-9", "--quantize=int8")
+    kernels, embedding = 8 * 64 * 16 + 4 * 64 * 16 + 2 * 3 * 64 * 24 + 64 * 32000, 2 * 64 * 32000
+    assert record["weights_gb"] == pytest.approx((kernels + embedding) / 1e9, rel=0.05)
+    assert "batch 1, bfloat16, target in 8 bits, compiled" in rows.memory_estimate(record)
     assert code == 1 and not record["fits"] and record["drafter"] is None
 
 
@@ -157,6 +160,7 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
         (["--chip=all", "--times"], "times: got True"),
         (["--chip=all", "--memory_gb=3"], "memory_gb: got 3"),
         (["--iteration", "--tree=widths:2"], "tree: got widths:2"),
+        (["--quantize=int8", "--mesh=1x4"], "quantize: got int8 with --mesh=1x4, expected one device"),
         (["--topology=v5e:2x2"], "expected one of that chip"),
     ],
 )

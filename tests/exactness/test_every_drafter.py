@@ -43,6 +43,7 @@ DRAFTERS = {
     "model": lambda: sd.ModelDrafter(similar()),
     "shortlist": lambda: sd.ModelDrafter(similar(), shortlist=12),
     "8 bits": lambda: sd.ModelDrafter(similar(), int8=True),
+    "self": lambda: sd.SelfDrafter(target()),
     "early exit": lambda: sd.EarlyExitDrafter(target(), 1),
     "heads": lambda: random_heads(target()),
     "unigrams": lambda: table(1, True),

@@ -136,7 +136,13 @@ def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
 
 
 @pytest.fixture
-def program(rows, optimised, monkeypatch) -> str:
+def int8() -> bool:
+    """Whether both models of `program` are in 8 bits."""
+    return False
+
+
+@pytest.fixture
+def program(rows, int8, optimised, monkeypatch) -> str:
     """The text of the decode loop as a TPU v4's compiler leaves it."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: the extra tpu-aot")
     from jax.experimental import topologies
@@ -146,8 +152,11 @@ def program(rows, optimised, monkeypatch) -> str:
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
     shape = dict(num_heads=6, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
+    monkeypatch.setattr(panels, "accelerated", lambda: True)
     target = laid_out(tiny_t5(0, 256, **shape), 2)
-    drafter = sd.ModelDrafter(laid_out(tiny_t5(1, 256, **shape, decoder_layers=1), 2))
+    if int8:
+        target = laid_out(sd.LanguageModel.random(target.config, quantize="int8"), 2)
+    drafter = sd.ModelDrafter(laid_out(tiny_t5(1, 256, **shape, decoder_layers=1), 2), int8=int8)
 
     inputs = np.full((rows, 128), 3, np.int32)
     state, request = sd.prepare(target, inputs, drafter=drafter, gamma=7, max_new_tokens=128)
@@ -179,3 +188,20 @@ def test_what_a_tpu_does_not_waste(program, rows):
     assert [line for line in products if re.search(r" (?:convolution|dot)\(", line)]
     assert not [line for line in products if " reduce(" in line]
     assert len(re.findall(r"%fused_step\S* = .* custom-call\(", program)) == 2 and not loop_copies(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", [True])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_tpu_reads_8_bits_and_writes_no_widened_kernel(program):
+    """The matrix unit multiplies bfloat16 by the integers, and adds up in float32: no instruction
+    gives a kernel of a decoder step in another dtype, and none of them is copied."""
+    shapes = r"\[(?:512,(?:1152|2048|256)|1024,512)\]"
+    assert len(set(re.findall(rf"s8{shapes}", program))) == 4
+    assert not re.search(rf"(?:bf16|f32|s32|f16){shapes}", program)
+    entry = program[program.index("\nENTRY") :]
+    copied = results(entry, "copy") | set(loop_copies(program, least=1))
+    assert copied and not [found for found in copied if found.startswith("s8")]
+    products = [line for line in program.splitlines() if "/dot_general" in line]
+    assert [line for line in products if re.search(r" convolution\(", line)]
+    assert not [line for line in products if " reduce(" in line]

@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 
-import gpt_models
 import jax
 import make_checkpoints as make
 import numpy as np
 import pytest
-from int8_models import save_tiny
-from make_checkpoints import TINY, TINY_1_0
+from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_kernel, save_tiny, stored_in
+from make_checkpoints import TINY
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -25,20 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not native.available(), reason=native.state()),
 ]
 RNG = np.random.default_rng(0)
-INPUTS = [[*RNG.integers(2, 24, n), 1] for n in (1, 5, 3, 6)]
-HEAD = "decoder/logits_dense/kernel"
-EMBEDDING = "token_embedder/embedding"
-
-
-def stored_in(model) -> dict:
-    """What a model holds by its parameters' names: arrays and `Int8Kernel`s."""
-    return {"/".join(path): value for path, value in layouts.stored_parameters(model.network.params)}
-
-
-def assert_kernel(found, values, scales):
-    assert isinstance(found, Int8Kernel) and found.values.dtype == np.int8
-    np.testing.assert_array_equal(found.values, values)
-    np.testing.assert_array_equal(found.scales, scales)
 
 
 def assert_params(model, expected):
@@ -163,21 +148,6 @@ def test_every_kernel_is_rounded_by_its_columns(form, tmp_path):
             np.testing.assert_array_equal(found, array)
     assert rounded == 2 * 7 + 3 * 11 + 1
     assert model.fingerprint != plain.fingerprint
-
-
-def tied_gpt(folder):
-    sd.save(sd.LanguageModel.random(GPTConfig(24, 16, 2, 2, 32, num_positions=16), 1, eos_ids=()), folder)
-    return folder
-
-
-TIED = {
-    "T5 1.0": lambda path: make.write_hf(
-        path, make.to_tensors(make.random_params(TINY_1_0)), num_decoder_layers=2, feed_forward_proj="relu",
-        tie_word_embeddings=True
-    ),
-    "GPT": tied_gpt,
-    "GPT-2, Hugging Face": lambda path: gpt_models.write_hf(path, gpt_models.tensors()),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -292,6 +292,7 @@ class Estimate(TypedDict):
     num_beams: NotRequired[Count | None]
     batch_size: Count
     dtype: str
+    quantize: NotRequired[str | None]
     topology: str
     mesh: str | None
     jax: str

@@ -157,7 +157,8 @@ def memory_estimate(record: Mapping[str, Any]) -> str:
     pair += f", {record['num_beams']} beams" if record.get("num_beams") else ""
     copied, time = record["copied_in_loops"], record.get("iteration_ms")
     return (
-        f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}, compiled ahead of time for "
+        f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}"
+        f"{', target in 8 bits' if record.get('quantize') else ''}, compiled ahead of time for "
         f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed "
         f"{record['needed_gb']:.1f} of "
         f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "

@@ -1,0 +1,198 @@
+"""Weights in 8 bits as an accelerator multiplies them, tried on a CPU: numbers, tokens, files, and
+what is refused."""
+
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_kernel, save_tiny, stored_in
+from make_checkpoints import TINY, TINY_1_0
+from toy_models import noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.analysis import accelerators
+from specdec_jax.checkpoints import loader, own
+from specdec_jax.checkpoints import weights as checkpoints_weights
+from specdec_jax.commands.options import DecodingOptions
+from specdec_jax.commands.sentences import built_in
+from specdec_jax.models import layouts, panels
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.parameters import flatten
+
+pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")
+SLOW = pytest.mark.slow
+GPT = sd.GPTConfig(24, 16, 2, 2, 32, num_positions=32)
+SHAPES = {"T5": TINY, "T5 1.0": TINY_1_0, "GPT": GPT}
+
+
+@pytest.fixture(autouse=True)
+def as_on_an_accelerator(monkeypatch):
+    """XLA multiplies, with the operands that an accelerator would get."""
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(panels, "accelerated", lambda: True)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments))
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [(1,), (2,), (8,), (1, 1), (3, 2)])
+def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
+    """Neither the inputs nor the integers are rounded: the error is that of 300 additions and of
+    one product with the scale."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((*rows, 300)), dtype)
+    kernel = Int8Kernel.of(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)
+    inputs, integers, scales = (np.asarray(a).astype(np.float64) for a in (x, kernel.values, kernel.scales))
+    exact, most = inputs @ integers * scales, np.abs(inputs) @ np.abs(integers) * scales
+    found = jax.jit(lambda x, kernel: kernel.product(x, jnp.float32))(x, kernel)
+    assert found.shape == (*rows, 40) and found.dtype == jnp.float32
+    assert np.all(np.abs(np.asarray(found) - exact) <= 302 * 2.0**-24 * most)
+    assert kernel.product(x, jnp.bfloat16).dtype == jnp.bfloat16
+    rounded = Int8Kernel(kernel.values, kernel.scales).product(x, jnp.float32)
+    assert np.abs(rounded - exact).max() > 100 * np.abs(found - exact).max()
+
+
+def logits(model, rng):
+    tokens = rng.integers(2, 24, (3, 7))
+    return model.logits(None if model.config.decoder_only else rng.integers(2, 24, (3, 5)), tokens)
+
+
+@pytest.mark.parametrize("name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)])
+def test_a_model_computes_what_its_widened_numbers_do(name):
+    model = sd.LanguageModel.random(SHAPES[name], quantize="int8")
+    assert model.quantized and model.input_bits is None and not model.network.module.native
+    assert " in 8 bits with inputs as they are" in model.contents
+    assert flatten(model.params).keys() == flatten(sd.LanguageModel.random(SHAPES[name]).params).keys()
+    kernels = layouts.step_kernels(model.network.params)
+    assert all(isinstance(kernel, Int8Kernel) and kernel.input_bits is None for kernel in kernels)
+    config, params = SHAPES[name].with_own_head(), model.params
+    head = model.network.params["decoder"]["logits_dense"]["kernel"]  # of a tied model too
+    params["decoder"]["logits_dense"] = {"kernel": head.matrix()}
+    widened = sd.LanguageModel(config, params)
+    found, expected = (logits(one, np.random.default_rng(1)) for one in (model, widened))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# Tokens.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", ["model", "tree", "exit"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_speculative_decoding_gives_what_plain_decoding_gives(tied, drafting):
+    plain = noisy_copy(tiny_t5(0, logits_via_embedding=tied), 2.0)
+    target = sd.LanguageModel(plain.config, layouts.round_params(plain.params, None, tied))
+    how = dict(max_new_tokens=12, eos_ids=())
+    expected = sd.generate(target, INPUTS, **how)
+    exits = drafting == "exit"
+    drafter = sd.EarlyExitDrafter(target, 1) if exits else sd.ModelDrafter(noisy_copy(plain, 0.3), int8=True)
+    shape = dict(tree=sd.Tree.uniform((2, 1))) if drafting == "tree" else dict(gamma=3)
+    found = sd.generate(target, INPUTS, drafter=drafter, **shape, **how)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
+    assert 0 < found.stats.accepted < found.stats.drafted
+    assert exits or all(kernel.input_bits is None for kernel in layouts.step_kernels(drafter.network.params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bundled_pair_decodes_what_it_does_widened(dtype, optimised):
+    models = [sd.load("ende/target", dtype, quantize=how) for how in ("int8", None)]
+    assert [model.quantized for model in models] == [True, False]
+    assert models[0].fingerprint == models[1].fingerprint and models[0].contents != models[1].contents
+    texts = [sd.generate(model, built_in()[:3], max_new_tokens=32).texts for model in models]
+    assert texts[0] == texts[1]
+    drafter = sd.ModelDrafter(sd.load("ende/drafter", dtype, quantize="int8"))
+    assert sd.generate(models[0], built_in()[:3], max_new_tokens=32, drafter=drafter, gamma=3).texts == texts[0]
+
+
+# Files, and memory.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
+    folder, said = save_tiny(tmp_path / "model"), []
+    asked, default = (sd.load(folder, dtype, quantize=how) for how in ("int8", None))
+    assert asked.quantized and not default.quantized
+    leaves = own.open_folder(folder).leaves
+    for name, found in stored_in(asked).items():
+        if name.endswith("/kernel"):
+            values, scales = leaves[name].parts
+            assert_kernel(found, values.load(np.int8), scales.load(np.float32)[0])
+        else:
+            assert found.dtype == dtype
+    sd.save(asked, tmp_path / "again", dtype="int8")
+    for name, found in stored_in(sd.load(tmp_path / "again", dtype, quantize="int8")).items():
+        if name.endswith("/kernel"):
+            values, scales = leaves[name].parts
+            assert_kernel(found, values.load(np.int8), scales.load(np.float32)[0])
+    sd.load(folder, quantize="int8", say=said.append)
+    assert "with the 8-bit weights it is stored with (dtype" in said[0]
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, tmp_path):
+    TIED[form](tmp_path / "model")
+    model = sd.load(tmp_path / "model", "bfloat16", quantize="int8")
+    embedding = flatten(sd.load(tmp_path / "model", "float32").params)[EMBEDDING]
+    kernel = Int8Kernel.of(embedding.T)
+    assert_kernel(model.network.params["decoder"]["logits_dense"]["kernel"], kernel.values, kernel.scales)
+    assert HEAD not in flatten(model.params)
+
+
+def test_memory_is_that_of_8_bits():
+    large = sd.PRESETS["t5_1_0/large"].replace(num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000)
+    model = sd.LanguageModel.filled(large.replace(dtype="bfloat16"), quantize="int8")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
+    required = checkpoints_weights.required_bytes(large, "bfloat16", None, "rounded")
+    assert required == pytest.approx(weights + 2 * 4096 * 1024, rel=0.03)
+    assert required < 0.7 * checkpoints_weights.required_bytes(large, "bfloat16")
+
+
+def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
+    """So that a model which fits only in 8 bits can be filled."""
+    made, alive, of = [], [], Int8Kernel.of
+
+    def noted(kernel, bits):
+        alive.append(sum(one() is not None for one in made))
+        made.append(weakref.ref(kernel))
+        return of(kernel, bits)
+
+    monkeypatch.setattr(Int8Kernel, "of", noted)
+    model = sd.LanguageModel.filled(TINY_1_0, quantize="int8")
+    assert len(made) > 20 and max(alive) == 0
+    assert isinstance(layouts.step_kernels(model.network.params)[0], Int8Kernel)
+
+
+# Figures, and what is refused.
+
+
+def test_the_report_of_accelerators_times_calls_in_8_bits():
+    setup = accelerators.Setup(tiny=True, input_length=4, max_new_tokens=4, gamma=2, widths=(1, 3))
+    stage = next(stage for stage in accelerators.stages(setup, {}) if stage.kind == "int8")
+    pair = stage.load()
+    assert pair.target.quantized and pair.target.config.dtype == "bfloat16"
+    for figure in stage.figures:
+        jax.block_until_ready(figure.arm(pair)())
+
+
+def test_inputs_in_8_bits_and_meshes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
+    folder = save_tiny(tmp_path / "model")
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match="quantize: got 'w8a8', expected 8 bits only for float32 on a CPU"):
+            sd.load(folder, dtype, quantize="w8a8")
+        with pytest.raises(ValueError, match="got 'int8' with a mesh, expected 8 bits only .* without a mesh"):
+            sd.load(folder, dtype, quantize="int8", mesh=sd.make_mesh(1, 1))
+    with pytest.raises(ValueError, match="params: got kernels in 8 bits, expected 8 bits only"):
+        sd.LanguageModel(TINY, layouts.round_params(sd.LanguageModel.random(TINY).params))
+    monkeypatch.setattr("specdec_jax.commands.options.accelerated", lambda: True)
+    options = dict(target="absent", dtype="bfloat16")
+    DecodingOptions(**options, quantize="int8").check()
+    for more in (dict(quantize="w8a8"), dict(quantize="int8", mesh="1x1")):
+        with pytest.raises(ValueError, match="quantize: got '.*', expected one device: a CPU in float32"):
+            DecodingOptions(**options, **more).check()
