@@ -37,6 +37,7 @@ def early_exit():
 DRAFTERS = {
     "model": (TARGET, lambda: sd.ModelDrafter(MODEL)),
     "early exit": (None, early_exit),
+    "itself in 8 bits": (None, lambda: sd.SelfDrafter(t5())),
     "heads": (None, lambda: random_heads(t5(), share_head=True)),
     "bigrams": (TARGET, lambda: table(False)),
     "bigrams, drawn": (TARGET, lambda: table(True)),
