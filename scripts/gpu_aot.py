@@ -90,7 +90,14 @@ def compiled_text(device) -> str:
     room = slots(_NEW.value + 1, program.reach)
     state = prefill.lower(target, drafter, program, room, *place(jax.eval_shape(arguments))).out_info
     most = jax.ShapeDtypeStruct((), jnp.int32)
-    return advance.lower(target, drafter, place(state), place(most)).compile().as_text()
+    with jax.sharding.use_abstract_mesh(like(device)):
+        return advance.lower(target, drafter, place(state), place(most)).compile().as_text()
+
+
+def like(device) -> jax.sharding.AbstractMesh:
+    """Returns a mesh by which Pallas knows for which GPU it compiles."""
+    kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=None, platform="gpu")
+    return jax.sharding.AbstractMesh((), (), abstract_device=kind)
 
 
 def main(argv):

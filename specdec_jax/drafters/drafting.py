@@ -57,35 +57,65 @@ def draft_tokens(
     Returns:
       The drafted tokens `[B, G]`, how many of them count `[B]`, and the last carry.
     """
-    lengths, slots = state.lengths, jnp.arange(state.tokens.shape[1])
-
     def more(loop):
         step, _, num_drafted, _ = loop
         return jnp.any(step < num_drafted)
 
-    def take(choose, loop):
-        step, tokens, num_drafted, carry = loop
-        token, carry = choose(step, tokens, carry)
-        drawing = (step >= 0) & (step < num_drafted)
-        written = drawing[:, None] & (slots == (lengths + step)[:, None])
-        tokens = jnp.where(written, token[:, None], tokens)
-        is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
-        most = jnp.where(is_eos, step + 1, num_drafted)
-        if seen(carry) is not None:
-            limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), seen(carry))
-            most = jnp.minimum(most, jnp.maximum(limit, step + 1))
-        return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
-
-    def take_pair(loop):
-        return take(catch_up, (loop[0] + 1, *loop[1:]))
-
+    take = functools.partial(_take, state, seen)
     loop = -jnp.asarray(lag, jnp.int32), state.tokens, num_wanted, carry
     if catch_up is not None:
         # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the caches.
-        loop = jax.lax.while_loop(lambda loop: loop[0] < 0, take_pair, loop)
-    _, tokens, num_drafted, carry = jax.lax.while_loop(more, functools.partial(take, choose), loop)
-    drafted = jnp.minimum(lengths[:, None] + jnp.arange(state.program.gamma), len(slots) - 1)
-    return jnp.take_along_axis(tokens, drafted, axis=1), num_drafted, carry
+        pair = lambda loop: take(catch_up, (loop[0] + 1, *loop[1:]))
+        loop = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, loop)
+    return _drafted(state, jax.lax.while_loop(more, functools.partial(take, choose), loop))
+
+
+def draft_in_pairs(
+    state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array, feed: Callable
+) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+    """Does what `draft_tokens` does for an accelerator, where a call over two positions takes no
+    longer than one over a single position: every step feeds the token before it once more.
+
+    So a lag of one token costs no step of its own. There are G steps whether or not a row drafts so
+    many, since a GPU's host waits before every step of a loop whose number of steps is not known.
+
+    Args:
+      state, num_wanted, carry: as for `draft_tokens`.
+      choose: as for `draft_tokens`; it also feeds the token before this step's.
+      lag: scalar, how many tokens before the last committed one must be fed first.
+      feed: (step, carry) -> carry; feeds this step's token and the one before it. Called for step = 1 −
+        lag, 3 − lag … below 0.
+    """
+    first = jnp.minimum(1 - jnp.asarray(lag, jnp.int32), 0)
+    pair = lambda loop: (loop[0] + 2, feed(*loop))
+    _, carry = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, (first, carry))
+    step = lambda _, loop: _take(state, lambda carry: None, choose, loop)
+    loop = jnp.int32(0), state.tokens, num_wanted, carry
+    return _drafted(state, jax.lax.fori_loop(0, state.program.gamma, step, loop))
+
+
+def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> tuple:
+    """Runs one step of the loop over a draft: its number, tokens, number of tokens drafted, and
+    carry."""
+    step, tokens, num_drafted, carry = loop
+    token, carry = choose(step, tokens, carry)
+    drawing = (step >= 0) & (step < num_drafted)
+    written = drawing[:, None] & (jnp.arange(tokens.shape[1]) == (state.lengths + step)[:, None])
+    tokens = jnp.where(written, token[:, None], tokens)
+    is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
+    most = jnp.where(is_eos, step + 1, num_drafted)
+    if seen(carry) is not None:
+        limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), seen(carry))
+        most = jnp.minimum(most, jnp.maximum(limit, step + 1))
+    return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
+
+
+def _drafted(state: DecodeState, loop: tuple) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns the drafted tokens `[B, G]`, how many of them count `[B]`, and the carry, after the
+    last step of the loop over a draft."""
+    _, tokens, num_drafted, carry = loop
+    places = jnp.minimum(state.lengths[:, None] + jnp.arange(state.program.gamma), tokens.shape[1] - 1)
+    return jnp.take_along_axis(tokens, places, axis=1), num_drafted, carry
 
 
 def empty_law(state: DecodeState) -> Law | None:

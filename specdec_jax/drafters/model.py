@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.drafters.beam_levels import draft_levels
-from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
+from specdec_jax.drafters.drafting import (
+    draft_in_pairs,
+    draft_tokens,
+    draw_adjusted,
+    empty_law,
+    match_width,
+    record_signals,
+)
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models.language_model import LanguageModel
@@ -182,9 +189,10 @@ class ModelDrafter(Drafter):
         After a full acceptance the last drafted token was drawn but never fed: it is fed together
         with the one committed after it. The other rows feed the same tokens to the same slots
         again. A row that did not draft for a while lags by more, and catches up by two tokens a
-        call.
+        call. On an accelerator every step feeds two positions (`draft_in_pairs`), unless a policy
+        of γ says how many steps there are.
         """
-        last, vocab_size = state.lengths - 1, state.program.vocab_size
+        last = state.lengths - 1
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
 
         def choose(step, tokens, carry):
@@ -193,34 +201,32 @@ class ModelDrafter(Drafter):
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             live = (step < num_wanted)[:, None]
             states, cache = self.network.decode_states(fed, position, cache, live=live)
-            return chosen(step, tokens, states, live, (cache, law, seen))
+            return self._chosen(state, step, tokens, states, live, (cache, law, seen))
 
-        def catch_up(step, tokens, carry):
-            cache, law, seen = carry
-            position = jnp.maximum(last + step, 0)
-            first = jnp.maximum(position - 1, 0)  # at position 0 the second token is fed needlessly
+        def fed_pair(step, tokens, cache):
+            # At position 0 the second token is fed needlessly. Past its draft a row may feed anything, but only to
+            # slots that no row commits: the last two are among them.
+            position = jnp.clip(last + step, 0, tokens.shape[1] - 1)
+            first = jnp.maximum(position - 1, 0)
             fed = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(2), axis=1)
             live = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
             states, cache = self.network.decode_states(fed, first, cache, live=live)
-            states = jnp.take_along_axis(states, (position - first)[:, None, None], axis=1)
-            return chosen(step, tokens, states, live[:, :1], (cache, law, seen))
+            return jnp.take_along_axis(states, (position - first)[:, None, None], axis=1), live[:, :1], cache
 
-        def chosen(step, tokens, states, live, carry):
+        def choose_by_pair(step, tokens, carry):
             cache, law, seen = carry
-            bare = state.program.mode.greedy and not state.program.mode.processes and seen is None
-            if bare and self.shortlist is None and self.network.skips and self.network.vocab_size <= vocab_size:
-                return self.network.peak(states, live, normalize=False)[0][:, 0], (cache, law, seen)
-            logits = self.network.head(states, live)
-            if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
-                return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, law, seen)
-            logits = self.widened(logits, vocab_size)
-            drawn, law = draw_adjusted(state, logits, tokens, step, law)
-            return drawn, (cache, law, record_signals(state, logits, tokens, step, drawn, seen))
+            states, live, cache = fed_pair(step, tokens, cache)
+            return self._chosen(state, step, tokens, states, live, (cache, law, seen))
 
         carry = draft_state.cache, empty_law(state), empty_signals(state.policy, len(last))
-        tokens, num_drafted, (cache, law, seen) = draft_tokens(
-            state, num_wanted, choose, carry, jnp.max(lag), catch_up, seen=lambda carry: carry[2]
-        )
+        if self.network.pairs_are_free and state.policy is None:
+            feed = lambda step, carry: (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
+            found = draft_in_pairs(state, num_wanted, choose_by_pair, carry, jnp.max(lag), feed)
+        else:
+            found = draft_tokens(
+                state, num_wanted, choose, carry, jnp.max(lag), choose_by_pair, seen=lambda carry: carry[2]
+            )
+        tokens, num_drafted, (cache, law, seen) = found
         draft = Draft(
             tokens=tokens,
             num_drafted=num_drafted,
@@ -231,3 +237,17 @@ class ModelDrafter(Drafter):
         # A row that drafted nothing has cached nothing new. Its prefix's padding is no longer hidden by `last`.
         cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
         return ModelDraftState(cache, cached), draft
+
+    def _chosen(self, state: DecodeState, step, tokens, states, live, carry) -> tuple[jax.Array, tuple]:
+        """Returns the token `[B]` that is drafted after `states`, and the carry of `draft` (cache,
+        law, signals)."""
+        (cache, law, seen), vocab_size = carry, state.program.vocab_size
+        bare = state.program.mode.greedy and not state.program.mode.processes and seen is None
+        if bare and self.shortlist is None and self.network.skips and self.network.vocab_size <= vocab_size:
+            return self.network.peak(states, live, normalize=False)[0][:, 0], (cache, law, seen)
+        logits = self.network.head(states, live)
+        if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
+            return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, law, seen)
+        logits = self.widened(logits, vocab_size)
+        drawn, law = draw_adjusted(state, logits, tokens, step, law)
+        return drawn, (cache, law, record_signals(state, logits, tokens, step, drawn, seen))

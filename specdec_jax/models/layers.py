@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from specdec_jax.models import panels
+from specdec_jax.models import gpu_attention, panels
 from specdec_jax.models.axes import Bias, Encoded, Live, Mask, PerRow, Seen, States
 from specdec_jax.models.cache import KVCache, gather, spread
 from specdec_jax.models.int8 import Int8Kernel
@@ -282,7 +282,18 @@ class Attention(nn.Module):
                 found = panels.attend_to_nodes(qkv, key, value, bias, nodes, divisor, live, clear=False)
             attended, key, value = found
             return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
-        query, key, value = self.project(norm(x), None if cache is None else cache.together)
+        if cache is not None and nodes is None and self.fused and gpu_attention.fits(cache, x.shape[1]):
+            return self._to_cache_of_gpu(x, norm, cache, positions, mask, bias, divisor, dropped)
+        parts = self.project(norm(x), None if cache is None else cache.together)
+        attended, cache = self._attended_to_cache(*parts, cache, positions, mask, bias, divisor, nodes)
+        return x + dropped(self.out(attended)), cache
+
+    def _attended_to_cache(
+        self, query, key, value, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias,
+        divisor: float, nodes: AnyNodes | None,
+    ) -> tuple[States, KVCache]:  # fmt: skip
+        """Returns the output of XLA's attention, before the last product, and the cache; arguments
+        as for `to_cache`."""
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
         if cache is None:
             cache = KVCache(key, value)
@@ -290,7 +301,26 @@ class Attention(nn.Module):
             cache = cache.append_nodes(key, value, nodes.starts)
         else:
             cache = cache.append(key, value, positions)
-        return x + dropped(self.attend(query, cache, mask, bias)), cache
+        return self.attend(query, cache, mask, bias), cache
+
+    def _to_cache_of_gpu(
+        self, x: States, norm: Callable, cache: KVCache, positions: PerRow | None, mask: Seen, bias: Bias,
+        divisor: float, dropped: Callable,
+    ) -> tuple[States, KVCache]:  # fmt: skip
+        """Does what `to_cache` does, on an NVIDIA GPU by a kernel."""
+
+        def by_xla(qkv, key, value, bias, positions, mask):
+            parts = (self._split(part, cache.together) for part in jnp.split(qkv, 3, axis=-1))
+            before = cache.replace(key=key, value=value)
+            attended, after = self._attended_to_cache(*parts, before, positions, mask, bias, divisor, None)
+            return attended, after.key, after.value
+
+        def by_kernel(qkv, key, value, bias, positions, mask):
+            return gpu_attention.attend_to_cache(qkv, key, value, bias, positions, divisor)
+
+        given = self.qkv(norm(x)), cache.key, cache.value, bias, positions, mask
+        attended, key, value = jax.lax.platform_dependent(*given, cuda=by_kernel, default=by_xla)
+        return x + dropped(self.out(attended)), cache.replace(key=key, value=value)
 
     def to_encoded(
         self, x: States, norm: Callable, cross: KVCache, mask: Mask, live: Live = None,
@@ -303,12 +333,24 @@ class Attention(nn.Module):
             attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
             return self.out.in_panels(attended, live, residual=x)
         query = self.query(norm(x))
-        if cross.together is not None:
-            # Else a TPU's compiler would transpose the product, and for that copy its kernel at
-            # the beginning of every program.
-            query = jax.lax.optimization_barrier(query)
-        query = self._split(query, cross.together)
-        return x + dropped(self.attend(query, cross, mask[:, None, None, :]))
+
+        def by_xla(query, key, value, mask):
+            if cross.together is not None:
+                # Else a TPU's compiler would transpose the product, and for that copy its kernel at
+                # the beginning of every program.
+                query = jax.lax.platform_dependent(query, tpu=jax.lax.optimization_barrier, default=lambda query: query)
+            keys = cross.replace(key=key, value=value)
+            return self.attend(self._split(query, cross.together), keys, mask[:, None, None, :])
+
+        def by_kernel(query, key, value, mask):
+            return gpu_attention.attend_to_encoded(query, key, value, _lengths(mask))
+
+        given = query, cross.key, cross.value, mask
+        if gpu_attention.fits(cross, x.shape[1]):
+            attended = jax.lax.platform_dependent(*given, cuda=by_kernel, default=by_xla)
+        else:
+            attended = by_xla(*given)
+        return x + dropped(self.out(attended))
 
     def to_inputs(
         self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropped: Callable = lambda y: y
@@ -322,13 +364,13 @@ class Attention(nn.Module):
             return self.out.in_panels(attended, mask, residual=x)
         query, key, value = self.project(norm(x))
         attended = self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
-        return x + dropped(attended)
+        return x + dropped(self.out(attended))
 
     def attend(
         self, query: Float[Array, "B H T K"], cache: KVCache, mask: Bool[Array, "#B 1 #T S"],
         bias: Float[Array, "#B heads T S"] | None = None,
     ) -> States:  # fmt: skip
-        """Returns the output of attention.
+        """Returns the output of attention before the last product, by XLA.
 
         Args:
           cache: keys, which may be anything where `mask` is False, and values, which must be finite
@@ -351,7 +393,7 @@ class Attention(nn.Module):
         else:
             output = einsum("...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32)
             output = jnp.swapaxes(gather(output, together).astype(self.dtype), -3, -2)
-        return self.out(output.reshape(batch, -1, self.heads * self.features))
+        return output.reshape(batch, -1, self.heads * self.features)
 
 
 def _lengths(mask: Mask) -> PerRow:

@@ -51,6 +51,12 @@ class Network:
         return self.module.native
 
     @property
+    def pairs_are_free(self) -> bool:
+        """Whether a call over two positions takes no longer than one over a single position: on an
+        accelerator, which reads the same weights for both."""
+        return self.together is not None
+
+    @property
     def encoder_dim(self) -> int | None:
         """Width of another model's encoder output, to which a network without an encoder attends;
         else None."""

@@ -1,0 +1,276 @@
+"""Attention of a few queries per row as one kernel for NVIDIA GPUs, in Pallas.
+
+XLA makes seven kernels of a decoder's self-attention over its cache, and three of cross-attention;
+in a step of a small model, each takes little more than the time to launch it. Here each of the two
+is one kernel, with a program for each row and head. The program writes the row's new keys and
+values to the cache and reads the slots that the row has filled, and no others.
+
+Numbers are rounded where `layers.Attention` rounds them, but for the weights, which are rounded
+before they are divided by their sum. Pallas' way to Triton, by which the kernels are compiled, is
+deprecated in JAX 0.11: without it XLA's attention is used, as on all other devices.
+"""
+
+import concurrent.futures
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from specdec_jax.models import native
+from specdec_jax.models.axes import PerRow, States
+from specdec_jax.models.cache import KVCache
+from specdec_jax.models.products import precision_of
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:
+    triton = None
+
+_BLOCK = 64  # slots that a program reads at once
+_FEWEST, _MOST = 16, 64  # queries: fewer are padded, since a tensor core multiplies 16 at once
+_FEATURES = (16, 32, 64, 128)
+
+
+def fits(cache: KVCache, queries: int) -> bool:
+    """Returns whether attention of `queries` queries per row over `cache` is one kernel on a GPU."""
+    if cache.together != 1 or cache.rules is not None or os.environ.get(native.SETTING) == "off":
+        return False
+    return queries <= _MOST and cache.key.shape[-1] in _FEATURES and works()
+
+
+def attend_to_cache(
+    qkv: Float[Array, "B T F"], key: jax.Array, value: jax.Array, bias: Float[Array, "#B H T S"] | None,
+    positions: PerRow, divisor: float = 1.0, interpret: Any = False,
+) -> tuple[States, jax.Array, jax.Array]:  # fmt: skip
+    """Returns the output of causal self-attention, and the cache with the new keys and values.
+
+    A new value that is not finite is stored as `KVCache.append` stores it on an accelerator.
+
+    Args:
+      qkv: `[B, T, 3·H·K]`, queries, keys and values of the new tokens, one after the other.
+      key, value: as in `KVCache`, with one head side by side.
+      bias: position bias of the new tokens.
+      positions: the slot of each row's first new token.
+      divisor: number by which queries are divided.
+      interpret: as for `pallas_call`: how a CPU runs the kernel, in tests.
+
+    Returns:
+      `[B, T, H·K]`, and the new `key` and `value`.
+    """
+    shape, (batch, length, _) = key.shape, qkv.shape
+    key, value = (x.reshape(batch, *x.shape[-3:]) for x in (key, value))
+    heads, features = key.shape[1], key.shape[3]
+    kernel = functools.partial(_self_attention, length=length, divisor=divisor)
+    arrays = positions, qkv, key, value, *([] if bias is None else [bias])
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = jax.ShapeDtypeStruct((batch, length, heads * features), qkv.dtype)
+    found, key, value = _call(
+        kernel, (batch, heads), arrays, (out, like(key), like(value)), {2: 1, 3: 2}, interpret, "self_attention"
+    )
+    return found, key.reshape(shape), value.reshape(shape)
+
+
+def attend_to_encoded(
+    query: States, key: jax.Array, value: jax.Array, lengths: PerRow, interpret: Any = False
+) -> States:  # fmt: skip
+    """Returns the output of cross-attention, `[B, T, H·K]`.
+
+    Args:
+      query: `[B, T, H·K]`.
+      key, value: as in `KVCache`, with one head side by side.
+      lengths: number of keys of each row; a row without any attends to all alike, as with
+        `layers.MASKED`.
+      interpret: as for `attend_to_cache`.
+    """
+    batch, length, _ = query.shape
+    key, value = (x.reshape(batch, *x.shape[-3:]) for x in (key, value))
+    kernel = functools.partial(_cross_attention, length=length)
+    out = (jax.ShapeDtypeStruct(query.shape, query.dtype),)
+    return _call(kernel, key.shape[:2], (lengths, query, key, value), out, {}, interpret, "cross_attention")[0]
+
+
+def _call(kernel: Callable, grid, arrays, out, aliases: dict[int, int], interpret, name: str) -> tuple:
+    parameters = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=2)}
+    return pl.pallas_call(
+        kernel, out_shape=out, grid=grid, input_output_aliases=aliases, interpret=interpret, name=name, **parameters
+    )(*arrays)
+
+
+class _Queries:
+    """The queries of one row and head, padded to a power of two, and the sums over keys so far.
+
+    Attributes:
+      lines: `[M]`, the numbers of the queries.
+      at: `[M]`, the same, of the last query where there is none.
+    """
+
+    def __init__(self, length: int, features: int, read: Callable, divisor: float = 1.0):
+        """`read` takes indices of lines and features and returns the queries there."""
+        padded = max(_FEWEST, pl.next_power_of_2(length))
+        self.lines, self.columns = jnp.arange(padded), jnp.arange(features)
+        self.at = jnp.minimum(self.lines, length - 1)
+        query = read(self.at[:, None], self.columns[None])
+        self.query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
+
+    def begun(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the greatest score, the sum of weights and the weighted sum of values, of no key."""
+        count = len(self.lines)
+        return (
+            jnp.full(count, -jnp.inf, jnp.float32),
+            jnp.zeros(count, jnp.float32),
+            jnp.zeros((count, len(self.columns)), jnp.float32),
+        )
+
+    def seen(self, sums: tuple, key, value, mask, bias=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns `sums` with more keys and values, `[N, K]`, where `mask` is True."""
+        most, total, weighted = sums
+        scores = _product(self.query, key, 1)
+        scores = scores if bias is None else scores + bias
+        scores = jnp.where(mask, scores, -jnp.inf)
+        new = jnp.maximum(most, jnp.max(scores, axis=1))
+        weights, shrunk = jnp.exp(scores - new[:, None]), jnp.exp(most - new)
+        added = _product(weights.astype(value.dtype), value, 0)
+        return new, total * shrunk + jnp.sum(weights, axis=1), weighted * shrunk[:, None] + added
+
+    def write(self, out, row, head, sums: tuple, length: int) -> None:
+        """Stores the output of attention over all keys that were `seen`."""
+        _, total, weighted = sums
+        found = (weighted / total[:, None]).astype(out.dtype)
+        columns = head * len(self.columns) + self.columns
+        _store(out, (row, self.lines[:, None], columns[None]), found, (self.lines < length)[:, None])
+
+
+def _self_attention(positions, qkv, key, value, *rest, length: int, divisor: float) -> None:
+    """Runs one row and head of `attend_to_cache`."""
+    *bias, out, new_key, new_value = rest
+    row, head = pl.program_id(0), pl.program_id(1)
+    heads, slots, features = key.shape[1:]
+    part = lambda number: lambda lines, columns: qkv[row, lines, (number * heads + head) * features + columns]
+    queries = _Queries(length, features, part(0), divisor)
+    lines, at, columns = queries.lines, queries.at, queries.columns[None]
+    biased = lambda slots: bias[0][0 if bias[0].shape[0] == 1 else row, head, at[:, None], slots[None]]
+
+    # The new tokens come first, so that every query has seen a key before the division by a sum.
+    start, added, vector = positions[row], part(1)(at[:, None], columns), part(2)(at[:, None], columns)
+    finite = vector - vector == 0
+    added, vector = jnp.where(finite, added, jnp.nan), jnp.where(finite, vector, 0)
+    mask = (lines[None] <= lines[:, None]) & (lines < length)[None]
+    places = jnp.minimum(start + lines, slots - 1)
+    sums = queries.seen(queries.begun(), added, vector, mask, biased(places) if bias else None)
+    for buffer, new in ((new_key, added), (new_value, vector)):
+        _store(buffer, (row, head, (start + lines)[:, None], columns), new.astype(buffer.dtype), (lines < length)[:, None])
+
+    def earlier(block, sums):
+        return _seen_block(queries, sums, key, value, (row, head), block, start, biased if bias else None)
+
+    sums = jax.lax.fori_loop(0, pl.cdiv(start, _BLOCK), earlier, sums)
+    queries.write(out, row, head, sums, length)
+
+
+def _cross_attention(lengths, query, key, value, out, *, length: int) -> None:
+    """Runs one row and head of `attend_to_encoded`."""
+    row, head = pl.program_id(0), pl.program_id(1)
+    slots, features = key.shape[2:]
+    queries = _Queries(length, features, lambda lines, columns: query[row, lines, head * features + columns])
+    count = lengths[row]
+    empty, limit = count == 0, jnp.where(count == 0, slots, count)
+
+    def block(number, sums):
+        # Where there is no key at all, equal scores: see `lengths` above.
+        return _seen_block(queries, sums, key, value, (row, head), number, limit, None, empty)
+
+    queries.write(out, row, head, jax.lax.fori_loop(0, pl.cdiv(limit, _BLOCK), block, queries.begun()), length)
+
+
+def _seen_block(queries: _Queries, sums, key, value, place, block, limit, bias, alike=None) -> tuple:
+    """Returns `sums` with the keys of a block of slots, those below `limit`.
+
+    Args:
+      place: row and head.
+      bias: returns the bias of slots, `[M, N]`; None: there is none.
+      alike: whether all scores are 0; None: they are not.
+    """
+    slots = block * _BLOCK + jnp.arange(_BLOCK)
+    inside, at = slots < limit, jnp.minimum(slots, key.shape[2] - 1)
+    take = lambda buffer: jnp.where(inside[:, None], buffer[*place, at[:, None], queries.columns[None]], 0)
+    keys = take(key) if alike is None else jnp.where(alike, 0, take(key))
+    return queries.seen(sums, keys, take(value), inside[None], None if bias is None else bias(at))
+
+
+def _product(a, b, contracted: int):
+    """Returns `a [M, N]` times `b`, whose axis `contracted` has N numbers, in float32."""
+    how = ((1,), (contracted,)), ((), ())
+    return jax.lax.dot_general(a, b, how, precision_of(a.dtype), preferred_element_type=jnp.float32)
+
+
+def _store(ref, index, new, mask) -> None:
+    triton.store(ref.at[index], new, mask=jnp.broadcast_to(mask, new.shape))
+
+
+@functools.cache
+def works() -> bool:
+    """Returns whether the kernels can be used: on a GPU, whether a trial gives XLA's numbers.
+
+    The trial runs once in a process. If it fails, a line on standard error says so.
+    """
+    if triton is None:
+        return False
+    if jax.default_backend() != "gpu":
+        return True  # for programs that are compiled for a GPU ahead of time
+    with concurrent.futures.ThreadPoolExecutor(1) as apart:  # the caller is being traced, another thread is not
+        why = apart.submit(why_not).result()
+    if why:
+        print(f"attention kernels for GPUs are not used, XLA's attention is: {why}", file=sys.stderr)
+    return not why
+
+
+def why_not(interpret: Any = False) -> str | None:
+    """Tries the kernels on small arrays and returns what is wrong with them; None if nothing is."""
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
+    positions, lengths = jnp.array([0, 70]), jnp.array([40, 100])
+    qkv, key, value = draw(2, 3, 3 * 2 * 64), draw(2, 2, 100, 64), draw(2, 2, 100, 64)
+    bias = draw(2, 2, 3, 100).astype(jnp.float32)
+    try:
+        own = attend_to_cache(qkv, key, value, bias, positions, interpret=interpret)
+        crossed = attend_to_encoded(qkv[..., :128], key, value, lengths, interpret=interpret)
+        asked = _plainly(qkv, key, value, bias, positions)
+        expected = *asked, _crossed(qkv[..., :128], key, value, lengths)
+        for found, right in zip((*own, crossed), expected):
+            if not np.allclose(np.float32(found), np.float32(right), atol=0.05):
+                return "a trial gave other numbers"
+    except Exception as error:  # whatever a compiler or driver raises: there is another way
+        return f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    return None
+
+
+def _plainly(qkv, key, value, bias, positions) -> tuple[jax.Array, ...]:
+    """Does what `attend_to_cache` does, by XLA."""
+    batch, length, _ = qkv.shape
+    parts = qkv.reshape(batch, length, 3, key.shape[1], -1).transpose(2, 0, 3, 1, 4)
+    cache = KVCache(key, value, together=1).append(parts[1], parts[2], positions)
+    last = positions[:, None] + jnp.arange(length)
+    mask = jnp.arange(key.shape[2]) <= last[:, None, :, None]
+    scores = jnp.einsum("bhtk,bhsk->bhts", parts[0], cache.key, preferred_element_type=jnp.float32) + bias
+    return _weighted(jnp.where(mask, scores, -jnp.inf), cache.value), cache.key, cache.value
+
+
+def _crossed(query, key, value, lengths) -> jax.Array:
+    """Does what `attend_to_encoded` does, by XLA."""
+    query = query.reshape(*query.shape[:2], key.shape[1], -1)
+    scores = jnp.einsum("bthk,bhsk->bhts", query, key, preferred_element_type=jnp.float32)
+    mask = jnp.arange(key.shape[2]) < lengths[:, None, None, None]
+    return _weighted(jnp.where(mask, scores, -jnp.inf), value)
+
+
+def _weighted(scores, value) -> jax.Array:
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    found = jnp.einsum("bhts,bhsk->bthk", weights, value)
+    return found.reshape(*found.shape[:2], -1)
