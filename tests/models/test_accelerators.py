@@ -174,8 +174,8 @@ def results(text: str, operation: str) -> set[str]:
 def test_what_a_tpu_does_not_waste(program, rows):
     """It copies or clears no cache, of 144 slots for three pairs of heads, and has one layout of it
     for calls over one, two and eight positions; it copies no kernel; and single rows too are
-    multiplied by its matrix unit, without sums in bfloat16. A draft step over one position, and one
-    over two, is a single kernel, beside the head."""
+    multiplied by its matrix unit, without sums in bfloat16. A draft step over two positions, and one
+    that only catches up, is a single kernel, beside the head."""
     shape = "[3,144,128]" if rows == 1 else "[8,3,144,128]"
     changed = results(program, "copy") | results(program, "select")
     assert changed and not [found for found in changed if shape in found]
