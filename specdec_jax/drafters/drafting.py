@@ -57,6 +57,7 @@ def draft_tokens(
     Returns:
       The drafted tokens `[B, G]`, how many of them count `[B]`, and the last carry.
     """
+
     def more(loop):
         step, _, num_drafted, _ = loop
         return jnp.any(step < num_drafted)
@@ -105,6 +106,7 @@ def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> 
     is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
     most = jnp.where(is_eos, step + 1, num_drafted)
     if seen(carry) is not None:
+        assert state.policy is not None, "only a policy reads the laws of a draft"
         limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), seen(carry))
         most = jnp.minimum(most, jnp.maximum(limit, step + 1))
     return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry

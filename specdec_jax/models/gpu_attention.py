@@ -165,7 +165,9 @@ def _self_attention(positions, qkv, key, value, *rest, length: int, divisor: flo
     places = jnp.minimum(start + lines, slots - 1)
     sums = queries.seen(queries.begun(), added, vector, mask, biased(places) if bias else None)
     for buffer, new in ((new_key, added), (new_value, vector)):
-        _store(buffer, (row, head, (start + lines)[:, None], columns), new.astype(buffer.dtype), (lines < length)[:, None])
+        _store(
+            buffer, (row, head, (start + lines)[:, None], columns), new.astype(buffer.dtype), (lines < length)[:, None]
+        )
 
     def earlier(block, sums):
         return _seen_block(queries, sums, key, value, (row, head), block, start, biased if bias else None)
