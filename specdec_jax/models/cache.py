@@ -12,6 +12,7 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
 from specdec_jax.models import panels
@@ -86,6 +87,8 @@ class KVCache:
         if self.together is not None:
             finite = jnp.isfinite(value)
             key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
+            if key.shape[0] > 1 and self.rules is None:
+                key, value = (jax.lax.platform_dependent(x, tpu=_row_by_row, default=lambda x: x) for x in (key, value))
             return self.replace(key=write(self.key, key, positions), value=write(self.value, value, positions))
         live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
         live = live[:, None, :, None] if self.value.ndim == 4 else live[:, :, None]
@@ -138,6 +141,12 @@ class KVCache:
 
 def _whole_tiles(slots: int, together: int | None) -> int:
     return slots if together is None else -(-slots // TILE[0]) * TILE[0]
+
+
+def _row_by_row(new: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
+    """Returns new keys or values with the layout of the cache, in which each row is written by
+    itself: else a TPU's compiler copies every single row of them to that layout."""
+    return with_layout_constraint(new, Layout((0, 1, 2, 3)))
 
 
 def spread(query: Float[Array, "B G T K"], together: int) -> Float[Array, "B G R K"]:
