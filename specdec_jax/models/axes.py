@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 PerRow = Int[Array, " B"]
 Tokens = Int[Array, "B T"]
-Live = Bool[Array, "B T"] | None  # False at positions that need not be computed; see `Network.decode`
+Live = Bool[Array, "*N"] | None  # False at positions that need not be computed; see `Network.decode`
 States = Float[Array, "B T D"]
 Logits = Float32[Array, "B T V"]
 Peak = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # tokens and log-probabilities, as `Network.peak` returns

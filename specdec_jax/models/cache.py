@@ -63,6 +63,11 @@ class KVCache:
         return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), together=together)
 
     @property
+    def batch(self) -> int:
+        """B, the number of rows."""
+        return self.key.shape[0] if self.key.ndim == 4 else 1
+
+    @property
     def slots(self) -> int:
         return self.key.shape[-2]
 

@@ -14,8 +14,9 @@ from specdec_jax.models.axes import Inputs, Live, Logits, Mask, Peak, PerRow, Se
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, LayerNorm
+from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
 from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.norms import LayerNorm
 from specdec_jax.models.products import product
 
 
@@ -159,9 +160,9 @@ class GPTLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def __call__(
-        self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, deterministic: bool = True,
-        live: Live = None, nodes: AnyNodes | None = None,
-    ) -> tuple[States, KVCache]:  # fmt: skip
+        self, x: Float[Array, "*N D"], cache: KVCache | None, positions: PerRow | None, mask: Seen,
+        deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
+    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Runs the layer over T queries per row; with `cache` None, over whole sequences."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
@@ -204,9 +205,12 @@ class GPTDecoder(nn.Module):
             query_positions = positions[:, None] + jnp.arange(x.shape[1])
             mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
         x, written = x + self.position_embedder(query_positions, live), list(cache.layers)
+        shape = x.shape
+        if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
+            x, live = x.reshape(-1, shape[-1]), None if live is None else live.reshape(-1)
         for i, layer in enumerate(self.layers[:layers]):
             x, written[i] = layer(x, cache.layers[i], positions, mask, live=live, nodes=nodes)
-        return self.decoder_norm(x), GPTCache(tuple(written))
+        return self.decoder_norm(x).reshape(shape), GPTCache(tuple(written))
 
     def __call__(self, x: States, deterministic: bool = True) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""

@@ -4,6 +4,7 @@ The letters of axes are in `axes.py`.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,42 +34,6 @@ ACTIVATIONS = tuple(ACTIVATION_FUNCTIONS)
 
 _fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 _fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation in float32, without mean or bias; ε = 1e-6."""
-
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-        return x.astype(self.dtype) * scale.astype(self.dtype)
-
-    def before(self) -> Before:
-        """Returns this norm as what comes before a product with a kernel in panels."""
-        return Before("rms", self.get_variable("params", "scale"))
-
-
-class LayerNorm(nn.Module):
-    """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2."""
-
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        x = x.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
-        return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
-
-    def before(self) -> Before:
-        """Returns this norm as what comes before a product with a kernel in panels."""
-        return Before("layer", self.get_variable("params", "scale"), self.get_variable("params", "bias"))
 
 
 class Embedder(nn.Module):
@@ -181,8 +146,9 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: States, norm: Callable, dropped: Callable = lambda y: y, deterministic: bool = True, live: Live = None
-    ) -> States:
+        self, x: Float[Array, "*N D"], norm: Callable, dropped: Callable = lambda y: y, deterministic: bool = True,
+        live: Live = None,
+    ) -> Float[Array, "*N D"]:  # fmt: skip
         """Returns `x + dropped(block(norm(x)))`; `live` as for `apply_kernel`."""
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
@@ -235,35 +201,36 @@ class Attention(nn.Module):
         self.qkv = dense(3 * size)
         self.out = dense(self.model_dim, kernel_init=_fan_in_normal)
 
-    def _split(self, x: States, together: int | None = None) -> Float[Array, "B H T K"]:
+    def _split(self, x: Float[Array, "*N D"], batch: int, together: int | None = None) -> Float[Array, "B H T K"]:
         """Splits the last axis into heads, or into `together` heads side by side, and puts the axis
-        of heads before that of positions."""
+        of heads before that of positions; `batch` is B."""
         features = self.features * (together or 1)
-        return x.reshape(*x.shape[:2], -1, features).transpose(0, 2, 1, 3)
+        return x.reshape(batch, -1, x.shape[-1] // features, features).transpose(0, 2, 1, 3)
 
     def project(
-        self, x: States, together: int | None = None
+        self, x: Float[Array, "*N D"], batch: int, together: int | None = None
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
-        """Returns queries, keys and values of `x`; `together` as for `KVCache`."""
+        """Returns queries, keys and values of `x`, which has `batch` rows; `together` as for `KVCache`."""
         parts = jnp.split(self.qkv(x), 3, axis=-1) if self.fused else (self.query(x), self.key(x), self.value(x))
-        query, key, value = (self._split(part, together) for part in parts)
+        query, key, value = (self._split(part, batch, together) for part in parts)
         return query, key, value
 
     def project_key_value(self, x: Encoded, live: Mask | None = None, together: int | None = None) -> KVCache:
         """Returns the keys and values of cross-attention; `live` as for `apply_kernel`."""
-        key, value = (self._split(part, together) for part in (self.key(x, live), self.value(x, live)))
+        key, value = (self._split(part, len(x), together) for part in (self.key(x, live), self.value(x, live)))
         return KVCache(key, value, together=together)
 
     def to_cache(
-        self, x: States, norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias = None,
-        divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
+        self, x: Float[Array, "*N D"], norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen,
+        bias: Bias = None, divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
         nodes: AnyNodes | None = None,
-    ) -> tuple[States, KVCache]:  # fmt: skip
+    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and
         values.
 
         Args:
-          cache: keys and values of earlier tokens; None: `x` is a whole sequence.
+          x: states of T tokens for each of B rows, `[B, T, D]`, or, but for `native`, `[B·T, D]`.
+          cache: keys and values of earlier tokens; None: `x` is whole sequences, `[B, T, D]`.
           positions: the first slot of the cache that each row writes.
           mask, bias: as for `attend`. With `native` and a cache, the mask is not read, and the bias
             is that of all query positions, `[S, H, S]`.
@@ -282,11 +249,12 @@ class Attention(nn.Module):
                 found = panels.attend_to_nodes(qkv, key, value, bias, nodes, divisor, live, clear=False)
             attended, key, value = found
             return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
-        if cache is not None and nodes is None and self.fused and gpu_attention.fits(cache, x.shape[1]):
+        if cache is not None and nodes is None and self.fused and gpu_attention.fits(cache, _per_row(x, cache)):
             return self._to_cache_of_gpu(x, norm, cache, positions, mask, bias, divisor, dropped)
-        parts = self.project(norm(x), None if cache is None else cache.together)
+        batch, together = (len(x), None) if cache is None else (cache.batch, cache.together)
+        parts = self.project(norm(x), batch, together)
         attended, cache = self._attended_to_cache(*parts, cache, positions, mask, bias, divisor, nodes)
-        return x + dropped(self.out(attended)), cache
+        return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache
 
     def _attended_to_cache(
         self, query, key, value, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias,
@@ -304,13 +272,13 @@ class Attention(nn.Module):
         return self.attend(query, cache, mask, bias), cache
 
     def _to_cache_of_gpu(
-        self, x: States, norm: Callable, cache: KVCache, positions: PerRow | None, mask: Seen, bias: Bias,
+        self, x: Float[Array, "*N D"], norm: Callable, cache: KVCache, positions: PerRow | None, mask: Seen, bias: Bias,
         divisor: float, dropped: Callable,
-    ) -> tuple[States, KVCache]:  # fmt: skip
+    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Does what `to_cache` does, on an NVIDIA GPU by a kernel."""
 
         def by_xla(qkv, key, value, bias, positions, mask):
-            parts = (self._split(part, cache.together) for part in jnp.split(qkv, 3, axis=-1))
+            parts = (self._split(part, cache.batch, cache.together) for part in jnp.split(qkv, 3, axis=-1))
             before = cache.replace(key=key, value=value)
             attended, after = self._attended_to_cache(*parts, before, positions, mask, bias, divisor, None)
             return attended, after.key, after.value
@@ -318,14 +286,15 @@ class Attention(nn.Module):
         def by_kernel(qkv, key, value, bias, positions, mask):
             return gpu_attention.attend_to_cache(qkv, key, value, bias, positions, divisor)
 
-        given = self.qkv(norm(x)), cache.key, cache.value, bias, positions, mask
+        qkv = self.qkv(norm(x))
+        given = qkv.reshape(cache.batch, -1, qkv.shape[-1]), cache.key, cache.value, bias, positions, mask
         attended, key, value = jax.lax.platform_dependent(*given, cuda=by_kernel, default=by_xla)
-        return x + dropped(self.out(attended)), cache.replace(key=key, value=value)
+        return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache.replace(key=key, value=value)
 
     def to_encoded(
-        self, x: States, norm: Callable, cross: KVCache, mask: Mask, live: Live = None,
+        self, x: Float[Array, "*N D"], norm: Callable, cross: KVCache, mask: Mask, live: Live = None,
         dropped: Callable = lambda y: y,
-    ) -> States:  # fmt: skip
+    ) -> Float[Array, "*N D"]:  # fmt: skip
         """Returns `x + dropped(cross-attention of norm(x))`; `mask` is True at tokens, which come
         first in each row."""
         if self.native:
@@ -340,17 +309,18 @@ class Attention(nn.Module):
                 # the beginning of every program.
                 query = jax.lax.platform_dependent(query, tpu=jax.lax.optimization_barrier, default=lambda query: query)
             keys = cross.replace(key=key, value=value)
-            return self.attend(self._split(query, cross.together), keys, mask[:, None, None, :])
+            return self.attend(self._split(query, cross.batch, cross.together), keys, mask[:, None, None, :])
 
         def by_kernel(query, key, value, mask):
+            query = query.reshape(cross.batch, -1, query.shape[-1])
             return gpu_attention.attend_to_encoded(query, key, value, _lengths(mask))
 
         given = query, cross.key, cross.value, mask
-        if gpu_attention.fits(cross, x.shape[1]):
+        if gpu_attention.fits(cross, _per_row(x, cross)):
             attended = jax.lax.platform_dependent(*given, cuda=by_kernel, default=by_xla)
         else:
             attended = by_xla(*given)
-        return x + dropped(self.out(attended))
+        return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1)))
 
     def to_inputs(
         self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropped: Callable = lambda y: y
@@ -362,7 +332,7 @@ class Attention(nn.Module):
                 self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask)
             )
             return self.out.in_panels(attended, mask, residual=x)
-        query, key, value = self.project(norm(x))
+        query, key, value = self.project(norm(x), len(x))
         attended = self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
         return x + dropped(self.out(attended))
 
@@ -386,6 +356,11 @@ class Attention(nn.Module):
         if together > 1:
             mask = jnp.tile(mask, (1, 1, together if mask.shape[2] > 1 else 1, 1))
             bias = None if bias is None else bias.reshape(len(bias), *shape[-3:])
+        if bias is not None and len(bias) == len(mask):
+            # One array for both, the same in all layers: with two, a TPU's compiler makes three
+            # kernels of the scores and their weights, in the place of one.
+            bias = jnp.where(mask, bias.astype(jnp.float32), MASKED)
+            mask = bias != MASKED
         scores = scores if bias is None else scores + bias.astype(jnp.float32)
         weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype).reshape(shape)
         if cache.together is None:
@@ -394,6 +369,11 @@ class Attention(nn.Module):
             output = einsum("...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32)
             output = jnp.swapaxes(gather(output, together).astype(self.dtype), -3, -2)
         return output.reshape(batch, -1, self.heads * self.features)
+
+
+def _per_row(x: Float[Array, "*N D"], cache: KVCache) -> int:
+    """Returns T, the tokens of each row."""
+    return math.prod(x.shape[:-1]) // cache.batch
 
 
 def _lengths(mask: Mask) -> PerRow:

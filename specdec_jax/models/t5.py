@@ -14,8 +14,9 @@ from specdec_jax.models.axes import Bias, Encoded, Inputs, Live, Logits, Mask, P
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
-from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP, RMSNorm
+from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
 from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.norms import RMSNorm
 from specdec_jax.models.products import product
 from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, node_biases, seen_from
 from specdec_jax.models.t5_shapes import t5_shapes
@@ -246,9 +247,9 @@ class DecoderLayer(nn.Module):
         return self.encoder_decoder_attention.project_key_value(encoded, mask, together)
 
     def __call__(
-        self, x: States, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias, cross: KVCache,
-        cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
-    ) -> tuple[States, KVCache]:  # fmt: skip
+        self, x: Float[Array, "*N D"], cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias,
+        cross: KVCache, cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
+    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Runs the layer over T queries per row; with `cache` None, over whole sequences (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes)
@@ -317,11 +318,13 @@ class Decoder(nn.Module):
         elif not self.native:
             mask = seen_from(positions, x.shape[1], cache.layers[0].slots)
             biases = [biases_from(positions, x.shape[1], bias) for bias in biases]
+        shape = x.shape
+        if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
+            x, live = x.reshape(-1, shape[-1]), None if live is None else live.reshape(-1)
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
-            layer_cache, cross = cache.layers[i], cache.cross[i]
-            more = dict(live=live, nodes=nodes)
-            x, written[i] = layer(x, layer_cache, positions, mask, bias, cross, cache.cross_mask, **more)
-        return self.decoder_norm(x), cache.replace(layers=tuple(written))
+            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, live=live, nodes=nodes)
+            x, written[i] = layer(x, cache.layers[i], positions, mask, bias, **more)
+        return self.decoder_norm(x).reshape(shape), cache.replace(layers=tuple(written))
 
     def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""

@@ -174,8 +174,9 @@ def results(text: str, operation: str) -> set[str]:
 def test_what_a_tpu_does_not_waste(program, rows):
     """It copies or clears no cache, of 144 slots for three pairs of heads, and has one layout of it
     for calls over one, two and eight positions; it copies no kernel; and single rows too are
-    multiplied by its matrix unit, without sums in bfloat16. A draft step over two positions, and one
-    that only catches up, is a single kernel, beside the head."""
+    multiplied by its matrix unit, without sums in bfloat16. Kernels multiply the tokens of all rows
+    as one matrix. A draft step over two positions, and one that only catches up, is a single
+    kernel, beside the head."""
     shape = "[3,144,128]" if rows == 1 else "[8,3,144,128]"
     changed = results(program, "copy") | results(program, "select")
     assert changed and not [found for found in changed if shape in found]
@@ -187,6 +188,8 @@ def test_what_a_tpu_does_not_waste(program, rows):
     products = [line for line in program.splitlines() if "/dot_general" in line]
     assert [line for line in products if re.search(r" (?:convolution|dot)\(", line)]
     assert not [line for line in products if " reduce(" in line]
+    assert re.search(rf"bf16\[{8 * rows},1152\]\S* convolution\(", program)
+    assert not re.search(r"bf16\[8,8,\d+\]\S* convolution\(", program)
     assert len(re.findall(r"%fused_step\S* = .* custom-call\(", program)) == 2 and not loop_copies(program)
 
 
@@ -205,3 +208,5 @@ def test_a_tpu_reads_8_bits_and_writes_no_widened_kernel(program):
     products = [line for line in program.splitlines() if "/dot_general" in line]
     assert [line for line in products if re.search(r" convolution\(", line)]
     assert not [line for line in products if " reduce(" in line]
+    assert re.search(rf"bf16\[{8 * rows},1152\]\S* convolution\(", program)
+    assert not re.search(r"bf16\[8,8,\d+\]\S* convolution\(", program)

@@ -17,8 +17,9 @@ from specdec_jax.models import families, parameters
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import check_fields
-from specdec_jax.models.layers import Attention, Dense, RMSNorm
+from specdec_jax.models.layers import Attention, Dense
 from specdec_jax.models.network import initial_params
+from specdec_jax.models.norms import RMSNorm
 from specdec_jax.models.t5 import T5Config, t5_only
 
 PACKAGE = pathlib.Path(sd.__file__).parent

@@ -1,0 +1,46 @@
+"""The two normalisations: T5's and GPT's."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from specdec_jax.models.panels import Before
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation in float32, without mean or bias; ε = 1e-6."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return x.astype(self.dtype) * scale.astype(self.dtype)
+
+    def before(self) -> Before:
+        """Returns this norm as what comes before a product with a kernel in panels."""
+        return Before("rms", self.get_variable("params", "scale"))
+
+
+class LayerNorm(nn.Module):
+    """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
+        return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
+
+    def before(self) -> Before:
+        """Returns this norm as what comes before a product with a kernel in panels."""
+        return Before("layer", self.get_variable("params", "scale"), self.get_variable("params", "bias"))
