@@ -16,30 +16,31 @@ def computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def estimated_cycles(text: str) -> int:
-    """Returns the compiler's estimate of one run of a program without loops: the sum of the cycles
-    at every instruction."""
-    cycles = [
-        int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(computations(text)["ENTRY"]))
-    ]
+def estimated_cycles(lines: list[str]) -> int:
+    """Returns the compiler's estimate of one run of a computation, of which `lines` are the
+    instructions, without the loops in it: the sum of the cycles at every instruction."""
+    cycles = map(int, re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines)))
     return sum(number for number in cycles if number < 2**40)  # a huge number means that there is no estimate
 
 
-def kernel_bytes(text: str) -> int:
-    """Returns the bytes that kernels in Pallas read and write in one run of a program without
-    loops, as they state them: the compiler estimates no cycles for them."""
-    return sum(map(int, re.findall(r'"bytes_accessed":"(\d+)"', "\n".join(computations(text)["ENTRY"]))))
+def kernel_bytes(lines: list[str]) -> int:
+    """Returns the bytes that kernels in Pallas read and write in one run of a computation without
+    the loops in it, as they state them: the compiler estimates no cycles for them."""
+    return sum(map(int, re.findall(r'"bytes_accessed":"(\d+)"', "\n".join(lines))))
+
+
+def bodies(lines: list[str]) -> list[str]:
+    """Returns the names of the bodies of a computation's loops, in their order."""
+    return [name for line in lines for name in re.findall(r" while\(.*body=%?([\w.\-]+)", line)]
 
 
 def loop_copies(text: str, least: int = 2**20) -> list[str]:
     """Returns the arrays of at least `least` bytes that bodies of loops copy."""
     parts = computations(text)
-    bodies = {
-        name for lines in parts.values() for line in lines for name in re.findall(r" while\(.*body=%?([\w.\-]+)", line)
-    }
+    names = {name for lines in parts.values() for name in bodies(lines)}
     widths = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "pred": 1}
     found = []
-    for line in (line for name in bodies for line in parts.get(name, ())):
+    for line in (line for name in names for line in parts.get(name, ())):
         copied = re.search(r"= (\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", line)
         if copied and widths.get(copied[1], 4) * math.prod(map(int, copied[2].split(","))) >= least:
             found.append(f"{copied[1]}[{copied[2]}]")

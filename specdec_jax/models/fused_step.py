@@ -99,6 +99,7 @@ class _Call(NamedTuple):
         return dict(
             parts=parts,
             windows=[window, window],
+            shifted=[pltpu.VMEM((self.positions, *bias.shape[1:]), jnp.float32) for bias in self.biases],
             biases=pltpu.VMEM((len(self.biases), self.rows, heads, self.slots), jnp.float32),
             attended=pltpu.VMEM((self.rows, heads * self.config.head_dim), jnp.float32),
             arrived=dict.fromkeys(parts, pltpu.SemaphoreType.DMA),
@@ -122,8 +123,7 @@ def _bytes(buffer) -> int:
 
 
 def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
-    """Returns a layer's arrays in the order in which they are used: what is in one part is fetched
-    at once."""
+    """Returns a layer's arrays in the order in which they are used: what is in one part is fetched at once."""
     own, encoded, mlp = layer["self_attention"], layer["encoder_decoder_attention"], layer["mlp"]
     return {
         "self": [own["qkv"]["kernel"], own["out"]["kernel"]],
@@ -225,6 +225,7 @@ class _Kernel:
         for copy in (*self._bias_copies(), *(copy for name in self.sources[0] for copy in self._fetches(0, name))):
             copy.start()
         self._wait_for(self._bias_copies())
+        self._slice_biases()
         x = jax.lax.fori_loop(0, len(self.sources), self._layer, self.x[...].astype(jnp.float32))
         self._wait_for(self._writes(0))
         self.states[...] = self._normed(x, 3 * len(self.sources)).astype(self.dtype)
@@ -270,13 +271,11 @@ class _Kernel:
     # Copies. Each is described anew where it is awaited: what counts there is its size.
 
     def _fetches(self, layer: int, name: str, piece: int = 0) -> Iterator[Any]:
-        """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward
-        block."""
+        """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward block."""
         call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
         features = lambda k: pl.ds(k * call.config.mlp_dim + piece * call.width, call.width)
         if name == "wi":
-            count = len(call.config.mlp_activations)
-            pairs = [(sources[0].at[:, features(k)], buffers[0].at[k]) for k in range(count)]
+            pairs = [(sources[0].at[:, features(k)], buffers[0].at[k]) for k in range(len(call.config.mlp_activations))]
         elif name == "wo":
             pairs = [(sources[0].at[features(0)], buffers[0])]
         else:
@@ -302,11 +301,9 @@ class _Kernel:
                 yield pltpu.make_async_copy(window.at[of_row], cache.at[of_row, slots], self.scratch["written"])
 
     def _bias_copies(self) -> Iterator[Any]:
-        """Yields the copies of the tokens' own rows of the position biases."""
-        for i, bias in enumerate(self.biases):
-            for token, (row, t) in enumerate(self._tokens()):
-                buffer = self.scratch["biases"].at[i, token]
-                yield pltpu.make_async_copy(bias.at[self._first(row) + t], buffer, self.scratch["written"])
+        """Yields the copies of the shifted rows of the position biases."""
+        for bias, buffer in zip(self.biases, self.scratch["shifted"]):
+            yield pltpu.make_async_copy(bias.at[pl.ds(0, self.call.positions)], buffer, self.scratch["written"])
 
     def _start(self, layer: Int32[Array, ""], copies: Callable[[int], Iterator[Any]]) -> None:
         """Starts the copies of the layer with a number that is known only when the kernel runs."""
@@ -322,6 +319,14 @@ class _Kernel:
             copy.wait()
 
     # Caches and attention.
+
+    def _slice_biases(self) -> None:
+        """Does what `biases_from` does, for the tokens of the call."""
+        for i, shifted in enumerate(self.scratch["shifted"]):
+            for token, (row, t) in enumerate(self._tokens()):
+                left = self.call.slots - 1 - self._first(row)
+                turned = pltpu.roll(shifted[t], jax.lax.rem(shifted.shape[2] - left, shifted.shape[2]), axis=1)
+                self.scratch["biases"][i, token] = turned[:, : self.call.slots]
 
     def _tokens(self) -> list[tuple[int, int]]:
         """Returns the row of each token of the call, and its place among the row's."""
@@ -357,11 +362,8 @@ class _Kernel:
     def _attend(self, query: Rows, keys, values, ends: list, bias=None) -> Rows:
         """Returns the output of attention before its last product.
 
-        Each token has a row for each head, with 0 at the features of other heads.
-
-        Args:
-          ends: the first slot that each token does not see.
-          bias: added to the scores, by token, head and slot; None: nothing.
+        Each token has a row for each head, with 0 at the features of other heads. `ends` are the
+        first slots that tokens do not see; `bias`, by token, head and slot, is added to the scores.
         """
         call, heads, features = self.call, len(keys) // self.call.batch, keys.shape[2]
         line, column = (jax.lax.broadcasted_iota(jnp.int32, (call.config.num_heads, query.shape[1]), i) for i in (0, 1))

@@ -8,7 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from specdec_jax.models.axes import PerRow
-from specdec_jax.models.cache import MAX_UNROLLED_ROWS
+from specdec_jax.models.cache import MAX_UNROLLED_ROWS, TILE
+
+SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
 
 
 class RelativePositionBias(nn.Module):
@@ -20,14 +22,32 @@ class RelativePositionBias(nn.Module):
     max_distance: int
     bidirectional: bool
 
-    @nn.compact
+    def setup(self):
+        init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+        self.rel_embedding = self.param("rel_embedding", init, (self.heads, self.num_buckets))
+
     def __call__(self, queries: int, keys: int) -> Float32[Array, "{queries} H {keys}"]:
         """Returns the bias for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
-        init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
-        table = self.param("rel_embedding", init, (self.heads, self.num_buckets))
-        distance = np.arange(keys)[None, :] - np.arange(queries)[:, None]
-        buckets = relative_position_bucket(distance, self.bidirectional, self.num_buckets, self.max_distance)
-        return jnp.take(table.astype(jnp.float32), buckets, axis=1).transpose(1, 0, 2)
+        return self._at(np.arange(keys)[None, :] - np.arange(queries)[:, None]).transpose(1, 0, 2)
+
+    def of_last(self, positions: int) -> Float32[Array, "H {positions}"]:
+        """Returns the bias of the last of so many query positions, which `node_biases` takes."""
+        return self._at(np.arange(positions) - (positions - 1))
+
+    def shifted(self, slots: int) -> Float32[Array, "shifts H W"]:
+        """Returns the bias of S = `slots` keys for any query position, which `biases_from` takes.
+
+        A bias depends on distance only, so that W ≥ 2·S − 1 columns have all of them: column c of
+        row t is for the key S − 1 + t − c positions before its query.
+        """
+        width = -(-(2 * slots - 1) // TILE[1]) * TILE[1]
+        columns = np.arange(width)[None, :] - (slots - 1) - np.arange(SHIFTS)[:, None]
+        return self._at(columns).transpose(1, 0, 2)
+
+    def _at(self, distances: Int[np.ndarray, "*N"]) -> Float32[Array, "H ..."]:
+        """Returns the bias of each distance, which is key position − query position."""
+        buckets = relative_position_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
+        return jnp.take(self.rel_embedding.astype(jnp.float32), buckets, axis=1)
 
 
 def relative_position_bucket(
@@ -70,10 +90,24 @@ def seen_from(positions: PerRow, queries: int, slots: int) -> Bool[Array, "B 1 {
 
 
 def biases_from(
-    positions: PerRow, queries: int, position_bias: Float[Array, "S H S"]
-) -> Float[Array, "B H {queries} S"]:
-    """Returns the rows of `position_bias` for `queries` positions from `positions[b]` on."""
-    take = lambda start: jax.lax.dynamic_slice_in_dim(position_bias, start, queries, axis=0)
+    positions: PerRow, queries: int, shifted: Float[Array, "shifts H W"], slots: int
+) -> Float[Array, "B H {queries} {slots}"]:
+    """Returns the bias of `queries` positions from `positions[b]` on, over `slots` slots; `shifted`
+    as from `RelativePositionBias.shifted(slots)`.
+
+    On an accelerator slices take less time than rows of `[S, H, S]`, whose layout a TPU's compiler
+    changes in every iteration, and less memory: with 64 heads and 2,064 slots that is 1.1 GB.
+    """
+
+    def take(first):
+        starts = range(0, queries, len(shifted))
+        parts = [shifted[: queries - start] for start in starts]
+        parts = [
+            jax.lax.dynamic_slice_in_dim(part, slots - 1 - (first + start), slots, axis=2)
+            for part, start in zip(parts, starts)
+        ]
+        return jnp.concatenate(parts)
+
     if len(positions) > MAX_UNROLLED_ROWS:
         bias = jax.vmap(take)(positions)
     else:

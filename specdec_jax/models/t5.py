@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import flax.linen as nn
@@ -142,14 +143,14 @@ class DecoderCache:
       layers: the cache of each layer's self-attention.
       cross: keys and values of each layer's cross-attention, computed once from the encoder's output, with L for S.
       cross_mask: True at the tokens of the encoder's input.
-      position_bias: the bias of every layer, or one that all share: for all query positions, from which calls slice
-        theirs, or, for nodes of trees, of the last of P query positions.
+      position_bias: the bias of every layer, or one that all share: with the CPU's own kernels, of all query positions;
+        else shifted rows, from which calls slice theirs; for nodes of trees, of the last of P query positions.
     """
 
     layers: tuple[KVCache, ...]
     cross: tuple[KVCache, ...]
     cross_mask: Mask
-    position_bias: tuple[Float32[Array, "S H S"] | Float32[Array, "H P"], ...]
+    position_bias: tuple[Float32[Array, "S H S"] | Float32[Array, "shifts H W"] | Float32[Array, "H P"], ...]
 
     def move_nodes(self, sources: jax.Array, starts: jax.Array, native: bool) -> "DecoderCache":
         """Does what `KVCache.move` does, in every layer."""
@@ -239,10 +240,6 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native))
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def position_bias(self, length: int) -> Float32[Array, "{length} H {length}"]:
-        """Returns the layer's own bias for `length` positions."""
-        return self.relpos_bias(length, length)
-
     def cross_cache(self, encoded: Encoded, mask: Mask | None = None, together: int | None = None) -> KVCache:
         return self.encoder_decoder_attention.project_key_value(encoded, mask, together)
 
@@ -276,15 +273,15 @@ class Decoder(nn.Module):
             )
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def position_biases(self, length: int) -> tuple[Float32[Array, "{length} H {length}"], ...]:
-        """Returns the bias of every layer, or one that all layers share."""
+    def position_biases(self, of: Callable[[RelativePositionBias], Float32[Array, "..."]]) -> tuple:
+        """Returns what `of` gives for the table of every layer, or for one that all layers share."""
         if not self.config.relative_bias_per_layer:
-            return (self.relpos_bias(length, length),)
-        return tuple(layer.position_bias(length) for layer in self.layers)
+            return (of(self.relpos_bias),)
+        return tuple(of(layer.relpos_bias) for layer in self.layers)
 
-    def _of_layers(self, shared: list) -> list:
-        """Repeats a list with one element per bias of `position_biases` to one element per layer."""
-        return shared if self.config.relative_bias_per_layer else shared * len(self.layers)
+    def _of_layers(self, shared: Sequence) -> Sequence:
+        """Repeats what has one element per bias of `position_biases` to one element per layer."""
+        return shared if self.config.relative_bias_per_layer else [*shared] * len(self.layers)
 
     def init_cache(
         self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int, together: int | None
@@ -295,12 +292,14 @@ class Decoder(nn.Module):
         empty = [KVCache.empty(*shape, jnp.dtype(config.dtype), together) for _ in self.layers]
         repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
         cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, together)) for layer in self.layers)
-        return DecoderCache(tuple(empty), cross, repeat(cross_mask), self.position_biases(empty[0].slots))
+        slots, native = empty[0].slots, self.native
+        biases = self.position_biases(lambda table: table(slots, slots) if native else table.shifted(slots))
+        return DecoderCache(tuple(empty), cross, repeat(cross_mask), biases)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
         """Does what `Network.node_cache` does: keeps the bias of the last of P = `positions` query positions only."""
         layers = tuple(layer.widen(slots) for layer in cache.layers)
-        return cache.replace(layers=layers, position_bias=tuple(b[-1] for b in self.position_biases(positions)))
+        return cache.replace(layers=layers, position_bias=self.position_biases(lambda table: table.of_last(positions)))
 
     def step(
         self, x: States, positions: PerRow | None, cache: DecoderCache, layers: int | None = None, live: Live = None,
@@ -311,13 +310,13 @@ class Decoder(nn.Module):
         The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and the new cache, in
         which the layers that were not run stay as they are.
         """
-        mask, biases, written = None, list(cache.position_bias), list(cache.layers)
+        mask, biases, written, slots = None, list(cache.position_bias), list(cache.layers), cache.layers[0].slots
         if not self.native and nodes is not None:
-            distances = nodes.distances(cache.layers[0].slots)
+            distances = nodes.distances(slots)
             mask, biases = distances[:, None] >= 0, [node_biases(bias, distances) for bias in biases]
         elif not self.native:
-            mask = seen_from(positions, x.shape[1], cache.layers[0].slots)
-            biases = [biases_from(positions, x.shape[1], bias) for bias in biases]
+            mask = seen_from(positions, x.shape[1], slots)
+            biases = [biases_from(positions, x.shape[1], bias, slots) for bias in biases]
         shape = x.shape
         if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
             x, live = x.reshape(-1, shape[-1]), None if live is None else live.reshape(-1)
@@ -329,7 +328,7 @@ class Decoder(nn.Module):
     def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""
         length = x.shape[1]
-        biases = self._of_layers([bias.transpose(1, 0, 2)[None] for bias in self.position_biases(length)])
+        biases = self._of_layers(self.position_biases(lambda table: table(length, length).transpose(1, 0, 2)[None]))
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
         x = self.dropout(x, deterministic)
         for layer, bias in zip(self.layers, biases):

@@ -101,7 +101,40 @@ def test_what_is_read_from_a_program(script, monkeypatch):
         "f32[8]",
     ]
     # 3150 cycles, and 2,456,000 bytes at 1,228 GB/s.
-    assert script.estimated_seconds(HLO) == pytest.approx(5e-6) and script.collectives(HLO) == {"all-reduce": 1}
+    assert script.estimated_seconds(script.computations(HLO)["ENTRY"]) == pytest.approx(5e-6)
+    assert script.collectives(HLO) == {"all-reduce": 1}
+
+
+LOOP = """
+%catch_up (p: f32[8]) -> f32[8] {
+  %little = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"105"}
+}
+
+%draft (p: f32[8]) -> f32[8] {
+  %kernel = f32[8]{0} custom-call(%v), backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"1228000"}}
+  %head = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"1050"}
+}
+
+%body (p: f32[8]) -> f32[8] {
+  %a = f32[8]{0} while(%p), condition=%cond.1, body=%catch_up
+  %b = f32[8]{0} while(%a), condition=%cond.2, body=%draft
+  %target = f32[8]{0} add(%b, %b), backend_config={"estimated_cycles":"10500"}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %before = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"999999"}
+  %w = f32[8]{0} while(%before), condition=%cond.3, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize("gamma, microseconds", [(7, 10 + 7 * 2), (0, 10)])
+def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(script, monkeypatch, gamma, microseconds):
+    """What comes before the loop does not count, nor does catching up."""
+    flag = lambda value: type("Flag", (), {"value": value})
+    for name, value in {"_CLOCK": None, "_CHIP": "v4", "_GAMMA": gamma}.items():
+        monkeypatch.setattr(script, name, flag(value))
+    assert script.iteration_seconds(LOOP) == pytest.approx(1e-6 * microseconds)
 
 
 def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):

@@ -16,6 +16,7 @@ from specdec_jax.checkpoints import t5x
 from specdec_jax.models import panels, parameters
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.network import initial_params
+from specdec_jax.models.relative_bias import RelativePositionBias, biases_from
 from specdec_jax.training.deepening import deepen
 from specdec_jax.training.losses import Objective, loss_fn
 
@@ -119,6 +120,28 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
     np.testing.assert_allclose(ours.logits(inputs, tokens, IO["input_lengths"]), expected, rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match="expected t5x.examples.t5.network.Transformer, not scanned"):
         interop.config_of(module)
+
+
+# A bias depends on distance only.
+
+
+@pytest.mark.parametrize("slots", [9, 100])
+@pytest.mark.parametrize("queries", [1, 2, 8, 9])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_slices_of_shifted_rows_are_the_bias_of_every_query(slots, queries, rows):
+    """Up to the last query position, in calls over more positions than there are shifts, and for
+    more rows than are sliced one by one."""
+    table = RelativePositionBias(3, 6, 20, bidirectional=False)
+    params = table.init(jax.random.key(0), 1, 1)
+    whole = np.asarray(table.apply(params, slots, slots))
+    shifted = table.apply(params, slots, method="shifted")
+    positions = np.arange(rows) * 7 % (slots - queries + 1)
+    positions[-1] = slots - queries
+    found = biases_from(jnp.asarray(positions), queries, shifted, slots)
+    expected = [whole[first : first + queries].transpose(1, 0, 2) for first in positions]
+    seen = np.arange(slots) <= (positions[:, None] + np.arange(queries))[:, None, :, None]
+    np.testing.assert_array_equal(np.where(seen, found, 0), np.where(seen, expected, 0))
+    np.testing.assert_array_equal(table.apply(params, slots, method="of_last"), whole[-1])
 
 
 # Formats.
