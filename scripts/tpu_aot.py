@@ -134,15 +134,21 @@ def estimated_seconds(lines: list[str]) -> float:
 
 
 def iteration_seconds(text: str) -> float:
-    """Returns the estimate of one pass of the decode loop with γ passes of the drafter's.
+    """Returns the estimate of one pass of the decode loop with the γ steps of a draft.
 
-    The loop that feeds what a draft had to catch up with is not counted: with a fixed γ it does not
-    run. It is the cheaper one of the two.
+    The drafter has two loops: one to catch up, over two positions a step, and one for the draft.
+    Where each step of the draft is over two positions, there is nothing to catch up with; else the
+    first loop is taken to make the first step, since after a full acceptance in any row it does.
     """
-    parts = computations(text)
+    parts, gamma = computations(text), _GAMMA.value
     (loop,) = bodies(parts["ENTRY"])
-    inner = [estimated_seconds(parts[name]) for name in bodies(parts[loop])]
-    return estimated_seconds(parts[loop]) + _GAMMA.value * max(inner, default=0.0)
+    seconds = estimated_seconds(parts[loop])
+    if gamma:
+        first, *_, last = (estimated_seconds(parts[name]) for name in bodies(parts[loop]))
+        if abstract_network(_DRAFTER.value, drafts=True).pairs_are_free(_BATCH.value):
+            first = last
+        seconds += first + (gamma - 1) * last
+    return seconds
 
 
 def text_of(program) -> str | None:

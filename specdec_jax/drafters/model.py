@@ -189,8 +189,8 @@ class ModelDrafter(Drafter):
         After a full acceptance the last drafted token was drawn but never fed: it is fed together
         with the one committed after it. The other rows feed the same tokens to the same slots
         again. A row that did not draft for a while lags by more, and catches up by two tokens a
-        call. On an accelerator every step feeds two positions (`draft_in_pairs`), unless a policy
-        of γ says how many steps there are.
+        call. On an accelerator every step feeds two positions (`draft_in_pairs`), if that takes no
+        longer and no policy of γ says how many steps there are.
         """
         last = state.lengths - 1
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
@@ -219,7 +219,7 @@ class ModelDrafter(Drafter):
             return self._chosen(state, step, tokens, states, live, (cache, law, seen))
 
         carry = draft_state.cache, empty_law(state), empty_signals(state.policy, len(last))
-        if self.network.pairs_are_free and state.policy is None:
+        if self.network.pairs_are_free(len(last)) and state.policy is None:
             feed = lambda step, carry: (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
             found = draft_in_pairs(state, num_wanted, choose_by_pair, carry, jnp.max(lag), feed)
         else:

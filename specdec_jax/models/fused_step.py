@@ -29,7 +29,7 @@ from specdec_jax.models.layers import ACTIVATION_FUNCTIONS, MASKED
 from specdec_jax.models.products import precision_of
 
 _NORMS = ("self_attention", "cross_attention", "mlp")
-_MOST_ROWS, _MOST_POSITIONS = 8, 2
+MOST_ROWS, _MOST_POSITIONS = 8, 2
 _PIECES = (1, 2, 4)  # of a feed-forward block
 _VMEM = 16 * 2**20  # bytes of VMEM that a v4's core has
 _MOST_BUFFERS = 14 * 2**20  # of them for `_Call.scratch`; the compiler needs the others
@@ -160,7 +160,7 @@ def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any,
     if config.family != "t5" or config.matmul_dtype or not module.fused or os.environ.get(native.SETTING) == "off":
         return False
     first = cache.layers[0]
-    if first.together is None or first.rules is not None or shape[0] > _MOST_ROWS or shape[1] > _MOST_POSITIONS:
+    if first.together is None or first.rules is not None or shape[0] > MOST_ROWS or shape[1] > _MOST_POSITIONS:
         return False
     stored = any(map(layouts.is_kernel, jax.tree.leaves(params["decoder"], is_leaf=layouts.is_kernel)))
     return not stored and _Call.of(module, params, shape, cache, layers).fits()

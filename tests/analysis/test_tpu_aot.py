@@ -107,7 +107,7 @@ def test_what_is_read_from_a_program(script, monkeypatch):
 
 LOOP = """
 %catch_up (p: f32[8]) -> f32[8] {
-  %little = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"105"}
+  %pair = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"3150"}
 }
 
 %draft (p: f32[8]) -> f32[8] {
@@ -128,12 +128,16 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
 
 
-@pytest.mark.parametrize("gamma, microseconds", [(7, 10 + 7 * 2), (0, 10)])
-def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(script, monkeypatch, gamma, microseconds):
-    """What comes before the loop does not count, nor does catching up."""
+@pytest.mark.parametrize(
+    "gamma, pairs, microseconds", [(7, True, 10 + 7 * 2), (7, False, 10 + 3 + 6 * 2), (0, True, 10)]
+)
+def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(script, monkeypatch, gamma, pairs, microseconds):
+    """What comes before the loop does not count; catching up does where steps are over one position."""
     flag = lambda value: type("Flag", (), {"value": value})
-    for name, value in {"_CLOCK": None, "_CHIP": "v4", "_GAMMA": gamma}.items():
+    for name, value in {"_CLOCK": None, "_CHIP": "v4", "_GAMMA": gamma, "_DRAFTER": "small", "_BATCH": 3}.items():
         monkeypatch.setattr(script, name, flag(value))
+    network = type("Network", (), {"pairs_are_free": lambda batch: pairs and batch == 3})
+    monkeypatch.setattr(script, "abstract_network", lambda preset, drafts: network)
     assert script.iteration_seconds(LOOP) == pytest.approx(1e-6 * microseconds)
 
 

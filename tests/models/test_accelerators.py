@@ -124,6 +124,11 @@ def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
     assert heads_together("tpu", small, three_parts) == 2
 
 
+def test_two_positions_cost_what_one_does_but_for_many_rows_on_a_tpu():
+    free = lambda together, batch: laid_out(t5(), together).network.pairs_are_free(batch)
+    assert not free(None, 1) and free(1, 1) and free(1, 99) and free(2, 8) and not free(2, 9)
+
+
 def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
     rng = np.random.default_rng(0)
     nodes = Nodes(
