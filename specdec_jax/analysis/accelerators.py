@@ -232,9 +232,11 @@ def _calls(setup: Setup, preset: str) -> list[Figure]:
         return found | _ratio("c", found, before.get(one, {}))
 
     about = {"target": preset, "batch": 1}
-    drafting = lambda pair: timing.step_arm(
-        pair.drafter.steps()["draft step"], 1, length, _room(setup, pair.target), 1
-    )  # fmt: skip
+
+    def drafting(pair):
+        network, room = pair.drafter.steps()["draft step"], _room(setup, pair.target)
+        return timing.step_arm(network, 1, length, room, 1 + network.pairs_are_free(1), timing.draft_steps)
+
     products = lambda pair: products_arms(pair.target.network, 1)["products"]
     return [
         *map(call, sorted({1, *setup.widths})),

@@ -123,17 +123,18 @@ def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, g
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def pair_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
-    """Runs steps as `decode_steps` does for two tokens `[B, 2]`, with the head on the second only,
-    like a drafter that catches up."""
-
-    def body(_, carry):
-        tokens, cache = carry
-        states, cache = network.decode_states(tokens, positions, cache)
-        token = laws.argmax(network.head(states[:, 1:])).astype(jnp.int32)
-        return jnp.concatenate([tokens[:, 1:], token], axis=1), cache
-
+def draft_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, steps: int):
+    """Runs steps as `decode_steps` does for one or two tokens `[B, T]`, with the head on the last
+    only, like a drafter: it feeds two to catch up, and always two where pairs are free."""
+    body = functools.partial(_draft_step, network, positions)
     return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
+
+
+def _draft_step(network: Network, positions: jax.Array, _, carry: tuple) -> tuple:
+    tokens, cache = carry
+    states, cache = network.decode_states(tokens, positions, cache)
+    token = laws.argmax(network.head(states[:, -1:])).astype(jnp.int32)
+    return jnp.concatenate([tokens[:, 1:], token], axis=1), cache
 
 
 @functools.partial(jax.jit, static_argnames=("tree", "slots", "steps"))
@@ -173,7 +174,7 @@ def step_arm(
     """Returns a call that runs `STEPS` steps over `width` positions of `batch` rows, with inputs of
     `input_length` tokens.
 
-    `stepping` runs the steps: `decode_steps`, or `pair_steps`, for which `width` must be 2.
+    `stepping` runs the steps: `decode_steps`, or `draft_steps`, for which `width` is 1 or 2.
     """
     inputs, lengths = _inputs(network, batch, input_length)
     cache = prefill_cache(network, inputs, lengths, slots=slots)
@@ -182,8 +183,8 @@ def step_arm(
     return lambda: stepping(network, tokens, positions, cache, steps=STEPS)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "steps"))
-def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int):
+@functools.partial(jax.jit, static_argnames=("gamma", "steps", "width"))
+def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int, width: int):
     """Runs γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in
     turn.
 
@@ -197,17 +198,15 @@ def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *
       caches: the target's cache and the drafter's.
       gamma: γ.
       steps: number of rounds.
+      width: number of positions in a draft step, 1 or 2.
     """
 
-    def draft(_, carry):
-        token, cache = carry
-        logits, cache = drafter.decode(token, positions, cache)
-        return laws.argmax(logits).astype(jnp.int32), cache
+    draft = functools.partial(_draft_step, drafter, positions)
 
     def body(_, carry):
         tokens, (cache, draft_cache) = carry
-        drafted, draft_cache = jax.lax.fori_loop(0, gamma, draft, (tokens[:, -1:], draft_cache))
-        logits, cache = target.decode(jnp.concatenate([drafted, tokens[:, 1:]], axis=1), positions, cache)
+        drafted, draft_cache = jax.lax.fori_loop(0, gamma, draft, (tokens[:, -width:], draft_cache))
+        logits, cache = target.decode(jnp.concatenate([drafted[:, -1:], tokens[:, 1:]], axis=1), positions, cache)
         return laws.argmax(logits).astype(jnp.int32), (cache, draft_cache)
 
     return jax.lax.fori_loop(0, steps, body, (tokens, caches))[0]
@@ -304,15 +303,15 @@ def sampling_arms(
 
 
 def paired_arm(
-    target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int
+    target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int, width: int
 ) -> Callable[[], object]:
-    """Returns a call that runs `STEPS` rounds of γ draft steps and one target call over γ + 1
-    positions."""
+    """Returns a call that runs `STEPS` rounds of γ draft steps over `width` positions and a target call over γ + 1."""
     inputs, lengths = _inputs(target, batch, input_length)
     caches = tuple(prefill_cache(network, inputs, lengths, slots=slots) for network in (target, drafter))
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)
     positions = jnp.full(batch, (slots - gamma - 1) // 2, jnp.int32)
-    return functools.partial(paired_steps, target, drafter, tokens, positions, caches, gamma=gamma, steps=STEPS)
+    how = dict(gamma=gamma, steps=STEPS, width=width)
+    return functools.partial(paired_steps, target, drafter, tokens, positions, caches, **how)
 
 
 _prefill_state = jax.jit(prefill.prefill, static_argnames=("program", "slots"))
@@ -338,8 +337,7 @@ def step_arms(
       room: number of slots.
       gammas: for each γ there is "verify γ", a target call over γ + 1 positions.
       pairs: for each γ there is "draft γ and verify", which has γ draft steps before that call; and
-        a "draft pair", the call over two positions with which a model catches up after a full
-        acceptance.
+        a "draft pair", the call over two positions with which a model catches up.
     """
     single, longest = target.network, max(lengths)
     arms = {"target step": step_arm(single, rows, longest, room, 1)}
@@ -348,14 +346,17 @@ def step_arms(
     for length in lengths:
         arms[f"target encoder {length}"] = prefill_arm(target.network, rows, length, room)
     steps = drafter.steps() if drafter is not None else {}
+    width = 1
+    if steps and drafter.second_model is not None:
+        width += steps["draft step"].pairs_are_free(rows)
     for name, network in steps.items():
-        arms[name] = step_arm(network, rows, longest, room, 1)
+        arms[name] = step_arm(network, rows, longest, room, width, draft_steps)
     if steps:
         drafting = steps["draft step"]
         for gamma in pairs:
-            arms[f"draft {gamma} and verify"] = paired_arm(target.network, drafting, rows, longest, room, gamma)
+            arms[f"draft {gamma} and verify"] = paired_arm(single, drafting, rows, longest, room, gamma, width)
         if drafter.second_model is not None:
-            arms["draft pair"] = step_arm(drafting, rows, longest, room, 2, pair_steps)
+            arms["draft pair"] = step_arm(drafting, rows, longest, room, 2, draft_steps)
             for length in lengths:
                 arms[f"drafter encoder {length}"] = prefill_arm(drafting, rows, length, room)
     return arms
