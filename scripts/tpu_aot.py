@@ -17,8 +17,8 @@ the whole drafter. Exit code 1 if the programs do not fit.
 
 With `--chip=all` a process for each chip compiles, and the chip's line follows as soon as it is
 there: the memory that is needed, the estimate of an iteration (one pass of the loop, with γ passes
-of the drafter's loop in it; a kernel in Pallas, which the compiler does not estimate, counts as its
-bytes over the bandwidth), and the floor under it: the bytes of the decoders' weights and caches
+of the drafter's loop in it, or single calls where JAX cannot read the loop's text; a kernel in
+Pallas, which the compiler does not estimate, counts as its bytes over the bandwidth), and the floor under it: the bytes of the decoders' weights and caches
 over the bandwidth. Standard error says what is being compiled.
 """
 
@@ -191,6 +191,19 @@ def placement(drafts: bool = False) -> ShardingRules | None:
     return ShardingRules(Mesh(np.array(_devices()[: data * model]).reshape(data, model), AXES), replicate=drafts)
 
 
+def iteration_ms(text: str | None) -> float | None:
+    """Returns the estimate of an iteration from the loop's text; without it, from single calls over
+    γ + 1 and over two positions; None where JAX cannot read theirs either."""
+    gamma = _GAMMA.value
+    try:
+        draft = lambda: gamma and gamma * call_seconds(_DRAFTER.value, 2, drafts=True)
+        seconds = iteration_seconds(text) if text else call_seconds(_TARGET.value, max(gamma + 1, 2)) + draft()
+    except jax.errors.JaxRuntimeError as error:
+        print(f"no estimate: {str(error)[:120]}", file=sys.stderr)
+        return None
+    return round(1e3 * seconds, 3)
+
+
 def place(tree, shardings=None):
     """Returns the shapes of `tree` on the TPU: by `shardings`, else where they are already, else
     whole on every device."""
@@ -340,8 +353,7 @@ def report() -> dict:
         "memory_gb": most, "fits": needed <= most, "floor_ms": round(1e3 * read / CHIPS[_CHIP.value].bandwidth, 3),
         "copied_in_loops": loop_copies(text) if text else None,
         "jax": jax.__version__,
-        **({"iteration_ms": round(1e3 * iteration_seconds(text), 3) if text else None} if _ITERATION.value else {}),
-    }  # fmt: skip
+    } | ({"iteration_ms": iteration_ms(text)} if _ITERATION.value else {})  # fmt: skip
 
 
 def _step_gb(network: Network) -> float:
