@@ -197,7 +197,8 @@ def shown(line: Mapping[str, Any]) -> str:
         if name in line:
             return f"= {line['figure']}: {text}: {line[name]}"
     units = {"v": "v", "c": "c", "improvement": "times plain", "iteration_ms": "ms an iteration",
-             "tokens_per_second": "tokens a second", "gb_per_second": "GB a second", "over_full": "of the full target's"}  # fmt: skip
+             "tokens_per_second": "tokens a second", "gb_per_second": "GB a second",
+             "over_full": "of the full target's"}  # fmt: skip
     rest = "".join(f", {line[name]:.4g} {unit}" for name, unit in units.items() if name in line)
     return f"= {line['figure']}: {line['milliseconds']['median']:.4g} ms{rest}"
 

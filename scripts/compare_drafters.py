@@ -142,8 +142,9 @@ def main(argv) -> None:
         alpha, gain = line["alpha"], line["improvement"]
         shown = f"{gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})"
         c, v = ("-" if line[name] is None else f"{line[name]:.3f}" for name in ("cost_ratio", "verify_cost"))
-        print(f"{'-' if alpha is None else f'{alpha:.3f}':>7}{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
-              f"{c:>8}{v:>8}{shown:>25}{'-' if line['differ'] is None else line['differ']:>8}  {line['arm']}")  # fmt: skip
+        rate, differ = "-" if alpha is None else f"{alpha:.3f}", "-" if line["differ"] is None else line["differ"]
+        counts = f"{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
+        print(f"{rate:>7}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['arm']}")
 
 
 def costs(name: str, arm: analysis_arms.Arm, times: dict[str, Spread]) -> dict:

@@ -18,8 +18,9 @@ the whole drafter. Exit code 1 if the programs do not fit.
 With `--chip=all` a process for each chip compiles, and the chip's line follows as soon as it is
 there: the memory that is needed, the estimate of an iteration (one pass of the loop, with γ passes
 of the drafter's loop in it, or single calls where JAX cannot read the loop's text; a kernel in
-Pallas, which the compiler does not estimate, counts as its bytes over the bandwidth), and the floor under it: the bytes of the decoders' weights and caches
-over the bandwidth. Standard error says what is being compiled.
+Pallas, which the compiler does not estimate, counts as its bytes over the bandwidth), and the floor
+under it: the bytes of the decoders' weights and caches over the bandwidth. Standard error says what
+is being compiled.
 """
 
 import dataclasses
@@ -343,7 +344,8 @@ def report() -> dict:
     read += gamma * _step_gb(drafter.network) if drafter else 0
     return {
         "what": "compiler's memory analysis, ahead of time; not a measurement",
-        "chip": _CHIP.value, "topology": _topology(), "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
+        "chip": _CHIP.value, "topology": _topology(),
+        "target": _TARGET.value, "drafter": _DRAFTER.value if gamma else None,
         "gamma": gamma, "tree": _TREE.value, "num_beams": _BEAMS.value, "batch_size": batch, "dtype": "bfloat16",
         "quantize": _QUANTIZE.value,
         "weights_gb": round(weights, 3),

@@ -2,9 +2,9 @@
 
 Needs T5X. Run from the repository root: `PYTHONPATH=.:tests/support python scripts/write_golden_t5x_beams.py`.
 
-For each search, by name: `NAME/tokens [4, K, 16]` and `NAME/scores [4, K]`, as T5X gives them, the best hypothesis last.
-`searches` is a JSON object: by name `num_decodes`, `alpha`, `eos_id` and whether there are `prompts [4, 16]`. The inputs
-are those of the checkpoint's own archive.
+For each search, by name: `NAME/tokens [4, K, 16]` and `NAME/scores [4, K]`, as T5X gives them, the
+best hypothesis last. `searches` is a JSON object: by name `num_decodes`, `alpha`, `eos_id` and
+whether there are `prompts [4, 16]`. The inputs are those of the checkpoint's own archive.
 """
 
 import functools

@@ -285,8 +285,9 @@ def _per_token(seconds: Spread, result: GenerationResult, plain: Mapping[str, An
     `plain` that is."""
     tokens = float(np.mean(result.lengths))
     found = {
-        "milliseconds": _scaled(seconds, 1e3 / tokens), "tokens_per_second": float(result.lengths.sum()) / seconds.median
-    }  # fmt: skip
+        "milliseconds": _scaled(seconds, 1e3 / tokens),
+        "tokens_per_second": float(result.lengths.sum()) / seconds.median,
+    }
     if result.stats is None:
         return found
     calls = max(row.target_calls for row in result.stats.per_row or (result.stats,))

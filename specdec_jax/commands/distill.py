@@ -70,7 +70,8 @@ class DistillConfig:
     )
     select: str = option(
         "loss",
-        "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature 1) or agreement (at 0)",
+        "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature 1) or "
+        "agreement (at 0)",
     )
     steps: int = option(2000, "optimiser steps in all")
     warmup_steps: int = option(100, "steps of linear warm-up at the start")

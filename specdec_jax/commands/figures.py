@@ -16,8 +16,8 @@ class FiguresOptions:
 
     records: tuple[str, ...] = option(
         (),
-        "file with a record of `specdec benchmark`, `measure` or `demo`, scripts/compare_drafters.py, scripts/tpu_aot.py "
-        "--times or scripts/accelerator_report.py; repeatable",
+        "file with a record of `specdec benchmark`, `measure` or `demo`, scripts/compare_drafters.py, "
+        "scripts/tpu_aot.py --times or scripts/accelerator_report.py; repeatable",
     )
     output: str = option("report.html", "HTML file to write; it needs no other files")
 

@@ -18,7 +18,8 @@ GROUPS = {
     "input and output": (
         "records", "source", "format", "input_file", "limit", "sweep", "output_file", "output", "config", "json",
             "plot",
-        "report", "picture", "trace", "stream", "source_files", "validation_files", "data_dir", "output_dir", "max_sources",
+        "report", "picture", "trace", "stream", "source_files", "validation_files", "data_dir", "output_dir",
+        "max_sources",
     ),
     "drafting and verifying": (
         "gamma", "gamma_max", "gamma_policy", "gamma_settings", "tree", "tree_nodes", "verifier", "choose_verifier",

@@ -39,7 +39,8 @@ class MeasureOptions(DecodingOptions):
     json: bool = option(False, "print the JSON record instead of the summary")
     plot: str | None = option(
         None,
-        "file for a plot of expected improvement, acceptance by position and by depth, v and coverage (.png, .pdf, .svg)",
+        "file for a plot of expected improvement, acceptance by position and by depth, v and coverage (.png, .pdf, "
+        ".svg)",
     )
 
     def check(self) -> None:

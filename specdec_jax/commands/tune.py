@@ -34,7 +34,8 @@ class TuneOptions(SearchFlags, DecodingOptions):
     beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
     tree_nodes: tuple[int, ...] = option(
         (), "also choose from token trees of these numbers of positions, the best shape of each by coverage and the "
-        "times of calls, and one that the drafter's law shapes, no deeper than the greatest --gamma; only for a drafting model whose law is scored"
+        "times of calls, and one that the drafter's law shapes, no deeper than the greatest --gamma; only for a "
+        "drafting model whose law is scored"
     )  # fmt: skip
     choose_verifier: bool = option(
         True, "above temperature 0, choose between block and token verification if --verifier is one of them"

@@ -23,7 +23,8 @@ from specdec_jax.speculative.verifier import Verifier
 def generate(
     target: LanguageModel, inputs, *, drafter: Drafter | None = None,
     gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig = SamplingConfig(),
-    tree: Tree | DynamicTree | None = None, verifier: str | Verifier = "block", lenience: float | Sequence[float] | None = None,
+    tree: Tree | DynamicTree | None = None, verifier: str | Verifier = "block",
+    lenience: float | Sequence[float] | None = None,
     typical_epsilon: float | Sequence[float] | None = None, typical_delta: float | Sequence[float] | None = None,
     forced_alpha: float | Sequence[float] | None = None, max_new_tokens: int | Sequence[int] = 64, key=None,
     num_samples: int = 1,
@@ -62,7 +63,8 @@ def generate(
       decoder_prefix: B forced beginnings of the output, without start token or EOS, which the result does not repeat.
       eos_ids: ids that stop a row; None: the model's own. stop: strings that stop a row; neither they nor a token that
         reaches into one are part of the result.
-      deadline: seconds after the call, compilation included (see `warm_up`), at which the rows are returned as they are.
+      deadline: seconds after the call, compilation included (see `warm_up`), at which the rows are
+        returned as they are.
       num_beams: K beams of a beam search; None: none. For what follows it see `beams.BeamOptions`.
 
     Raises:

@@ -256,9 +256,11 @@ def plan(
     found = Plan(
         network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program,
         samples=samples,
-        slots=slots(longest, program.reach), prompted=decoder_only(target), tokens=tokens, lengths=lengths, prefix=prefix,
+        slots=slots(longest, program.reach), prompted=decoder_only(target),
+        tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
-        rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy, shared=dict(bias=rows.bias, forced=rows.forced),
+        rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy,
+        shared=dict(bias=rows.bias, forced=rows.forced),
     )  # fmt: skip
     return _by_costs(found, together * samples, first) if measured else found
 

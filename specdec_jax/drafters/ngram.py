@@ -35,9 +35,9 @@ class NGramDrafter(ChainDrafter):
 
     Attributes:
       table: the counts.
-      sampled: False drafts the most frequent id, a point mass; in a tree the most frequent ids. True draws from the relative
-        frequencies (after a context, those of the continuations that are kept), under the same
-        processors, temperature and filters as the target.
+      sampled: False drafts the most frequent id, a point mass; in a tree the most frequent ids. True
+        draws from the relative frequencies (after a context, those of the continuations that are
+        kept), under the same processors, temperature and filters as the target.
     """
 
     table: NGramTable

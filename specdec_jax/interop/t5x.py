@@ -102,7 +102,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         drafter = _drafter(drafter, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary)
         levels: Any = LEVELS if gamma is None else gamma
         self._counts = counts
-        self._decoder: Decoder | BeamDecoder = BeamDecoder(config, drafter, levels, beam_width) if searches else Decoder(
+        beams = lambda: BeamDecoder(config, drafter, levels, beam_width)
+        self._decoder: Decoder | BeamDecoder = beams() if searches else Decoder(
             config, drafter, gamma if gamma is not None else 4 if tree is None else "auto",
             read_tree(tree) if isinstance(tree, str) else tree, sampling or SamplingConfig(), verifier, lenience,
             typical_epsilon, typical_delta, rescale_log_probs,

@@ -12,9 +12,10 @@ from specdec_jax.analysis.report.rows import measured_at
 
 HEAD = ("figure", "batch", "milliseconds", "(least to most)", "ratio", "ms an iteration", "tokens a second", "")
 NOTE = (
-    "Milliseconds: of a call or step; of whole decodes for one token of a row, encoder of one layer included. Ratio: v of a "
-    "target call and c of a draft step, both over the target's call over one position; of a speculative decode how many "
-    "times as fast as the plain one it is; in 8 bits the time over that of the full target."
+    "Milliseconds: of a call or step; of whole decodes for one token of a row, encoder of one layer "
+    "included. Ratio: v of a target call and c of a draft step, both over the target's call over one "
+    "position; of a speculative decode how many times as fast as the plain one it is; in 8 bits the time "
+    "over that of the full target."
 )
 
 

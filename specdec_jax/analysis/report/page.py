@@ -133,7 +133,8 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
         (row.drafter, row.verifier, tables.decimal(row.gamma, 0), tables.decimal(row.alpha, 3),
          tables.with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
          tables.with_bare(row.verify_cost, row.bare_verify_cost, 2),
-         tables.decimal(row.tokens_per_call, 2), tables.decimal(row.predicted, 3), tables.spread_text(row.improvement), tables.spread_text(_reached(row)),
+         tables.decimal(row.tokens_per_call, 2), tables.decimal(row.predicted, 3),
+         tables.spread_text(row.improvement), tables.spread_text(_reached(row)),
          tables.decimal(row.differ, 0))
         for row in found
     ]  # fmt: skip
