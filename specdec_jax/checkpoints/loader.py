@@ -66,8 +66,7 @@ def load(
         gated feed-forward block for gelu; UL2's silu must be given.
       vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a tokenizer.json or of a
         SentencePiece model (T5's 100 sentinels are added if the embedding has room for them). A T5X checkpoint has
-        none, so that only ids work, unless a `spiece.model`, `sentencepiece.model` or `tokenizer.json` lies beside
-        it.
+        none, but a `spiece.model`, `sentencepiece.model` or `tokenizer.json` beside it; without one only ids work.
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A process reads only
         what its own devices hold, if the format allows it. None: one device.
       replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.

@@ -24,10 +24,9 @@ def generate(
     target: LanguageModel, inputs, *, drafter: Drafter | None = None,
     gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig = SamplingConfig(),
     tree: Tree | DynamicTree | None = None, verifier: str | Verifier = "block",
-    lenience: float | Sequence[float] | None = None,
-    typical_epsilon: float | Sequence[float] | None = None, typical_delta: float | Sequence[float] | None = None,
-    forced_alpha: float | Sequence[float] | None = None, max_new_tokens: int | Sequence[int] = 64, key=None,
-    num_samples: int = 1,
+    lenience: float | Sequence[float] | None = None, typical_epsilon: float | Sequence[float] | None = None,
+    typical_delta: float | Sequence[float] | None = None, forced_alpha: float | Sequence[float] | None = None,
+    max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1,
     input_lengths=None, max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (), deadline: float | None = None, num_beams: int | None = None,
     length_penalty: float | None = None, beam_style: str = "t5x", early_stopping: bool | str = False,
@@ -63,8 +62,7 @@ def generate(
       decoder_prefix: B forced beginnings of the output, without start token or EOS, which the result does not repeat.
       eos_ids: ids that stop a row; None: the model's own. stop: strings that stop a row; neither they nor a token that
         reaches into one are part of the result.
-      deadline: seconds after the call, compilation included (see `warm_up`), at which the rows are
-        returned as they are.
+      deadline: seconds after the call, compilation included (see `warm_up`), until the rows are returned as they are.
       num_beams: K beams of a beam search; None: none. For what follows it see `beams.BeamOptions`.
 
     Raises:

@@ -74,9 +74,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             which is T5X's default; else they are under the model's own law.
           counts: whether `predict_batch_with_aux` returns `target_calls`, `drafted` and `accepted`,
             `[B]` each, beside the scores.
-          decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
-            `functools.partial` bind to it, in place of `sampling` and `rescale_log_probs`; None:
-            as these say.
+          decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or `functools.partial`
+            bind to it, in place of `sampling` and `rescale_log_probs`; None: as these say.
 
         Raises:
           ValueError: something that cannot be decoded speculatively, a drafter of another
