@@ -15,7 +15,8 @@ Every figure is a line of JSON in `--output` as soon as it is there, and a line 
 file's first line has the machine, the versions and the options; a second start with the same skips
 what is there, and with others is refused. What `--minutes` did not suffice for is listed at the end.
 A figure that runs out of memory is a line too: remove it to try again. The programs of a stage are
-compiled side by side, in `--threads`.
+compiled side by side, in `--threads`, and kept on disk for the next start. A stage that has begun is
+not cut short: where a process is killed after ten minutes, give `--minutes=6`.
 """
 
 import concurrent.futures
@@ -34,6 +35,7 @@ from absl import app, flags
 from specdec_jax.analysis import machine, timing
 from specdec_jax.analysis.accelerators import Figure, NotHere, Setup, Stage, stages
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import check_output, lock
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
@@ -51,6 +53,9 @@ _TREE = flags.DEFINE_string("tree", _DEFAULT.tree, "A token tree, as for `specde
 _INPUT = flags.DEFINE_integer("input_length", _DEFAULT.input_length, "Ids of every input.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", _DEFAULT.max_new_tokens, "New tokens of every output.", lower_bound=1)
 _TINY = flags.DEFINE_bool("tiny", False, "Shrink every shape to two narrow layers, to try the script out.")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache_dir", None, "Folder of compiled programs, as for `specdec`; empty: none are kept."
+)
 _THREADS = flags.DEFINE_integer("threads", 0, "Programs compiled side by side; 0: one for each core, at most 8.")
 
 
@@ -259,6 +264,7 @@ def main(argv) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     setup = setup_of()
+    keep_programs(_CACHE.value)
     check_output(_OUTPUT.value)
     planned = stages(setup, against(setup))
     names = [figure.name for stage in planned for figure in stage.figures]

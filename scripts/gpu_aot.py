@@ -22,6 +22,7 @@ from jax.experimental import topologies
 from specdec_jax.analysis.compiled_text import loop_copies, loops
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.progress import waiting
 from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
@@ -111,7 +112,8 @@ def main(argv):
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
         raise app.UsageError(f"no compiler for NVIDIA GPUs: {why}; expected jax[cuda13] of version 0.11") from None
-    text = compiled_text(topology.devices[0])
+    with waiting(f"compiling the loop of {_LAYERS.value} layers of {_TARGET.value} and {_DRAFTER.value}"):
+        text = compiled_text(topology.devices[0])
     if _TEXT.value:
         write_file(_TEXT.value, text)
     record = {

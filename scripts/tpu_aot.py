@@ -258,6 +258,7 @@ def call_nodes(network: Network, tokens, positions, cache):
 def tree_call_seconds(preset: str) -> float:
     """Returns the compiler's estimate of a call over the nodes of the tree, in seconds."""
     network, tree, batch = abstract_network(preset), _tree(), _BATCH.value
+    print(f"compiling a call of {preset} over {tree.size} nodes", file=sys.stderr, flush=True)
     room = slots(_NEW.value + 1, tree.size - 1)
     inputs = jax.ShapeDtypeStruct((batch, bucket(_INPUT.value)), jnp.int32)
     row, tokens = (jax.ShapeDtypeStruct((batch, *shape), jnp.int32) for shape in ((), (tree.size,)))

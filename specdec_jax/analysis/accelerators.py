@@ -68,7 +68,8 @@ class Setup:
     def config(self, preset: str) -> ModelConfig:
         """Returns the shape of a preset in this dtype, with an encoder of one layer."""
         config = PRESETS[preset].replace(dtype=self.dtype, num_encoder_layers=1)
-        small = dict(vocab_size=512, emb_dim=64, num_heads=2, head_dim=32, mlp_dim=96, num_decoder_layers=2)
+        # As small as a TPU's kernel of a draft step takes them.
+        small = dict(vocab_size=512, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=128, num_decoder_layers=2)
         return config.replace(**small) if self.tiny else config
 
     def ids(self, rows: int, vocab_size: int) -> np.ndarray:

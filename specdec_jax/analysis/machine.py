@@ -1,6 +1,7 @@
 """Describes the machine, the models and the inputs of a record."""
 
 import dataclasses
+import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 
 from specdec_jax.decoding import costs
-from specdec_jax.models import native
+from specdec_jax.models import fused_trial, gpu_attention, native
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.models.parameters import parameter_count
@@ -27,13 +28,24 @@ def machine() -> dict[str, Any]:
         "processor": costs.processor(),
         "cores": costs.cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
-        **({"kernel": native.origin() or "none"} if device.platform == "cpu" else {}),
+        "kernel": _kernels(device.platform),
     }
 
 
+def _kernels(platform: str) -> str:
+    """Returns which of the package's own kernels run on this kind of device."""
+    if platform == "cpu":
+        return native.origin() or "none"
+    trials = {"gpu": gpu_attention.TRIAL, "tpu": fused_trial.TRIAL}
+    if platform not in trials or os.environ.get(native.SETTING) == "off":
+        return "none"
+    why = trials[platform].result()
+    return f"none, {why}" if why else "Pallas"
+
+
 def hardware(machine: Mapping[str, Any]) -> str:
-    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels,
-    and a CPU is named by its processor."""
+    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels, and
+    a CPU is named by its processor."""
     kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
     device = "" if machine["device"].startswith("cpu") else f", {machine['device']}"
     return f"{machine['processor']}, {machine['cores']} cores{device}{kernel}"

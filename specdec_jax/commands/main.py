@@ -20,13 +20,13 @@ from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import gin
-import jax
 from absl import flags
 
 import specdec_jax
 from specdec_jax.commands import help_page
 from specdec_jax.commands.benchmark import CheckFailed
-from specdec_jax.files import user_cache, writing
+from specdec_jax.decoding.program_cache import keep_programs
+from specdec_jax.files import writing
 
 
 class Command(NamedTuple):
@@ -167,7 +167,7 @@ def _main(argv: list[str]) -> int:
     given = _given(cls, fields, values)
     options = _options(name, cls, given, values, bindings)
     settings = _operative(options, given if values.gin_file or bindings else None)
-    _use_compilation_cache(values.compilation_cache_dir)
+    keep_programs(values.compilation_cache_dir)
 
     def record() -> None:
         if path := _beside_output(options):
@@ -374,19 +374,6 @@ def _register(cls: type) -> None:
         gin.get_configurable(cls)
     except (KeyError, ValueError):
         gin.external_configurable(cls, module=cls.__module__)
-
-
-# Cache and overview.
-
-
-def _use_compilation_cache(folder: str | None) -> None:
-    """Keeps compiled programs on disk, so that a second start is quick."""
-    if folder is None:
-        folder = str(user_cache.folder())
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _overview() -> str:

@@ -238,7 +238,7 @@ def machine_key() -> dict[str, Any]:
         "cores": cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "flags": os.environ.get("XLA_FLAGS", ""),
-        "kernel": native.identity() if device.platform == "cpu" else None,
+        "kernel": native.identity() if device.platform == "cpu" else os.environ.get(native.SETTING),
     }
 
 

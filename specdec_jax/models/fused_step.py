@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from specdec_jax.models import layouts, native
@@ -27,6 +26,11 @@ from specdec_jax.models.cache import TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.layers import ACTIVATION_FUNCTIONS, MASKED
 from specdec_jax.models.products import precision_of
+
+try:
+    from jax.experimental.pallas import tpu as pltpu
+except ImportError:
+    pltpu = None
 
 _NORMS = ("self_attention", "cross_attention", "mlp")
 MOST_ROWS, _MOST_POSITIONS = 8, 2
@@ -59,10 +63,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> "_Call":
-        """Picks what the first `layers` layers (None: all) read; `shape` is (B, T).
-
-        There are as few pieces as VMEM allows.
-        """
+        """Picks what the first `layers` layers (None: all) read, in as few pieces as VMEM allows; `shape` is (B, T)."""
         count, decoder = layers or module.config.num_decoder_layers, params["decoder"]
         parts = [_parts(decoder[f"layers_{i}"], cache.cross[i]) for i in range(count)]
         caches = [_without_rows(layer) for layer in cache.layers[:count]]
@@ -107,8 +108,7 @@ class _Call(NamedTuple):
         )
 
     def fits(self) -> bool:
-        """Returns whether all arrays have the dtype and the shapes that the kernel takes, and their
-        buffers have room in VMEM."""
+        """Returns whether dtypes and shapes are those that the kernel takes, and its buffers have room in VMEM."""
         leaves, dtype = jax.tree.leaves((self.parts, self.caches)), jnp.dtype(self.config.dtype)
         whole = all(leaf.dtype == dtype and leaf.shape[-1] % TILE[1] == 0 for leaf in leaves)
         whole = whole and self.config.mlp_dim % (self.pieces * TILE[1]) == 0
@@ -157,7 +157,8 @@ def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any,
       layers: number of decoder layers to run; None: all.
     """
     config = module.config
-    if config.family != "t5" or config.matmul_dtype or not module.fused or os.environ.get(native.SETTING) == "off":
+    off = pltpu is None or os.environ.get(native.SETTING) == "off"
+    if off or config.family != "t5" or config.matmul_dtype or not module.fused:
         return False
     first = cache.layers[0]
     if first.together is None or first.rules is not None or shape[0] > MOST_ROWS or shape[1] > _MOST_POSITIONS:
@@ -231,8 +232,7 @@ class _Kernel:
         self.states[...] = self._normed(x, 3 * len(self.sources)).astype(self.dtype)
 
     def _layer(self, i: Int32[Array, ""], x: Rows) -> Rows:
-        """Runs a layer: the last thing that each block does is to fetch what the same block of the
-        next layer reads."""
+        """Runs a layer; each block ends by fetching what the same block of the next layer reads."""
         qkv, out = self._arrived("self")
         query, key, value = jnp.split(self._product(self._normed(x, 3 * i), qkv), 3, axis=1)
         keys, values = self._arrived("cache")

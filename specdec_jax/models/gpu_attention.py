@@ -10,10 +10,8 @@ before they are divided by their sum. Pallas' way to Triton, by which the kernel
 deprecated in JAX 0.11: without it XLA's attention is used, as on all other devices.
 """
 
-import concurrent.futures
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +25,7 @@ from specdec_jax.models import native
 from specdec_jax.models.axes import PerRow, States
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.products import precision_of
+from specdec_jax.models.trials import Trial, what_is_wrong
 
 try:
     from jax.experimental.pallas import triton
@@ -42,7 +41,7 @@ def fits(cache: KVCache, queries: int) -> bool:
     """Returns whether attention of `queries` queries per row over `cache` is one kernel on a GPU."""
     if cache.together != 1 or cache.rules is not None or os.environ.get(native.SETTING) == "off":
         return False
-    return queries <= _MOST and cache.key.shape[-1] in _FEATURES and works()
+    return queries <= _MOST and cache.key.shape[-1] in _FEATURES and triton is not None and TRIAL.passed()
 
 
 def attend_to_cache(
@@ -219,47 +218,26 @@ def _store(ref, index, new, mask) -> None:
     triton.store(ref.at[index], new, mask=jnp.broadcast_to(mask, new.shape))
 
 
-@functools.cache
-def works() -> bool:
-    """Returns whether the kernels can be used: on a GPU, whether a trial gives XLA's numbers.
-
-    The trial runs once in a process. If it fails, a line on standard error says so.
-    """
-    if triton is None:
-        return False
-    if jax.default_backend() != "gpu":
-        return True  # for programs that are compiled for a GPU ahead of time
-    with concurrent.futures.ThreadPoolExecutor(1) as apart:  # the caller is being traced, another thread is not
-        why = apart.submit(why_not).result()
-    if why:
-        print(f"attention kernels for GPUs are not used, XLA's attention is: {why}", file=sys.stderr)
-    return not why
-
-
 def why_not(interpret: Any = False) -> str | None:
     """Tries the kernels on small arrays and returns what is wrong with them; None if nothing is."""
+    return what_is_wrong(lambda: _numbers_are_right(interpret))
+
+
+def _numbers_are_right(interpret: Any) -> bool:
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
     positions, lengths = jnp.array([0, 70]), jnp.array([40, 100])
     qkv, key, value = draw(2, 3, 3 * 2 * 64), draw(2, 2, 100, 64), draw(2, 2, 100, 64)
     bias = draw(2, 2, 3, 100).astype(jnp.float32)
-    try:
-        own = attend_to_cache(qkv, key, value, bias, positions, interpret=interpret)
-        crossed = attend_to_encoded(qkv[..., :128], key, value, lengths, interpret=interpret)
-        query, new_key, new_value = (
-            part.reshape(2, 3, 2, 64).transpose(0, 2, 1, 3) for part in jnp.split(qkv, 3, axis=-1)
-        )
-        cache, slots = KVCache(key, value, together=1).append(new_key, new_value, positions), jnp.arange(100)
-        causal = slots <= (positions[:, None] + jnp.arange(3))[:, None, :, None]
-        tokens = slots < lengths[:, None, None, None]
-        right = _by_xla(query, cache.key, cache.value, causal, bias), cache.key, cache.value
-        expected = *right, _by_xla(query, key, value, tokens, 0)
-        if not all(np.allclose(np.float32(a), np.float32(b), atol=0.05) for a, b in zip((*own, crossed), expected)):
-            return "a trial gave other numbers"
-    except Exception as error:  # whatever a compiler or driver raises: there is another way
-        first, *_ = str(error).splitlines() or [""]
-        return f"a trial failed: {type(error).__name__}: {first[:200]}"
-    return None
+    own = attend_to_cache(qkv, key, value, bias, positions, interpret=interpret)
+    crossed = attend_to_encoded(qkv[..., :128], key, value, lengths, interpret=interpret)
+    query, new_key, new_value = (part.reshape(2, 3, 2, 64).transpose(0, 2, 1, 3) for part in jnp.split(qkv, 3, axis=-1))
+    cache, slots = KVCache(key, value, together=1).append(new_key, new_value, positions), jnp.arange(100)
+    causal = slots <= (positions[:, None] + jnp.arange(3))[:, None, :, None]
+    tokens = slots < lengths[:, None, None, None]
+    right = _by_xla(query, cache.key, cache.value, causal, bias), cache.key, cache.value
+    expected = *right, _by_xla(query, key, value, tokens, 0)
+    return all(np.allclose(np.float32(a), np.float32(b), atol=0.05) for a, b in zip((*own, crossed), expected))
 
 
 def _by_xla(query, key, value, mask, bias) -> jax.Array:
@@ -268,3 +246,6 @@ def _by_xla(query, key, value, mask, bias) -> jax.Array:
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(value.dtype)
     found = jnp.einsum("bhts,bhsk->bthk", weights, value)
     return found.reshape(*found.shape[:2], -1)
+
+
+TRIAL = Trial("gpu", "attention kernels for GPUs are not used, XLA's attention is", lambda: why_not())

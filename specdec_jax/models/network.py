@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
-from specdec_jax.models import fused_step, layouts
+from specdec_jax.models import fused_step, fused_trial, layouts
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
 from specdec_jax.models.cache import TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
@@ -128,7 +128,7 @@ class Network:
         tokens, positions = self._by_rows(tokens), self._by_rows(positions)
         apply = functools.partial(self.module.apply, {"params": self.params})
         run = lambda *call: apply(*call, layers, live, method="decode_states")
-        if fused_step.fits(self.module, self.params, tokens.shape, cache, layers):
+        if fused_step.fits(self.module, self.params, tokens.shape, cache, layers) and fused_trial.TRIAL.passed():
             embed = lambda tokens: apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
             fused = functools.partial(fused_step.decode_states, self.module, self.params, layers=layers)
             on_tpu = lambda tokens, positions, cache: fused(embed(tokens), positions, cache)

@@ -5,6 +5,7 @@ import html
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from absl import app
 from absl.flags import FLAGS
 from sample_records import ACCELERATOR
 
-from specdec_jax.analysis import accelerators
+from specdec_jax.analysis import accelerators, machine
 from specdec_jax.analysis.accelerators import Figure, NotHere, Pair, Setup, Stage
 from specdec_jax.analysis.report import accelerators as laid_out
 from specdec_jax.analysis.report import page, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import main as specdec
+from specdec_jax.models import fused_step, fused_trial, gpu_attention, layouts, native
+from specdec_jax.models.network import Network, random_params
 
 TINY = Setup(
     targets=("t5_1_1/large",),
@@ -34,6 +37,31 @@ TINY = Setup(
 @pytest.fixture
 def script(load_script):
     return load_script("accelerator_report")
+
+
+@pytest.mark.parametrize("trial", [None, "a trial gave other numbers"])
+def test_the_machine_says_which_kernels_run(trial, monkeypatch):
+    """Figures with and without them are not of one file."""
+    for kind, module in (("gpu", gpu_attention), ("tpu", fused_trial)):
+        monkeypatch.setattr(module.TRIAL, "result", lambda: trial)
+        assert machine._kernels(kind) == ("Pallas" if trial is None else "none, a trial gave other numbers")
+    assert machine._kernels("metal") == "none" and machine.machine()["kernel"] == machine._kernels("cpu")
+    monkeypatch.setenv(native.SETTING, "off")
+    assert machine._kernels("gpu") == machine._kernels("tpu") == "none"
+
+
+def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
+    """So that a try of the script compiles it."""
+    config, found = TINY.config(TINY.drafter), []
+
+    def begin():
+        params = layouts.pack(random_params(jax.random.key(0), module=config.module(), dtype=config.dtype), False, True)
+        network = Network(params, config.module(fused=True), together=2)
+        cache = network.prefill(jnp.ones((1, 4), jnp.int32), jnp.full(1, 4), 16)
+        found.append(fused_step.fits(network.module, network.params, (1, 2), cache, None))
+
+    jax.eval_shape(begin)
+    assert found == [True]
 
 
 def figure(name: str, arm=lambda pair: lambda: jnp.zeros(2), program: str | None = None) -> Figure:
@@ -225,7 +253,7 @@ def test_the_figures_of_calls_can_be_measured(script, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_figures_can_be_measured(script, tmp_path, dtype):
     path = tmp_path / "a.jsonl"
-    flags = ["--tiny", f"--output={path}", "--targets=t5_1_1/base", "--max_new_tokens=8", "--input_length=8",
+    flags = ["--tiny", "--compilation_cache_dir=", f"--output={path}", "--targets=t5_1_1/base", "--max_new_tokens=8", "--input_length=8",
              "--batches=1,2", "--alphas=0.75", f"--dtype={dtype}", "--threads=2"]  # fmt: skip
     FLAGS(["accelerator_report.py", *flags])
     script.main([""])

@@ -11,7 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import fused_step, native, panels
+from specdec_jax.models import fused_step, fused_trial, layouts, native, panels
+from specdec_jax.models.network import Network, random_params
+from specdec_jax.models.t5 import PRESETS
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, SLOTS = 24, 34
@@ -148,3 +150,58 @@ def test_calls_that_the_kernel_takes():
     assert not takes(length=3)
     assert not takes(emb_dim=96) and not takes(head_dim=32)
     assert not takes(mlp_dim=128 * 512)
+
+
+@pytest.mark.parametrize(
+    ("preset", "rows", "most"),
+    [("t5_1_1/small", 8, 688), ("t5_1_1/base", 4, 240), pytest.param("t5_1_1/small", 1, 4096, marks=SLOW)],
+)
+def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
+    config = PRESETS[preset].replace(dtype="bfloat16")
+    module, found = config.module(fused=True), {}
+
+    def begin(slots):
+        params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
+        network = Network(layouts.pack(params, panels=False, fused=True), module, together=2)
+        cache = network.prefill(jnp.ones((rows, 128), jnp.int32), jnp.full(rows, 128), slots)
+        found[slots] = fused_step.fits(module, network.params, (rows, 2), cache, None)
+
+    for slots in (most, most + 16):
+        jax.eval_shape(functools.partial(begin, slots))
+    assert found[most] and (rows == 1 or not found[most + 16])
+
+
+class TestTrial:
+    """What a process tries once before a TPU decodes."""
+
+    @pytest.fixture(autouse=True)
+    def on_tpu(self, monkeypatch):
+        interpreted = functools.partial(fused_step.decode_states, interpret=pltpu.InterpretParams())
+        step = lambda *arguments, interpret: interpreted(*arguments)
+        monkeypatch.setattr(fused_step, "decode_states", step)
+        fused_trial.TRIAL.forget()
+        yield step
+        fused_trial.TRIAL.forget()
+
+    def test_a_good_kernel_is_used(self, capsys):
+        assert fused_trial.TRIAL.result() is None and capsys.readouterr().err == ""
+
+    def test_wrong_numbers_are_told_and_xla_decodes(self, monkeypatch, capsys, on_tpu):
+        def wrong(*arguments, interpret):
+            states, cache = on_tpu(*arguments, interpret=interpret)
+            return states, cache.replace(layers=cache.layers[::-1])
+
+        monkeypatch.setattr(fused_step, "decode_states", wrong)
+        assert fused_trial.TRIAL.result() == "a trial gave other numbers"
+        assert "on TPUs is not used, XLA's layers are: a trial gave other numbers" in capsys.readouterr().err
+        monkeypatch.setattr(fused_trial.TRIAL, "passed", lambda: False)
+        monkeypatch.setattr(fused_step, "decode_states", None)  # which no call reaches
+        network = t5().network
+        cache, positions = begun(network, 2)
+        jax.eval_shape(network.decode_states, jnp.ones((2, 2), int), positions, cache)
+
+    def test_elsewhere_programs_are_compiled_ahead_of_time(self, monkeypatch):
+        monkeypatch.setattr(fused_trial, "why_not", lambda: "never asked")
+        assert fused_trial.TRIAL.passed()
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+        assert not fused_trial.TRIAL.passed()

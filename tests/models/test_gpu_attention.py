@@ -1,7 +1,9 @@
 """Attention as one kernel for NVIDIA GPUs, run on a CPU in Pallas' interpreter: its numbers and
 tokens beside XLA's, what may reach what, which calls it takes. `scripts/gpu_aot.py` compiles it."""
 
+import concurrent.futures
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import gpu_attention, native, panels
+from specdec_jax.models import gpu_attention, native, panels, trials
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.layers import MASKED
 
@@ -170,7 +172,7 @@ def test_which_calls_are_kernels(monkeypatch):
     monkeypatch.setenv(native.SETTING, "off")
     assert not fits(cache(), 8)
     monkeypatch.delenv(native.SETTING)
-    monkeypatch.setattr(gpu_attention, "works", lambda: False)
+    monkeypatch.setattr(gpu_attention.TRIAL, "passed", lambda: False)
     assert not fits(cache(), 8)
 
 
@@ -180,19 +182,19 @@ class TestTrial:
     @pytest.fixture(autouse=True)
     def on_gpu(self, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        gpu_attention.works.cache_clear()
+        gpu_attention.TRIAL.forget()
         yield
-        gpu_attention.works.cache_clear()
+        gpu_attention.TRIAL.forget()
 
     def test_good_kernels_are_used(self, capsys):
         assert gpu_attention.why_not() is None
-        assert gpu_attention.works() and capsys.readouterr().err == ""
+        assert gpu_attention.TRIAL.passed() and capsys.readouterr().err == ""
 
     def test_wrong_numbers_are_told(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
         off = lambda *arguments, interpret=False: [found + 1 for found in kernel(*arguments)]
         monkeypatch.setattr(gpu_attention, "attend_to_cache", off)
-        assert not gpu_attention.works()
+        assert not gpu_attention.TRIAL.passed()
         assert "XLA's attention is: a trial gave other numbers" in capsys.readouterr().err
 
     def test_a_compiler_that_fails_is_told(self, monkeypatch, capsys):
@@ -200,9 +202,15 @@ class TestTrial:
             raise RuntimeError("no such architecture\nand more")
 
         monkeypatch.setattr(gpu_attention, "attend_to_cache", fails)
-        assert not gpu_attention.works()
+        assert not gpu_attention.TRIAL.passed()
         assert "a trial failed: RuntimeError: no such architecture\n" in capsys.readouterr().err
+
+    def test_programs_traced_side_by_side_try_once(self, monkeypatch):
+        tried = []
+        trial = trials.Trial("gpu", "", lambda: tried.append(1) or time.sleep(0.1))
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(lambda _: trial.passed(), range(4))) and tried == [1]
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(gpu_attention, "triton", None)
-        assert not gpu_attention.works()
+        assert not gpu_attention.fits(KVCache.empty(1, 2, 16, 64, jnp.bfloat16, together=1), 1)
