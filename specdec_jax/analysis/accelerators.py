@@ -236,7 +236,8 @@ def _calls(setup: Setup, preset: str) -> list[Figure]:
 
     def drafting(pair):
         network, room = pair.drafter.steps()["draft step"], _room(setup, pair.target)
-        return timing.step_arm(network, 1, length, room, 1 + network.pairs_are_free(1), timing.draft_steps)
+        width = timing.draft_width(network, 1, length, room)
+        return timing.step_arm(network, 1, length, room, width, timing.draft_steps)
 
     products = lambda pair: products_arms(pair.target.network, 1)["products"]
     return [

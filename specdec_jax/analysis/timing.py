@@ -73,8 +73,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def rotate(arms: Mapping[str, object], turn: int) -> list[str]:
-    """Returns the names of the arms, beginning with another one every turn, so that none always
-    comes first."""
+    """Returns the names of the arms, beginning with another one every turn."""
     names = list(arms)
     return names[turn % len(names) :] + names[: turn % len(names)]
 
@@ -104,11 +103,8 @@ def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cach
 
 @functools.partial(jax.jit, static_argnames="slots")
 def prefill_cache(network: Network, inputs, input_lengths, *, slots: int):
-    """Returns the cache with which decoding begins; for a decoder-only network, after all but the
-    last id of the prompt.
-
-    A network that attends to another's encoder output is given zeros.
-    """
+    """Returns the cache with which decoding begins; for a decoder-only network, after all but the last id
+    of the prompt. A network that attends to another's encoder output is given zeros."""
     if decoder_only(network):
         return prefill.fill_cache(network, inputs[:, :0], input_lengths * 0, inputs, slots)
     encoded = None
@@ -155,11 +151,8 @@ def node_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache,
 def tree_arm(
     network: Network, batch: int, input_length: int, slots: int, tree: Tree | DynamicTree
 ) -> Callable[[], object]:
-    """Returns a call that runs `STEPS` steps over the nodes of a tree.
-
-    What a call takes does not depend on which node follows which: in the place of a tree whose shape
-    the drafter's law decides stands one of as many nodes, as deep.
-    """
+    """Returns a call that runs `STEPS` steps over the nodes of a tree; in the place of one whose shape
+    the drafter's law decides stands one of as many nodes, as deep, whose call takes as long."""
     if isinstance(tree, DynamicTree):
         tree = Tree((*range(tree.depth), *(0,) * (tree.size - 1 - tree.depth)))
     inputs, lengths = _inputs(network, batch, input_length)
@@ -181,6 +174,11 @@ def step_arm(
     tokens = jnp.ones((batch, width), jnp.int32)
     positions = jnp.full(batch, (slots - width) // 2, jnp.int32)
     return lambda: stepping(network, tokens, positions, cache, steps=STEPS)
+
+
+def draft_width(network: Network, batch: int, input_length: int, slots: int) -> int:
+    """Returns the number of positions in a draft step with a fixed γ."""
+    return 1 + network.pairs_are_free(prefill_cache(network, *_inputs(network, batch, input_length), slots=slots))
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "steps", "width"))
@@ -337,7 +335,7 @@ def step_arms(
       room: number of slots.
       gammas: for each γ there is "verify γ", a target call over γ + 1 positions.
       pairs: for each γ there is "draft γ and verify", which has γ draft steps before that call; and
-        a "draft pair", the call over two positions with which a model catches up.
+        a "draft pair", the call over two positions with which a model catches up, unless all are.
     """
     single, longest = target.network, max(lengths)
     arms = {"target step": step_arm(single, rows, longest, room, 1)}
@@ -348,7 +346,7 @@ def step_arms(
     steps = drafter.steps() if drafter is not None else {}
     width = 1
     if steps and drafter.second_model is not None:
-        width += steps["draft step"].pairs_are_free(rows)
+        width = draft_width(steps["draft step"], rows, longest, room)
     for name, network in steps.items():
         arms[name] = step_arm(network, rows, longest, room, width, draft_steps)
     if steps:
@@ -356,7 +354,8 @@ def step_arms(
         for gamma in pairs:
             arms[f"draft {gamma} and verify"] = paired_arm(single, drafting, rows, longest, room, gamma, width)
         if drafter.second_model is not None:
-            arms["draft pair"] = step_arm(drafting, rows, longest, room, 2, draft_steps)
+            if width == 1:
+                arms["draft pair"] = step_arm(drafting, rows, longest, room, 2, draft_steps)
             for length in lengths:
                 arms[f"drafter encoder {length}"] = prefill_arm(drafting, rows, length, room)
     return arms

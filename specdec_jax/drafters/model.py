@@ -219,7 +219,7 @@ class ModelDrafter(Drafter):
             return self._chosen(state, step, tokens, states, live, (cache, law, seen))
 
         carry = draft_state.cache, empty_law(state), empty_signals(state.policy, len(last))
-        if self.network.pairs_are_free(len(last)) and state.policy is None:
+        if state.policy is None and self.network.pairs_are_free(draft_state.cache):
             feed = lambda step, carry: (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
             found = draft_in_pairs(state, num_wanted, choose_by_pair, carry, jnp.max(lag), feed)
         else:

@@ -210,7 +210,7 @@ class Attention(nn.Module):
     def project(
         self, x: Float[Array, "*N D"], batch: int, together: int | None = None
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
-        """Returns queries, keys and values of `x`, which has `batch` rows; `together` as for `KVCache`."""
+        """Returns queries, keys and values of `x`, of `batch` rows; `together` as for `KVCache`."""
         parts = jnp.split(self.qkv(x), 3, axis=-1) if self.fused else (self.query(x), self.key(x), self.value(x))
         query, key, value = (self._split(part, batch, together) for part in parts)
         return query, key, value
@@ -358,7 +358,8 @@ class Attention(nn.Module):
             bias = None if bias is None else bias.reshape(len(bias), *shape[-3:])
         if bias is not None and len(bias) == len(mask):
             # One array for both, the same in all layers: with two, a TPU's compiler makes three
-            # kernels of the scores and their weights, in the place of one.
+            # kernels of the scores and their weights, in the place of one. A mask is still needed:
+            # the score of a stale key may be NaN.
             bias = jnp.where(mask, bias.astype(jnp.float32), MASKED)
             mask = bias != MASKED
         scores = scores if bias is None else scores + bias.astype(jnp.float32)

@@ -50,15 +50,22 @@ class Network:
         narrower."""
         return self.module.native
 
-    def pairs_are_free(self, batch: int) -> bool:
+    def pairs_are_free(self, cache: Any) -> bool:
         """Returns whether a call over two positions takes no longer than one over a single position:
         on an accelerator, which reads the same weights for both.
 
-        Not so for many rows on a TPU, where heads lie side by side: every row's positions are in
-        tiles of their own, and XLA rearranges them. By its estimate a step of T5-small over 32 rows
-        takes 0.43 ms instead of 0.30.
+        Not so for several rows on a TPU, where heads lie side by side, unless the call is one
+        kernel: every row's positions are in tiles of their own, and XLA rearranges them. By its
+        estimate a step of T5-small over 32 rows takes 0.43 ms over two positions, 0.30 over one.
         """
-        return self.together == 1 or (self.together is not None and batch <= fused_step.MOST_ROWS)
+        if self.together is None:
+            return False
+        rows = cache.layers[0].batch
+        return self.together == 1 or rows == 1 or self._is_one_kernel((rows, 2), cache)
+
+    def _is_one_kernel(self, shape: tuple[int, ...], cache: Any, layers: int | None = None) -> bool:
+        """Returns whether a call with tokens of this shape is the kernel of `fused_step.py` on a TPU."""
+        return fused_step.fits(self.module, self.params, shape, cache, layers) and fused_trial.TRIAL.passed()
 
     @property
     def encoder_dim(self) -> int | None:
@@ -128,7 +135,7 @@ class Network:
         tokens, positions = self._by_rows(tokens), self._by_rows(positions)
         apply = functools.partial(self.module.apply, {"params": self.params})
         run = lambda *call: apply(*call, layers, live, method="decode_states")
-        if fused_step.fits(self.module, self.params, tokens.shape, cache, layers) and fused_trial.TRIAL.passed():
+        if self._is_one_kernel(tokens.shape, cache, layers):
             embed = lambda tokens: apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
             fused = functools.partial(fused_step.decode_states, self.module, self.params, layers=layers)
             on_tpu = lambda tokens, positions, cache: fused(embed(tokens), positions, cache)

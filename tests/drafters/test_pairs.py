@@ -27,7 +27,7 @@ def pairs():
     def apart(function):
         jax.clear_caches()  # what is compiled does not tell one way from the other
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Network, "pairs_are_free", lambda self, batch: True)
+            patch.setattr(Network, "pairs_are_free", lambda self, cache: True)
             found = function()
         jax.clear_caches()
         return found

@@ -17,6 +17,7 @@ from specdec_jax.analysis.report import summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main
 from specdec_jax.models import layouts
+from specdec_jax.models.network import Network
 from specdec_jax.models.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -80,6 +81,28 @@ def test_generate(specdec):
     plain = json.loads(specdec("generate", "--max_new_tokens=6", "--json", "Tom")[1])
     code, out, err = specdec("generate", *decoding, "--json", "Tom")
     assert code == 0 and not err and json.loads(out)["tokens"] == plain["tokens"]
+
+
+def test_a_draft_step_is_timed_over_as_many_positions_as_it_feeds(monkeypatch):
+    drafter, fed = sd.ModelDrafter(tiny_t5(0, WIDE, 1)), []
+    decode = Network.decode_states
+
+    def noted(network, tokens, *arguments, **more):
+        fed.append(tokens.shape)
+        return decode(network, tokens, *arguments, **more)
+
+    monkeypatch.setattr(Network, "decode_states", noted)
+    for free, width in ((False, 1), (True, 2)):
+        jax.clear_caches()
+        monkeypatch.setattr(Network, "pairs_are_free", lambda network, cache: free)
+        arms = timing.step_arms(tiny_t5(0, WIDE, 1), drafter, 3, [4], 16, [2], [2])
+        assert ("draft pair" in arms) == (not free)
+        fed.clear()
+        jax.block_until_ready(arms["draft step"]())
+        assert fed == [(3, width)]
+        jax.block_until_ready(arms["draft 2 and verify"]())
+        assert sorted(fed[1:]) == [(3, width), (3, 3)]
+    jax.clear_caches()
 
 
 def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):

@@ -11,7 +11,7 @@ from toy_models import noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.analysis.compiled_text import loop_copies
 from specdec_jax.decoding.loop import advance
-from specdec_jax.models import panels
+from specdec_jax.models import fused_step, panels
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.network import heads_together
 from specdec_jax.models.nodes import Nodes, WindowNodes
@@ -124,9 +124,14 @@ def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
     assert heads_together("tpu", small, three_parts) == 2
 
 
-def test_two_positions_cost_what_one_does_but_for_many_rows_on_a_tpu():
-    free = lambda together, batch: laid_out(t5(), together).network.pairs_are_free(batch)
-    assert not free(None, 1) and free(1, 1) and free(1, 99) and free(2, 8) and not free(2, 9)
+def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(monkeypatch):
+    def free(together, rows):
+        network = laid_out(t5(), together).network
+        return network.pairs_are_free(network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 7))
+
+    assert not free(None, 1) and free(1, 1) and free(1, 9) and free(2, 1) and not free(2, 2)
+    monkeypatch.setattr(fused_step, "fits", lambda module, params, shape, cache, layers: shape == (2, 2))
+    assert free(2, 2) and not free(2, 3)
 
 
 def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
@@ -194,7 +199,7 @@ def test_what_a_tpu_does_not_waste(program, rows):
     assert [line for line in products if re.search(r" (?:convolution|dot)\(", line)]
     assert not [line for line in products if " reduce(" in line]
     assert re.search(rf"bf16\[{8 * rows},1152\]\S* convolution\(", program)
-    assert not re.search(r"bf16\[8,8,\d+\]\S* convolution\(", program)
+    assert not re.search(rf"bf16\[{rows},8,\d+\]\S* convolution\(", program)
     assert len(re.findall(r"%fused_step\S* = .* custom-call\(", program)) == 2 and not loop_copies(program)
 
 

@@ -118,6 +118,25 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
     assert changed.tolist() == list(range(start, min(start + length, 17)))
 
 
+def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
+    """There the bias's row is shifted as far as it can be."""
+    calls = forced(monkeypatch, True)
+    network = t5(dtype="float32", relative_bias_per_layer=True).network
+
+    @jax.jit
+    def both(network):
+        cache = network.prefill(jnp.asarray(INPUTS[:2]), jnp.asarray(LENGTHS[:2]), SLOTS)
+        call = jnp.array([[3, 4], [5, 6]]), jnp.array([0, cache.layers[0].slots - 2]), cache
+        found = network.decode(*call)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(native.SETTING, "off")
+            return found, network.decode(*call)
+
+    found, expected = both(network)
+    assert len(calls) == 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
 def test_tokens_are_those_of_the_layers(monkeypatch):
     """Of a greedy decode: the kernel drafts, over two positions in every step."""
     calls = forced(monkeypatch, True)

@@ -86,7 +86,7 @@ class Headless:
     encoder_dim = None
     rules = None
     skips = False
-    pairs_are_free = staticmethod(lambda batch: False)
+    pairs_are_free = staticmethod(lambda cache: False)
 
     def head_alone(self):
         return self
@@ -108,7 +108,7 @@ class ShortNetwork:
     network: Headless
     ids: jax.Array
     encoder_dim = None
-    pairs_are_free = staticmethod(lambda batch: False)
+    pairs_are_free = staticmethod(lambda cache: False)
 
     def prefill(self, inputs, input_lengths, slots, copies=1):
         return self.network.prefill(inputs, input_lengths, slots, copies)
