@@ -240,6 +240,7 @@ def abstract_cache(preset: str, drafts: bool):
 
 
 def _of_a_call(lowered) -> float:
+    """Compiles a call and returns the estimate of one run, in seconds."""
     return estimated_seconds(computations(lowered.compile().as_text())["ENTRY"])
 
 
@@ -265,14 +266,14 @@ def call_nodes(network: Network, tokens, positions, cache):
 def tree_call_seconds(preset: str) -> float:
     """Returns the compiler's estimate of a call over the nodes of the tree, in seconds."""
     network, tree, batch = abstract_network(preset), _tree(), _BATCH.value
-    print(f"compiling a call of {preset} over {tree.size} nodes", file=sys.stderr, flush=True)
     room = slots(_NEW.value + 1, tree.size - 1)
     inputs = jax.ShapeDtypeStruct((batch, bucket(_INPUT.value)), jnp.int32)
     row, tokens = (jax.ShapeDtypeStruct((batch, *shape), jnp.int32) for shape in ((), (tree.size,)))
     begun = lambda network, inputs, row: network.node_cache(network.prefill(inputs, row, room), room, room)
-    start = jax.jit(begun).lower(*place((network, inputs, row)))
-    cache = place(start.out_info, None if placement() is None else start.compile().output_shardings)
-    return _of_a_call(call_nodes.lower(*place((network, tokens, row, cache))))
+    with waiting(f"compiling a call of {preset} over {tree.size} nodes"):
+        start = jax.jit(begun).lower(*place((network, inputs, row)))
+        cache = place(start.out_info, None if placement() is None else start.compile().output_shardings)
+        return _of_a_call(call_nodes.lower(*place((network, tokens, row, cache))))
 
 
 def times() -> dict:
