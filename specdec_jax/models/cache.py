@@ -56,8 +56,11 @@ class KVCache:
     def empty(
         cls, batch: int, heads: int, slots: int, features: int, dtype, together: int | None = None
     ) -> "KVCache":  # fmt: skip
-        """Makes a cache of zeros, on an accelerator of at least `slots` slots: its tiles are full."""
-        side_by_side, slots = together or 1, _whole_tiles(slots, together)
+        """Makes a cache of zeros, on an accelerator of at least `slots` slots: its tiles are full.
+
+        There is one more where `Network.decode` feeds two positions in the place of a single one.
+        """
+        side_by_side, slots = together or 1, _whole_tiles(slots + (together == 1), together)
         rows = (batch,) if batch > 1 else ()
         shape = (*rows, heads // side_by_side, slots, side_by_side * features)
         return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), together=together)

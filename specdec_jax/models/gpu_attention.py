@@ -41,7 +41,10 @@ def fits(cache: KVCache, queries: int) -> bool:
     """Returns whether attention of `queries` queries per row over `cache` is one kernel on a GPU."""
     if cache.together != 1 or cache.rules is not None or os.environ.get(native.SETTING) == "off":
         return False
-    return queries <= _MOST and cache.key.shape[-1] in _FEATURES and triton is not None and TRIAL.passed()
+    features, dtype = cache.key.shape[-1], cache.key.dtype.name
+    if queries > _MOST or features not in _FEATURES or triton is None:
+        return False
+    return TRIAL.passed(dtype=dtype, features=features, queries=_padded(queries))
 
 
 def attend_to_cache(
@@ -102,6 +105,10 @@ def _call(kernel: Callable, grid, arrays, out, aliases: dict[int, int], interpre
     )(*arrays)
 
 
+def _padded(queries: int) -> int:
+    return max(_FEWEST, pl.next_power_of_2(queries))
+
+
 class _Queries:
     """The queries of one row and head, padded to a power of two, which see keys block by block.
 
@@ -115,7 +122,7 @@ class _Queries:
 
     def __init__(self, length: int, features: int, read: Callable, divisor: float = 1.0):
         """`read` takes indices of lines and features and returns the queries there."""
-        padded = max(_FEWEST, pl.next_power_of_2(length))
+        padded = _padded(length)
         self.lines, self.columns = jnp.arange(padded), jnp.arange(features)
         self.at = jnp.minimum(self.lines, length - 1)
         query = read(self.at[:, None], self.columns[None])
@@ -218,23 +225,32 @@ def _store(ref, index, new, mask) -> None:
     triton.store(ref.at[index], new, mask=jnp.broadcast_to(mask, new.shape))
 
 
-def why_not(interpret: Any = False) -> str | None:
-    """Tries the kernels on small arrays and returns what is wrong with them; None if nothing is."""
-    return what_is_wrong(lambda: _numbers_are_right(interpret))
+def why_not(dtype: str = "bfloat16", features: int = 64, queries: int = 16, interpret: Any = False) -> str | None:
+    """Tries the kernels on small arrays and returns what is wrong with them; None if nothing is.
+
+    Args:
+      dtype: dtype of queries, keys and values.
+      features: number of a head's features.
+      queries: number of queries to which those of a row are padded.
+      interpret: as for `attend_to_cache`.
+    """
+    return what_is_wrong(lambda: _numbers_are_right(dtype, features, queries - 13, interpret))
 
 
-def _numbers_are_right(interpret: Any) -> bool:
+def _numbers_are_right(dtype: str, features: int, queries: int, interpret: Any) -> bool:
     random = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
-    positions, lengths = jnp.array([0, 70]), jnp.array([40, 100])
-    qkv, key, value = draw(2, 3, 3 * 2 * 64), draw(2, 2, 100, 64), draw(2, 2, 100, 64)
-    bias = draw(2, 2, 3, 100).astype(jnp.float32)
+    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), dtype)
+    positions, lengths, slots = jnp.array([0, 70]), jnp.array([40, 130]), 144
+    qkv = draw(2, queries, 3 * 2 * features)
+    key, value = draw(2, 2, slots, features), draw(2, 2, slots, features)
+    bias = draw(2, 2, queries, slots).astype(jnp.float32)
     own = attend_to_cache(qkv, key, value, bias, positions, interpret=interpret)
-    crossed = attend_to_encoded(qkv[..., :128], key, value, lengths, interpret=interpret)
-    query, new_key, new_value = (part.reshape(2, 3, 2, 64).transpose(0, 2, 1, 3) for part in jnp.split(qkv, 3, axis=-1))
-    cache, slots = KVCache(key, value, together=1).append(new_key, new_value, positions), jnp.arange(100)
-    causal = slots <= (positions[:, None] + jnp.arange(3))[:, None, :, None]
-    tokens = slots < lengths[:, None, None, None]
+    crossed = attend_to_encoded(qkv[..., : 2 * features], key, value, lengths, interpret=interpret)
+    apart = lambda part: part.reshape(2, queries, 2, features).transpose(0, 2, 1, 3)
+    query, new_key, new_value = map(apart, jnp.split(qkv, 3, axis=-1))
+    cache, numbers = KVCache(key, value, together=1).append(new_key, new_value, positions), jnp.arange(slots)
+    causal = numbers <= (positions[:, None] + jnp.arange(queries))[:, None, :, None]
+    tokens = numbers < lengths[:, None, None, None]
     right = _by_xla(query, cache.key, cache.value, causal, bias), cache.key, cache.value
     expected = *right, _by_xla(query, key, value, tokens, 0)
     return all(np.allclose(np.float32(a), np.float32(b), atol=0.05) for a, b in zip((*own, crossed), expected))
@@ -248,4 +264,4 @@ def _by_xla(query, key, value, mask, bias) -> jax.Array:
     return found.reshape(*found.shape[:2], -1)
 
 
-TRIAL = Trial("gpu", "attention kernels for GPUs are not used, XLA's attention is", lambda: why_not())
+TRIAL = Trial("gpu", "attention kernels for GPUs are not used, XLA's attention is", lambda **case: why_not(**case))

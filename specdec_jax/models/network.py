@@ -132,6 +132,12 @@ class Network:
     ) -> tuple[States, Any]:
         """Does what `decode` does, but for the head: returns states after the first `layers` layers
         (None: all) and the final norm, and the new cache."""
+        if self.together == 1 and tokens.shape == (1, 1):
+            # A GPU's compiler would not multiply a single row by its units for matrices, and would add up in
+            # the dtype of the operands. The second position's slot is stale afterwards.
+            twice = lambda x: x if x is None else jnp.repeat(x, 2, axis=1)
+            states, cache = self.decode_states(twice(tokens), positions, cache, layers, twice(live))
+            return states[:, :1], cache
         tokens, positions = self._by_rows(tokens), self._by_rows(positions)
         apply = functools.partial(self.module.apply, {"params": self.params})
         run = lambda *call: apply(*call, layers, live, method="decode_states")

@@ -22,45 +22,49 @@ def what_is_wrong(numbers_are_right: Callable[[], bool]) -> str | None:
 
 
 class Trial:
-    """A kernel's trial, which runs when its result is first asked for.
+    """A kernel's trials, one for each case: a case's runs when its result is first asked for.
+
+    A case is the keyword arguments for which a compiler makes another program, such as a dtype;
+    without any it is the usual one.
 
     Attributes:
       backend: where the kernel runs: "gpu" or "tpu".
     """
 
-    def __init__(self, backend: str, refused: str, why_not: Callable[[], str | None]):
+    def __init__(self, backend: str, refused: str, why_not: Callable[..., str | None]):
         """Makes a trial that has not run yet.
 
         Args:
           backend: as above.
-          refused: what a line on standard error says if the trial fails, before the reason.
-          why_not: runs the trial and returns what is wrong, None if nothing is.
+          refused: what a line on standard error says if a trial fails, before the case and the
+            reason.
+          why_not: runs the trial of a case and returns what is wrong, None if nothing is.
         """
         self.backend, self._refused, self._why_not = backend, refused, why_not
         self._lock = threading.Lock()  # several programs may be traced side by side
         self.forget()
 
     def forget(self) -> None:
-        """Lets the trial run anew when its result is next asked for."""
-        self._why: str | None = None
-        self._tried = False
+        """Lets the trials run anew when their results are next asked for."""
+        self._found: dict[tuple, str | None] = {}
 
-    def passed(self) -> bool:
-        """Returns whether the kernel can be used.
+    def passed(self, **case) -> bool:
+        """Returns whether the kernel can be used in a case.
 
         On another backend it always can: there programs are compiled for an accelerator ahead of
         time.
         """
-        return jax.default_backend() != self.backend or self.result() is None
+        return jax.default_backend() != self.backend or self.result(**case) is None
 
-    def result(self) -> str | None:
-        """Returns what is wrong with the kernel, None if nothing is."""
+    def result(self, **case) -> str | None:
+        """Returns what is wrong with the kernel in a case, None if nothing is."""
+        key = tuple(case.items())
         with self._lock:
-            if not self._tried:
+            if key not in self._found:
                 # The caller is being traced, another thread is not.
                 with concurrent.futures.ThreadPoolExecutor(1) as apart:
-                    self._why = apart.submit(self._why_not).result()
-                self._tried = True
-                if self._why:
-                    print(f"{self._refused}: {self._why}", file=sys.stderr)
-            return self._why
+                    self._found[key] = why = apart.submit(lambda: self._why_not(**case)).result()
+                if why:
+                    which = f" ({', '.join(f'{name} {value}' for name, value in key)})" if key else ""
+                    print(f"{self._refused}{which}: {why}", file=sys.stderr)
+            return self._found[key]

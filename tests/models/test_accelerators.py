@@ -56,7 +56,7 @@ SLOW = pytest.mark.slow
 def test_logits_do_not_depend_on_the_layout_of_caches(family, rows):
     """In calls over one and several positions, and over nodes of a tree."""
     found = []
-    for together in (None, 2):
+    for together in (None, 1, 2):
         network = laid_out(family(), together).network
         found.append(calls(network, INPUTS[:rows, :0] if family is gpt else INPUTS[:rows]))
     for other in found[1:]:
@@ -132,6 +132,29 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
     assert not free(None, 1) and free(1, 1) and free(1, 9) and free(2, 1) and not free(2, 2)
     monkeypatch.setattr(fused_step, "fits", lambda module, params, shape, cache, layers: shape == (2, 2))
     assert free(2, 2) and not free(2, 3)
+
+
+@pytest.mark.parametrize("family", [t5, gpt])
+def test_a_single_position_is_fed_as_two_that_a_gpu_multiplies_as_a_matrix(family, monkeypatch):
+    """What the second writes is no part of the sequence, in the last slot that was asked for neither."""
+    inputs, tokens = INPUTS[:1, : 0 if family is gpt else 4], np.arange(16) % (V - 2) + 2
+    widths, found = [], []
+    for together in (None, 1):
+        network = laid_out(family(), together).network
+        step = type(network.module).decode_states
+        monkeypatch.setattr(
+            type(network.module), "decode_states", lambda self, x, *rest: widths.append(x.shape) or step(self, x, *rest)
+        )
+        cache = network.prefill(inputs, jnp.full(1, inputs.shape[1]), 16)
+        for position, token in enumerate(tokens):
+            logits, cache = network.decode(jnp.array([[token]]), jnp.array([position]), cache)
+            found.append(logits)
+        again, _ = network.decode(jnp.array([tokens[-2:]]), jnp.array([14]), cache)
+        found.append(again[:, -1:])
+        monkeypatch.undo()
+    assert widths == [(1, 1)] * 16 + [(1, 2)] * 18
+    np.testing.assert_allclose(found[17:], found[:17], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
 
 
 def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):

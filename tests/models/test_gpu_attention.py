@@ -172,7 +172,7 @@ def test_which_calls_are_kernels(monkeypatch):
     monkeypatch.setenv(native.SETTING, "off")
     assert not fits(cache(), 8)
     monkeypatch.delenv(native.SETTING)
-    monkeypatch.setattr(gpu_attention.TRIAL, "passed", lambda: False)
+    monkeypatch.setattr(gpu_attention.TRIAL, "passed", lambda **case: False)
     assert not fits(cache(), 8)
 
 
@@ -189,6 +189,29 @@ class TestTrial:
     def test_good_kernels_are_used(self, capsys):
         assert gpu_attention.why_not() is None
         assert gpu_attention.TRIAL.passed() and capsys.readouterr().err == ""
+
+    @pytest.mark.parametrize("case", [("bfloat16", 64, 1), ("bfloat16", 16, 64), ("float32", 128, 20)])
+    def test_what_is_compiled_anew_is_tried(self, case, monkeypatch):
+        dtype, features, queries = case
+        tried = []
+        kernel = gpu_attention.attend_to_cache
+        noted = lambda qkv, key, *rest, **how: tried.append((qkv, key)) or kernel(qkv, key, *rest, **how)
+        monkeypatch.setattr(gpu_attention, "attend_to_cache", noted)
+        cache = KVCache.empty(1, 2, 16, features, dtype, together=1)
+        assert gpu_attention.fits(cache, queries) and gpu_attention.fits(cache, max(queries - 1, 1))
+        ((qkv, key),) = tried
+        padded = max(16, 1 << (queries - 1).bit_length())
+        assert (key.dtype, key.shape[-1]) == (dtype, features) and padded // 2 < max(qkv.shape[1], 9) <= padded
+
+    def test_a_case_that_fails_is_named_and_the_others_are_used(self, monkeypatch, capsys):
+        kernel = gpu_attention.attend_to_cache
+        off = lambda found: found + 1 if found.dtype == jnp.float32 else found
+        wrong = lambda *arguments, **how: [off(found) for found in kernel(*arguments, **how)]
+        monkeypatch.setattr(gpu_attention, "attend_to_cache", wrong)
+        fits = lambda dtype: gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, together=1), 3)
+        assert fits("bfloat16") and not fits("float32")
+        told = "XLA's attention is (dtype float32, features 16, queries 16): a trial gave other numbers\n"
+        assert capsys.readouterr().err.endswith(told)
 
     def test_wrong_numbers_are_told(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
