@@ -1,0 +1,134 @@
+"""Measures what weights in 8 bits change: laws, outputs, BLEU, and the acceptance of a drafter.
+
+    python scripts/compare_rounded.py --target=flan-t5-large/ --drafter=flan-t5-small/ --input_file=test.txt
+    python scripts/compare_rounded.py --target=ende/target --drafter=ende/drafter \
+        --input_file=ende/test.tsv.gz --move_weights --output=rounded.json
+    python scripts/compare_rounded.py --preset=t5_1_1/large --limit=16
+
+The model decodes the inputs with all of its precision. The laws of its rounded form (`--quantize`) are
+compared with its own at every token of these outputs, and so are those of the drafter with both. Then
+the rounded form decodes too. Both forms are in memory at the same time.
+
+The output of a rounded model follows another law than the full model's: speculative decoding does not
+change that. This script tells how far apart the two are for your model and your text. Presets have
+random weights, as training begins with, and an encoder of one layer: of them only the error of the
+logits says something.
+"""
+
+import json
+
+import numpy as np
+from absl import app, flags
+
+from specdec_jax.analysis import machine, rounding
+from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.inputs import encode
+from specdec_jax.decoding.jobs import decode_all
+from specdec_jax.decoding.progress import track, waiting
+from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.families import PRESETS
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.training import text_files
+
+_TARGET = flags.DEFINE_string("target", None, "Folder or bundled name of the model.")
+_PRESET = flags.DEFINE_enum("preset", None, sorted(PRESETS), "Shape of a model with random weights, and ids as inputs.")
+_DRAFTER = flags.DEFINE_string("drafter", None, "Folder or bundled name of a drafting model.")
+_QUANTIZE = flags.DEFINE_enum("quantize", "int8", ["int8", "w8a8"], "How the model is rounded, as for `specdec`.")
+_MOVE = flags.DEFINE_bool(
+    "move_weights", False,
+    "First move every weight at random by up to half a step of the rounding: for models that are stored in 8 bits, "
+    "which rounding again would not change.",
+)  # fmt: skip
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "dtype of all models; by default float32 on a CPU, else bfloat16."
+)
+_FILE = flags.DEFINE_string("input_file", None, "One input a line, or TSV: source, tab, reference, for BLEU and chrF.")
+_LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many inputs; 0: all, of a preset 64.", lower_bound=0)
+_BATCH = flags.DEFINE_integer("batch_size", 16, "Inputs decoded and scored together.", lower_bound=1)
+_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the outputs; 0 takes the most probable token.", lower_bound=0)
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
+
+_PRESET_INPUT, _PRESET_ROWS = 64, 64  # ids in an input of a preset; inputs
+
+
+def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
+    """Returns the full model, its rounded form, and the drafter."""
+    if _PRESET.value:
+        config = PRESETS[_PRESET.value].replace(dtype=_DTYPE.value or "float32")
+        if not config.decoder_only:
+            config = config.replace(num_encoder_layers=1)
+        make = lambda quantize: LanguageModel.random(config, eos_ids=(), name=_PRESET.value, quantize=quantize)
+        with waiting(f"drawing the weights of {_PRESET.value} twice"):
+            return make("none"), make(_QUANTIZE.value), None
+    full = loader.load(_TARGET.value, _DTYPE.value, quantize="none")
+    drafter = loader.load(_DRAFTER.value, _DTYPE.value) if _DRAFTER.value else None
+    if not _MOVE.value:
+        return full, loader.load(_TARGET.value, _DTYPE.value, quantize=_QUANTIZE.value), drafter
+    full = rounding.moved(full)
+    return full, rounding.rounded(full, _QUANTIZE.value), drafter
+
+
+def inputs_of(model: LanguageModel) -> tuple[list[list[int]], list[str] | None]:
+    """Returns ids of the inputs, and the references, None if the file has none."""
+    if _PRESET.value:
+        shape = _LIMIT.value or _PRESET_ROWS, _PRESET_INPUT
+        return np.random.default_rng(0).integers(2, model.config.vocab_size, shape).tolist(), None
+    lines = [line.split("\t") for line in text_files.read_lines(_FILE.value)][: _LIMIT.value or None]
+    references = [line[1] for line in lines if len(line) > 1]
+    return encode(model, [line[0] for line in lines], 512), references if len(references) == len(lines) else None
+
+
+def decoded(model: LanguageModel, inputs, what: str) -> list:
+    """Returns the model's outputs of all inputs."""
+    options = dict(
+        batch_size=_BATCH.value, seed=0, max_new_tokens=_NEW.value,
+        sampling=SamplingConfig(temperature=1.0 if _PRESET.value else _TEMPERATURE.value),
+    )  # fmt: skip
+    return list(track(decode_all(model, inputs, **options), len(inputs), what))
+
+
+def quality(outputs, references: list[str] | None) -> dict:
+    """Returns BLEU and chrF of texts; nothing without references."""
+    if references is None:
+        return {}
+    import sacrebleu
+
+    texts = [output.text for output in outputs]
+    metrics = {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}
+    return {name: round(metric.corpus_score(texts, [references]).score, 2) for name, metric in metrics.items()}
+
+
+def main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    if (_TARGET.value is None) == (_PRESET.value is None):
+        raise app.UsageError("got both of --target and --preset or none, expected one of them")
+    if _PRESET.value and (_DRAFTER.value or _MOVE.value or _FILE.value):
+        raise app.UsageError("got --drafter, --move_weights or --input_file with --preset, expected them with --target")
+    if _TARGET.value and _FILE.value is None:
+        raise app.UsageError("got --target without --input_file, expected a file of inputs")
+    check_output(_OUTPUT.value)
+    full, other, drafter = models()
+    inputs, references = inputs_of(full)
+    outputs = decoded(full, inputs, "decoding with all precision")
+    found = rounding.Divergence(full, other, drafter)
+    kept = [(row, output.tokens) for row, output in zip(inputs, outputs, strict=True) if output.tokens]
+    parts = [kept[start : start + _BATCH.value] for start in range(0, len(kept), _BATCH.value)]
+    for part in track(parts, len(parts), "scoring"):
+        found.add(*zip(*part))
+    again = decoded(other, inputs, "decoding with rounded weights")
+    differ = sum(one.tokens != two.tokens for one, two in zip(outputs, again, strict=True))
+    record = {
+        "machine": machine.machine(), "model": machine.model(full), "quantize": _QUANTIZE.value,
+        "moved_weights": _MOVE.value, "drafter": _DRAFTER.value, "inputs": len(inputs), **found.record(),
+        "outputs_that_differ": differ, "full": quality(outputs, references), "rounded": quality(again, references),
+    }  # fmt: skip
+    print(json.dumps(record, indent=1))
+    if _OUTPUT.value:
+        write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,130 @@
+"""Measures how far a model's laws move when its weights are rounded to 8 bits, and what that does to
+the acceptance of a drafter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from specdec_jax.drafters.drafting import match_width
+from specdec_jax.models import layouts, panels
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import decoder_only
+
+
+def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
+    """Returns a model whose kernels are `model`'s, each number moved at random by up to half a step
+    of the rounding of its column.
+
+    Rounding a model again that is stored in 8 bits changes nothing. The model with moved weights is
+    one of those that the stored integers may have come from.
+    """
+    params = model.params
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
+
+    def move(path, leaf):
+        key = next(keys)
+        if path[-1].key != "kernel":
+            return leaf
+        step = jnp.max(jnp.abs(leaf), axis=0) / 127
+        return leaf + (jax.random.uniform(key, leaf.shape, leaf.dtype) - 0.5) * step
+
+    return _like(model, jax.tree.map_with_path(move, params))
+
+
+def rounded(model: LanguageModel, quantize: str) -> LanguageModel:
+    """Returns `model` with weights in 8 bits, as `load` does with this `quantize`."""
+    panels.check_quantize(quantize, model.config.dtype, False)
+    return _like(
+        model, layouts.round_params(model.params, panels.input_bits(quantize), model.config.logits_via_embedding)
+    )
+
+
+def _like(model: LanguageModel, params: dict) -> LanguageModel:
+    how = dict(start_token=model.start_token, eos_ids=model.eos_ids, name=model.name, donate_params=True)
+    return LanguageModel(model.config, params, model.vocabulary, **how)
+
+
+class Divergence:
+    """How far the laws of a rounded model are from those of the full one, over the same tokens."""
+
+    def __init__(self, full: LanguageModel, other: LanguageModel, drafter: LanguageModel | None = None):
+        """Begins without any tokens.
+
+        Args:
+          full, other: the model and its rounded form.
+          drafter: a drafting model; its encoder, if it has none, is that of the target it drafts for.
+        """
+        self._models, self._drafter = (full, other), drafter
+        self._found: dict[str, list[np.ndarray]] = {}
+
+    def add(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> None:
+        """Scores rows of inputs and of the outputs that follow, by all models."""
+        full, _ = self._models
+        longest = max(map(len, outputs))
+        lengths = np.array([len(row) for row in outputs])
+        pad = lambda rows, length: np.array([[*row, *[0] * (length - len(row))] for row in rows], np.int32)
+        before = [full.start_token] * len(outputs)
+        if decoder_only(full):  # the last id of a prompt is fed like the outputs
+            prompts = [row or [full.start_token] for row in inputs]
+            inputs, before = [row[:-1] for row in prompts], [row[-1] for row in prompts]
+        given, sizes = pad(inputs, max(map(len, inputs))), [*map(len, inputs)]
+        fed = pad([[first, *row[:-1]] for first, row in zip(before, outputs, strict=True)], longest)
+        target = [model.logits(given, fed, sizes) for model in self._models]
+        draft = []
+        for model in self._models if self._drafter is not None else ():
+            encoder = model if self._drafter.config.encoder_dim is not None else None
+            logits = self._drafter.logits(given, fed, sizes, encoder)
+            draft.append(match_width(logits, target[0].shape[-1]))
+        inside = np.arange(longest) < lengths[:, None]
+        for name, values in _compared(*target, draft).items():
+            self._found.setdefault(name, []).append(np.asarray(values)[inside])
+
+    def record(self) -> dict[str, Any]:
+        """Returns what was found over all tokens.
+
+        `kl` is KL(full ‖ rounded) in nats at temperature 1; `logits_error` the root of the mean
+        squared difference of logits over that of the full model's, both without their mean over the
+        vocabulary; `argmax_changes` the share of tokens whose argmax is another. With a drafter,
+        `alpha` is the mean of Σ min(p, q) at temperature 1 and `alpha_argmax` the share of tokens
+        where both argmaxes are equal, for the full and the rounded target.
+        """
+        found = {name: np.concatenate(values) for name, values in self._found.items()}
+        kl = found["kl"]
+        record: dict[str, Any] = {
+            "tokens": len(kl),
+            "kl": {"mean": float(kl.mean()), "percentile_99": float(np.percentile(kl, 99)), "most": float(kl.max())},
+            "logits_error": float(np.sqrt(found["squared_error"].mean() / found["squared"].mean())),
+            "argmax_changes": float(found["argmax_changes"].mean()),
+        }
+        for name in ("alpha", "alpha_argmax"):
+            if f"{name}, full" in found:
+                record[name] = {which: float(found[f"{name}, {which}"].mean()) for which in ("full", "rounded")}
+        return record
+
+
+@jax.jit
+def _compared(
+    full: Float[Array, "B T V"], other: Float[Array, "B T V"], draft: Sequence[Float[Array, "B T V"]]
+) -> dict[str, Array]:
+    """Returns what `Divergence.record` has means of, for every token; `draft` is the drafter's logits
+    for each of the two, or ()."""
+    full, other, *draft = (logits.astype(jnp.float32) for logits in (full, other, *draft))
+    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(other)
+    centred = lambda logits: logits - jnp.mean(logits, axis=-1, keepdims=True)
+    best = lambda logits: jnp.argmax(logits, axis=-1)
+    found = {
+        # Rounding may give a sum of nearly nothing below 0.
+        "kl": jnp.maximum(jnp.sum(jnp.exp(p) * (p - q), axis=-1), 0),
+        "squared_error": jnp.mean(jnp.square(centred(other) - centred(full)), axis=-1),
+        "squared": jnp.mean(jnp.square(centred(full)), axis=-1),
+        "argmax_changes": best(full) != best(other),
+    }
+    for which, target, drafted in zip(("full", "rounded"), (full, other), draft):
+        laws = jax.nn.softmax(target), jax.nn.softmax(drafted)
+        found[f"alpha, {which}"] = jnp.sum(jnp.minimum(*laws), axis=-1)
+        found[f"alpha_argmax, {which}"] = best(target) == best(drafted)
+    return found

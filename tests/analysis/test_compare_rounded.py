@@ -1,0 +1,136 @@
+"""`analysis/rounding.py` and `scripts/compare_rounded.py`: figures beside numpy's, moved weights, usage."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from absl import app
+from absl.flags import FLAGS
+from int8_models import stored_in
+from toy_models import noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.analysis import rounding
+from specdec_jax.models import native
+
+pytestmark = pytest.mark.usefixtures("quick")
+V = 24
+INPUTS, OUTPUTS = [[3, 4, 5], [6]], [[7, 8, 9, 10], [11, 12]]
+needs_kernels = pytest.mark.skipif(not native.available(), reason=native.state())
+
+
+def gpt() -> sd.LanguageModel:
+    return sd.LanguageModel.random(sd.GPTConfig(V, 16, 2, 2, 32, num_positions=16), eos_ids=())
+
+
+def by_numpy(logits: np.ndarray) -> np.ndarray:
+    logits = np.asarray(logits, np.float64)
+    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+
+def scored(model, row: int, width: int | None = None) -> np.ndarray:
+    """The logits before each output of a row by itself."""
+    prompt, outputs = INPUTS[row], OUTPUTS[row]
+    if model.config.decoder_only:
+        found = model.logits(None, [[*prompt, *outputs[:-1]]])[0, len(prompt) - 1 :]
+    else:
+        found = model.logits([prompt], [[model.start_token, *outputs[:-1]]])[0]
+    return np.asarray(found, np.float64)[:, :width]
+
+
+@pytest.mark.parametrize("family", [lambda: tiny_t5(0, V), gpt])
+def test_figures_are_those_of_numpy(family):
+    """Also with a drafter that has more ids than the target."""
+    full = family()
+    other = noisy_copy(full, 0.2)
+    drafter = gpt() if full.config.decoder_only else tiny_t5(3, V + 2)
+    divergence = rounding.Divergence(full, other, drafter)
+    divergence.add(INPUTS[:1], OUTPUTS[:1])  # in two calls, as of two batches
+    divergence.add(INPUTS[1:], OUTPUTS[1:])
+    found = divergence.record()
+    together = rounding.Divergence(full, other, drafter)
+    together.add(INPUTS, OUTPUTS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), together.record(), found)
+
+    logits = [np.concatenate([scored(model, row, V) for row in (0, 1)]) for model in (full, other, drafter)]
+    p, q, draft = map(by_numpy, logits)
+    kl = (p * np.log(p / q)).sum(-1)
+    centred = [one - one.mean(-1, keepdims=True) for one in logits]
+    best = [one.argmax(-1) for one in logits]
+    assert found["tokens"] == 6
+    np.testing.assert_allclose(found["kl"]["mean"], kl.mean(), rtol=1e-3)
+    np.testing.assert_allclose(found["kl"]["most"], kl.max(), rtol=1e-3)
+    error = np.sqrt(((centred[1] - centred[0]) ** 2).mean() / (centred[0] ** 2).mean())
+    np.testing.assert_allclose(found["logits_error"], error, rtol=1e-3)
+    assert found["argmax_changes"] == np.mean(best[0] != best[1])
+    alpha = {"full": np.minimum(p, draft).sum(-1).mean(), "rounded": np.minimum(q, draft).sum(-1).mean()}
+    np.testing.assert_allclose([*found["alpha"].values()], [*alpha.values()], rtol=1e-3)
+    assert found["alpha_argmax"] == {"full": np.mean(best[0] == best[2]), "rounded": np.mean(best[1] == best[2])}
+    assert error > 0.01 and abs(alpha["full"] - alpha["rounded"]) > 1e-4
+
+
+def test_weights_are_moved_by_up_to_half_a_step():
+    model = tiny_t5(0, V)
+    before, after = (dict(jax.tree.leaves_with_path(one.params)) for one in (model, rounding.moved(model)))
+    for path, leaf in before.items():
+        change = np.abs(np.asarray(after[path]) - np.asarray(leaf))
+        if path[-1].key == "kernel":
+            steps = change / (np.abs(leaf).max(0) / 127)
+            assert steps.max() <= 0.501 and 0.2 < steps.mean() < 0.3
+        else:
+            assert change.max() == 0
+
+
+@needs_kernels
+def test_a_rounded_model_is_what_load_makes_of_it(tmp_path):
+    model = tiny_t5(0, V)
+    sd.save(model, tmp_path / "model")
+    loaded = sd.load(tmp_path / "model", quantize="int8")
+    found, expected = stored_in(rounding.rounded(model, "int8")), stored_in(loaded)
+    assert found.keys() == expected.keys()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture
+def run(load_script, capsys):
+    script = load_script("compare_rounded")
+
+    def call(*flags) -> dict:
+        FLAGS.unparse_flags()
+        FLAGS(["compare_rounded", *flags])
+        script.main([])
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@needs_kernels
+def test_the_script(run, tmp_path):
+    """Weights that are stored in 8 bits change nothing, moved ones a little."""
+    vocabulary = sd.load("ende/drafter").vocabulary
+    shape = dict(emb_dim=32, num_heads=2, head_dim=16, num_encoder_layers=1, mlp_dim=64, num_decoder_layers=1)
+    make = lambda seed: sd.LanguageModel.random(sd.T5Config(6144, **shape), seed, vocabulary)
+    sd.save(make(0), tmp_path / "target", dtype="int8")
+    sd.save(make(1), tmp_path / "drafter")
+    text = tmp_path / "text.tsv"
+    text.write_text("A house.\tEin Haus.\nA dog.\tEin Hund.\nCats\tKatzen\n", encoding="utf-8")
+    flags = [f"--target={tmp_path}/target", f"--drafter={tmp_path}/drafter", f"--input_file={text}", "--limit=2"]
+    output = tmp_path / "record.json"
+    flags += ["--max_new_tokens=5", "--dtype=float32"]
+    same, moved = run(*flags, f"--output={output}"), run(*flags, "--move_weights")
+    assert json.loads(output.read_text()) == same
+    assert same["inputs"] == 2 and same["outputs_that_differ"] == 0 and same["full"] == same["rounded"]
+    assert set(same["full"]) == {"bleu", "chrf"} and same["drafter"] == f"{tmp_path}/drafter"
+    assert same["logits_error"] < 1e-3 < 2e-3 < moved["logits_error"] < 0.1
+    assert abs(same["alpha"]["full"] - same["alpha"]["rounded"]) < 1e-5 and 0 < same["alpha"]["full"] < 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [([], "expected one of them"), (["--target=x", "--preset=t5_1_0/small"], "expected one of them"),
+     (["--preset=t5_1_0/small", "--move_weights"], "with --target"), (["--target=x"], "expected a file of inputs")],
+)  # fmt: skip
+def test_usage(flags, message, run):
+    with pytest.raises(app.UsageError, match=message):
+        run(*flags)
