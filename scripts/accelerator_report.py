@@ -143,6 +143,7 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
                 say(f"  compiled in {made[figure.name][1]:.1f} s: {figure.name}")
             except Exception as error:  # one figure's lack of memory is not the end
                 made[figure.name] = error
+                say(f"  did not compile or run: {figure.name}: {_reason(error)}")
         return made
 
     groups: dict[str, list[Figure]] = {}

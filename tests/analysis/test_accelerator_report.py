@@ -4,6 +4,7 @@ and the page that draws them."""
 import html
 import json
 import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,26 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
     with script.Lines(str(path), HEAD) as again:
         assert script.run(again, [*planned, repeated], 2, 1e9) == []
     assert len(made) == 1 and len(path.read_text().splitlines()) == 6
+
+
+def test_what_does_not_compile_is_said_at_once(script, monkeypatch, tmp_path):
+    """Not after the other programs of the stage, which may take minutes."""
+    said, texts = threading.Event(), []
+
+    def say(text):
+        texts.append(text)
+        if "big: MemoryError: no room" in text:
+            said.set()
+
+    def slow(pair):
+        assert said.wait(20)
+        return lambda: jnp.zeros(2)
+
+    monkeypatch.setattr(script, "say", say)
+    planned = [Stage("first", "a", [figure("slow", slow), figure("big", fails(MemoryError("no room")))], Pair)]
+    with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
+        assert script.run(lines, planned, 2, 1e9) == [] and "milliseconds" in lines.found["slow"]
+    assert sum("big" in text for text in texts) == 3  # with the list of figures, and the line itself
 
 
 def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
