@@ -5,11 +5,11 @@
     specdec figures --records=accelerator.jsonl
 
 It takes whatever device JAX has. The models have the shapes of T5s and weights of no meaning; a coin
-accepts drafted tokens. Measured are a copy (the bandwidth) and the bare products of a step, which are
-the floor; calls of the target over 1 to 64 positions (v) and steps of the drafter (c); whole decodes,
-plain and speculative, by forced acceptance, for several numbers of rows; a token tree and beam
-search; the target in 8 bits and T5X, where this package or T5X can. Smaller targets come before
-larger ones.
+accepts drafted tokens. Measured are copies (the bandwidth) and the bare products of a step, and from
+both the floor; calls of the target over 1 to 64 positions (v) and steps of the drafter (c); whole
+decodes, plain and speculative, by forced acceptance, for several numbers of rows; a token tree and
+beam search; the target in 8 bits, and T5X, where this package or T5X can; the target drafted for by
+its own weights in 8 bits. Smaller targets come before larger ones.
 
 Every figure is a line of JSON in `--output` as soon as it is there, and a line on the terminal. The
 file's first line has the machine, the versions and the options; a second start with the same skips
@@ -33,7 +33,8 @@ import jax
 from absl import app, flags
 
 from specdec_jax.analysis import machine, timing
-from specdec_jax.analysis.accelerators import Figure, NotHere, Setup, Stage, stages
+from specdec_jax.analysis.accelerator_figures import Figure, NotHere, Setup
+from specdec_jax.analysis.accelerators import Stage, stages
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import check_output, lock
@@ -143,6 +144,7 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
                 say(f"  compiled in {made[figure.name][1]:.1f} s: {figure.name}")
             except Exception as error:  # one figure's lack of memory is not the end
                 made[figure.name] = error
+                say(f"  did not compile or run: {figure.name}: {_reason(error)}")
         return made
 
     groups: dict[str, list[Figure]] = {}
@@ -201,7 +203,8 @@ def shown(line: Mapping[str, Any]) -> str:
     for name, text in (("failed", "failed"), ("unsupported", "not supported here")):
         if name in line:
             return f"= {line['figure']}: {text}: {line[name]}"
-    units = {"v": "v", "c": "c", "improvement": "times plain", "iteration_ms": "ms an iteration",
+    units = {"floor_ms": "ms at the bandwidth", "v": "v", "c": "c", "improvement": "times plain",
+             "over_full_plain": "times the full target's plain", "iteration_ms": "ms an iteration",
              "tokens_per_second": "tokens a second", "gb_per_second": "GB a second",
              "over_full": "of the full target's"}  # fmt: skip
     rest = "".join(f", {line[name]:.4g} {unit}" for name, unit in units.items() if name in line)

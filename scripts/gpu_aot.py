@@ -2,12 +2,15 @@
 
     pip install . 'jax[cuda13]>=0.11'
     CUDA_VISIBLE_DEVICES=-1 JAX_PLATFORMS=cpu python scripts/gpu_aot.py --gamma=7
+    CUDA_VISIBLE_DEVICES=-1 JAX_PLATFORMS=cpu python scripts/gpu_aot.py --gamma=7 --quantize=int8
 
 The program is the package's own `advance`, in bfloat16, of the first layers of both models. For
 each of its loops a record is printed: the kernels that a pass launches, those in a decoder's
 layers, and the trip count. Where it is null, the host waits for the GPU before each pass. The last
 loop is the one over iterations; before it come those of the drafter: catching up, which runs only
-after a full acceptance, and the draft. These are counts of a compiled program, not measurements.
+after a full acceptance, and the draft. With `--quantize=int8` the target's weights are in 8 bits;
+`widened` lists those that are written to memory in a wider dtype before a product reads them. These
+are counts of a compiled program, not measurements.
 """
 
 import dataclasses
@@ -19,7 +22,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from jax.experimental import topologies
 
-from specdec_jax.analysis.compiled_text import loop_copies, loops
+from specdec_jax.analysis.compiled_text import loop_copies, loops, widened
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.progress import waiting
@@ -27,8 +30,8 @@ from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import layouts
-from specdec_jax.models.network import Network, heads_together
-from specdec_jax.models.t5 import PRESETS, T5
+from specdec_jax.models.network import Network, heads_together, random_params
+from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import StaticConfig
 
@@ -37,6 +40,7 @@ _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape 
 _LAYERS = flags.DEFINE_integer("layers", 2, "Decoder layers of each model that are compiled.", lower_bound=1)
 _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
+_QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in 8 bits, inputs in bfloat16.")
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
@@ -60,18 +64,20 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def abstract_network(preset: str) -> Network:
-    """Returns the shapes of the first layers of a bfloat16 network in the loop's layout for a GPU."""
-    few = {"num_encoder_layers": 1, "num_decoder_layers": _LAYERS.value}
-    module = T5(dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few))
+def abstract_network(preset: str, drafts: bool = False) -> Network:
+    """Returns the shapes of the first layers of a bfloat16 network in the loop's layout for a GPU; a target's
+    kernels may be in 8 bits."""
+    few, in_8_bits = {"num_encoder_layers": 1, "num_decoder_layers": _LAYERS.value}, _QUANTIZE.value and not drafts
+    config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
 
     def build():
-        tokens = jnp.ones((1, 2), jnp.int32)
-        params = module.init(jax.random.key(0), tokens, tokens > 0, tokens)["params"]
-        return layouts.pack(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), panels=False, fused=True)
+        params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
+        if in_8_bits:
+            params = layouts.round_params(params, None, config.logits_via_embedding)
+        return layouts.pack(params, panels=False, fused=True)
 
-    params, module = jax.eval_shape(build), T5(module.config, fused=True)
-    return Network(params, module, None, heads_together("cuda", module, None))
+    module = (config.with_own_head() if in_8_bits else config).module(fused=True)
+    return Network(jax.eval_shape(build), module, None, heads_together("cuda", module, None))
 
 
 def compiled_text(device) -> str:
@@ -79,7 +85,7 @@ def compiled_text(device) -> str:
     where = jax.sharding.SingleDeviceSharding(device)
     place = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
     target = place(abstract_network(_TARGET.value))
-    drafter = place(ModelDrafter.tree_unflatten(None, (abstract_network(_DRAFTER.value), None)))
+    drafter = place(ModelDrafter.tree_unflatten(None, (abstract_network(_DRAFTER.value, drafts=True), None)))
     batch, config = _BATCH.value, SamplingConfig(temperature=_TEMPERATURE.value)
 
     def arguments():
@@ -120,7 +126,8 @@ def main(argv):
         "what": "counts of a program compiled ahead of time; not a measurement", "device": "NVIDIA H100 80GB HBM3",
         "target": _TARGET.value, "drafter": _DRAFTER.value, "layers": _LAYERS.value, "gamma": _GAMMA.value,
         "batch_size": _BATCH.value, "temperature": _TEMPERATURE.value, "dtype": "bfloat16",
-        "loops": loops(text), "copied_in_loops": loop_copies(text, least=2**16), "jax": jax.__version__,
+        "quantize": _QUANTIZE.value, "loops": loops(text),
+        "copied_in_loops": loop_copies(text, least=2**16), "widened": widened(text), "jax": jax.__version__,
     }  # fmt: skip
     print(json.dumps(record, indent=2))
 

@@ -1,5 +1,5 @@
 """Reads the text of a program that was compiled for a TPU or GPU: estimated cycles, bytes of our own
-kernels, copies in loops, collectives, kernels of loops."""
+kernels, copies in loops, widened weights, collectives, kernels of loops."""
 
 import collections
 import math
@@ -42,9 +42,40 @@ def loop_copies(text: str, least: int = 2**20) -> list[str]:
     found = []
     for line in (line for name in names for line in parts.get(name, ())):
         copied = re.search(r"= (\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", line)
-        if copied and widths.get(copied[1], 4) * math.prod(map(int, copied[2].split(","))) >= least:
+        if copied and widths.get(copied[1], 4) * _numbers(copied[2]) >= least:
             found.append(f"{copied[1]}[{copied[2]}]")
     return sorted(found)
+
+
+def widened(text: str, least: int = 2**16) -> list[str]:
+    """Returns the arrays of at least `least` numbers that a program writes to memory by widening one of
+    8 bits.
+
+    A product that reads a kernel in 8 bits widens it as it reads, inside a fusion. Whatever widens it
+    before writes, and has the product read, two or four times the bytes.
+    """
+    parts, found = computations(text), []
+    inside = {
+        name
+        for lines in parts.values()
+        for line in lines
+        for name in re.findall(r" fusion\(.*calls=%?([\w.\-]+)", line)
+    }
+    for lines in (lines for name, lines in parts.items() if name not in inside):
+        made = (re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = s8\[([\d,]+)\]", line) for line in lines)
+        in_8_bits = {one[1]: _numbers(one[2]) for one in made if one}
+        for line in filter(_launches, lines):
+            output, operands = re.findall(r" = (\(.*?\)|\S+) [\w\-]+\((.*?)\)", line)[0]
+            sizes = {in_8_bits.get(name) for name in re.findall(r"[\w.\-]+", operands)}
+            wide = ((dtype, shape) for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", output) if dtype != "s8")
+            found += [
+                f"{dtype}[{shape}]" for dtype, shape in wide if least <= _numbers(shape) and _numbers(shape) in sizes
+            ]
+    return sorted(found)
+
+
+def _numbers(shape: str) -> int:
+    return math.prod(map(int, shape.split(",")))
 
 
 def collectives(text: str) -> dict[str, int]:

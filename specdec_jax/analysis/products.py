@@ -40,6 +40,11 @@ class Products(NamedTuple):
             axes.append(1)
         return cls(kernels, tuple(axes))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kernels, with the scales of those in 8 bits."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.kernels))
+
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps", "dtype"))
 def bare_products(

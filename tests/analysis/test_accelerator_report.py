@@ -4,6 +4,8 @@ and the page that draws them."""
 import html
 import json
 import pathlib
+import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,11 @@ from absl import app
 from absl.flags import FLAGS
 from sample_records import ACCELERATOR
 
-from specdec_jax.analysis import accelerators, machine
-from specdec_jax.analysis.accelerators import Figure, NotHere, Pair, Setup, Stage
+from specdec_jax.analysis import accelerator_figures, accelerators, machine
+from specdec_jax.analysis.accelerator_figures import Figure, NotHere, Pair, Setup
+from specdec_jax.analysis.accelerators import Stage
+from specdec_jax.analysis.compiled_text import bodies, computations
+from specdec_jax.analysis.products import Products
 from specdec_jax.analysis.report import accelerators as laid_out
 from specdec_jax.analysis.report import page, rows
 from specdec_jax.analysis.timing import Spread
@@ -123,6 +128,26 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
     assert len(made) == 1 and len(path.read_text().splitlines()) == 6
 
 
+def test_what_does_not_compile_is_said_at_once(script, monkeypatch, tmp_path):
+    """Not after the other programs of the stage, which may take minutes."""
+    said, texts = threading.Event(), []
+
+    def say(text):
+        texts.append(text)
+        if "big: MemoryError: no room" in text:
+            said.set()
+
+    def slow(pair):
+        assert said.wait(20)
+        return lambda: jnp.zeros(2)
+
+    monkeypatch.setattr(script, "say", say)
+    planned = [Stage("first", "a", [figure("slow", slow), figure("big", fails(MemoryError("no room")))], Pair)]
+    with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
+        assert script.run(lines, planned, 2, 1e9) == [] and "milliseconds" in lines.found["slow"]
+    assert sum("big" in text for text in texts) == 3  # with the list of figures, and the line itself
+
+
 def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(script.time, "monotonic", lambda: now[0])
@@ -195,24 +220,111 @@ def test_flags_are_what_is_measured(script):
     ]
     names = [figure.name for stage in planned for figure in stage.figures]
     assert len(set(names)) == len(names) and "t5_1_1/xl, alpha 0.5, batch 2" in names
+    # What was asked first comes first; each stage of 8 bits has one program for all its forced decodes.
+    assert [stage.kind for stage in planned[3:]] == [
+        *("searches",) * 2, *("int8",) * 2, *("T5X",) * 2, *("self:int8",) * 2,
+    ]  # fmt: skip
+    found = {stage.name: [figure.name for figure in stage.figures] for stage in planned}
+    assert found["t5_1_1/xl: int8"] == [
+        f"t5_1_1/xl, int8, {x}"
+        for x in ("call over 1", "call over 4", "plain, batch 1", "alpha 0.5, batch 1", "alpha 1, batch 1")
+    ]
+    assert found["t5_1_1/xl: self:int8"] == [
+        f"t5_1_1/xl, self:int8, {x}" for x in ("draft step", "forced alpha 0.99, batch 1")
+    ]
+    programs = {stage.name: len({figure.program for figure in stage.figures}) for stage in planned}
+    assert programs["t5_1_1/xl: int8"] == 4 and programs["t5_1_1/xl: self:int8"] == 2
 
 
 def test_ratios_are_to_the_call_of_one_and_to_plain_decoding():
-    half = Spread(0.5, 0.25, 1.0)
-    figures = {
-        one.name.split(", ", 1)[1]: one for one in accelerators._calls(TINY, "t") + accelerators._decodes(TINY, "t", 1)
-    }
-    before = {"t, call over 1": figures["call over 1"].read(half, None, {})}
-    assert before["t, call over 1"] == {"milliseconds": {"median": 15.625, "least": 7.8125, "most": 31.25}, "v": 1.0}
+    half, eighth, weights = Spread(0.5, 0.25, 1.0), Spread(0.125, 0.125, 0.125), (None, 3000)
+    figures = by_name(accelerator_figures.calls(TINY, "t") + accelerator_figures.decodes(TINY, "t", 1))
+    before = {"t, call over 1": figures["call over 1"].read(half, weights, {})}
+    assert before["t, call over 1"] == {
+        "milliseconds": {"median": 15.625, "least": 7.8125, "most": 31.25}, "v": 1.0, "bytes": 3000,
+    }  # fmt: skip
     assert figures["call over 2"].read(Spread(1.0, 1.0, 1.0), None, before)["v"] == 2
-    assert figures["draft step"].read(Spread(0.125, 0.125, 0.125), None, before)["c"] == 0.25
-    assert "c" not in figures["draft step"].read(half, None, {})
-    row = type("Stats", (), {"target_calls": 2, "per_row": None})()
-    result = type("Result", (), {"lengths": np.array([4, 4]), "stats": row})()
+    assert figures["draft step"].read(eighth, weights, before)["c"] == 0.25
+    assert "c" not in figures["draft step"].read(half, weights, {})
     before = {"t, plain, batch 1": {"milliseconds": {"median": 500.0}}}
-    found = figures["alpha 0.5, batch 1"].read(half, result, before)
+    found = figures["alpha 0.5, batch 1"].read(half, decoded(), before)
     assert found["milliseconds"]["median"] == 125 and found["improvement"] == 4 and found["iteration_ms"] == 250
-    assert found["tokens_per_second"] == 16
+    assert found["tokens_per_second"] == 16 and "over_full_plain" not in found
+
+
+def test_8_bits_are_compared_with_8_bits_and_with_the_full_target():
+    half, weights = Spread(0.5, 0.5, 0.5), (None, 3000)
+    figures = by_name(accelerator_figures.rounded(TINY, "t"), "int8, ")
+    before = {"t, call over 3": {"milliseconds": {"median": 31.25}}, "t, call over 1": {"failed": "no room"}}
+    assert figures["call over 3"].read(half, None, before)["over_full"] == 0.5
+    found = figures["call over 1"].read(half, weights, before)
+    assert "over_full" not in found and "v" not in found and found["bytes"] == 3000
+    full, plain = ({"milliseconds": {"median": median}} for median in (500.0, 250.0))
+    found = figures["plain, batch 1"].read(half, decoded(), {"t, plain, batch 1": full})
+    assert found["over_full_plain"] == 4 and "improvement" not in found
+    before = {"t, plain, batch 1": full, "t, int8, plain, batch 1": plain}
+    found = figures["alpha 0.5, batch 1"].read(half, decoded(), before)
+    assert found["over_full_plain"] == 4 and found["improvement"] == 2
+    found = figures["alpha 0.5, batch 1"].read(half, decoded(), {"t, plain, batch 1": {"failed": "no room"}})
+    assert not {"over_full_plain", "improvement"} & found.keys()
+    kinds = {figure.about["kind"] for figure in figures.values()}
+    assert kinds == {"int8 call", "int8 plain", "int8 speculative"}  # none of the full target's
+
+
+def test_a_target_that_drafts_for_itself_is_compared_with_its_full_self():
+    half = Spread(0.5, 0.5, 0.5)
+    step, decode = accelerator_figures.drafted_by_itself(TINY, "t")
+    found = step.read(half, (None, 3000), {"t, call over 1": {"milliseconds": {"median": 31.25}}})
+    assert found["c"] == 0.5 and found["bytes"] == 3000
+    found = decode.read(half, decoded(), {"t, plain, batch 1": {"milliseconds": {"median": 250.0}}})
+    assert found["improvement"] == 2 and decode.about["acceptance"] == "forced" and decode.about["alpha"] == 0.99
+    assert {step.about["kind"], decode.about["kind"]} == {"self:int8 draft step", "self:int8"}
+
+
+def by_name(figures, before: str = "") -> dict[str, Figure]:
+    return {figure.name.removeprefix(f"t, {before}"): figure for figure in figures}
+
+
+def decoded():
+    """Two rows of four tokens, from two calls of the target."""
+    stats = type("Stats", (), {"target_calls": 2, "per_row": None})()
+    return type("Result", (), {"lengths": np.array([4, 4]), "stats": stats})()
+
+
+def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
+    figures = by_name(accelerator_figures.calls(TINY, "t")) | {"copy": accelerator_figures.copy(TINY)}
+    # 16 copies of 64 KiB, each read and written, in 2 ms at best.
+    copy = figures["copy"].read(Spread(0.004, 0.002, 0.008), None, {})
+    assert copy["milliseconds"]["median"] == 0.25 and copy["gb_per_second"] == pytest.approx(1.048576)
+    for name in ("call over 1", "draft step", "products"):
+        found = figures[name].read(Spread(1.0, 1.0, 1.0), (None, 2**20), {"copy": copy})
+        assert found["bytes"] == 2**20 and found["floor_ms"] == pytest.approx(1.0)
+        for absent in ({}, {"copy": {"failed": "no room"}}):
+            assert "floor_ms" not in figures[name].read(Spread(1.0, 1.0, 1.0), (None, 2**20), absent)
+    assert "bytes" not in figures["call over 2"].read(Spread(1.0, 1.0, 1.0), None, {"copy": copy})
+
+
+@pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
+def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
+    config = Setup(tiny=True, dtype=dtype).config("t5_1_1/large")
+    params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
+    network = Network(layouts.pack(params, False, True), config.module(fused=True), together=2)
+    # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to 128. The head.
+    kernels = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512
+    assert Products.of(network).nbytes == width * kernels
+    columns = 2 * (4 + 2 + 3) * 128 + 512
+    assert Products.of(network.in_int8()).nbytes == kernels + 4 * columns  # and their scales
+
+
+def test_copies_are_one_pass_each_within_one_program():
+    numbers = jax.ShapeDtypeStruct((2**20,), jnp.int32)
+    text = accelerator_figures.copies.lower(numbers).compile().as_text()
+    parts = computations(text)
+    (loop,) = bodies(parts["ENTRY"])
+    written = lambda lines: [line for line in lines if re.search(r" = s32\[1048576\]\S* (?!parameter|get-tuple)", line)]
+    assert len(written(parts[loop])) == 1 and not written(parts["ENTRY"])
+    assert '"known_trip_count":{"n":"16"}' in text
+    np.testing.assert_array_equal(accelerator_figures.copies(jnp.arange(3, dtype=jnp.int32)), [16, 17, 18])
 
 
 def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
@@ -222,12 +334,23 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     (record,) = rows.read_records(str(path))
     assert record == ACCELERATOR and rows.rows(record) == []
     found = {line[0]: line[1:] for line in laid_out.lines(record)}
-    assert found["xxl, call over 8"] == (1, "1.5", "1.25 to 1.75", "v = 1.06", "-", "-", "")
-    assert found["xxl, alpha 0.75"] == (1, "1.5", "1.25 to 1.75", "3.12", "4.500", "750", "")
+    assert found["xxl, call over 8"] == (1, "1.5", "1.25 to 1.75", "-", "v = 1.06", "-", "-", "")
+    assert found["xxl, call over 1"] == (1, "1.5", "1.25 to 1.75", "1.23", "v = 1", "-", "-", "")
+    assert found["xxl, alpha 0.75"] == (1, "1.5", "1.25 to 1.75", "-", "3.12", "4.500", "750", "")
+    ratios = [found[f"xxl, {name}"][4] for name in ("int8, call over 1", "int8, plain", "int8, alpha 0.75")]
+    full = "times the full target's plain"
+    assert ratios == ["0.62", f"1.62 {full}", f"2.50; 4.06 {full}"]
+    assert found["xxl, self:int8"][4:] == ("1.75", "8.500", "400", "acceptance forced")
+    assert all(len(line) == len(laid_out.HEAD) for line in laid_out.lines(record))
     ends = [found[name][-1] for name in ("copy", "xxl, int8", "xxl, beams", "xxl, T5X")]
     assert ends == ["3100 GB a second", "not supported here: bfloat16", "failed: RESOURCE_EXHAUSTED", "not run"]
     text = html.unescape(page.report([(pathlib.Path("gpu.jsonl"), record)]))
-    assert text.count("not run") == 1 and "NVIDIA H100" in text and "positions of a target call" in text
+    assert (
+        text.count("not run") == 1
+        and "<th>floor</th>" in text
+        and "NVIDIA H100" in text
+        and "positions of a target call" in text
+    )
     assert "T5-XXL with T5-small on an accelerator" not in text  # it is there
     assert laid_out.plot(record | {"figures": record["figures"][:1]}) is None
     output = tmp_path / "page.html"
@@ -247,6 +370,7 @@ def test_the_figures_of_calls_can_be_measured(script, tmp_path):
     assert set(kinds) == {"copy", "call", "draft step", "products", "plain"}
     assert not [line for line in kinds.values() if "milliseconds" not in line]
     assert kinds["call"]["v"] > 0 and kinds["draft step"]["c"] > 0 and kinds["copy"]["gb_per_second"] > 0
+    assert kinds["draft step"]["floor_ms"] > 0 and kinds["products"]["bytes"] == 2 * (2 * 9 * 128 * 128 + 128 * 512)
 
 
 @pytest.mark.slow
@@ -261,7 +385,12 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
     assert [line["figure"] for line in record["figures"]] == record["plan"]
     without = [line for line in record["figures"] if "milliseconds" not in line]
     assert all("unsupported" in line for line in without), without
-    assert len(without) <= 3  # T5X, and 8 bits in bfloat16
+    # T5X, and the target in 8 bits in bfloat16.
+    assert {line["kind"] for line in without} <= {"T5X", "int8 call", "int8 plain", "int8 speculative"}
+    drawn = {line[0]: line[5] for line in laid_out.lines(record)}
+    assert float(drawn["t5_1_1/base, self:int8, forced alpha 0.99, batch 1"]) > 0
+    if dtype == "float32":
+        assert re.fullmatch(r"[\d.]+; [\d.]+ times the .*", drawn["t5_1_1/base, int8, alpha 0.75, batch 1"])
     FLAGS(["accelerator_report.py", *flags, "--minutes=0"])
     before = path.read_bytes()
     script.main([""])

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from specdec_jax.analysis.compiled_text import loops
+from specdec_jax.analysis.compiled_text import loops, widened
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "gpu_aot.py"
 HLO = """
@@ -40,11 +40,55 @@ def test_kernels_and_trip_counts_are_read():
     ]
 
 
+WIDENED = """
+%dot (k: s8[256,512], x: bf16[8,256]) -> bf16[8,512] {
+  %k = s8[256,512]{1,0} parameter(0)
+  %wide = bf16[256,512]{1,0} convert(%k)
+  ROOT %dot.1 = bf16[8,512]{1,0} dot(%x, %wide), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p: (s8[256,512], bf16[8,256])) -> (s8[256,512], bf16[8,256]) {
+  %p = (s8[256,512], bf16[8,256]) parameter(0)
+  %kernel = s8[256,512]{1,0} get-tuple-element(%p), index=0
+  %laid = s8[2,128,512]{2,1,0} bitcast(%kernel)
+  %gemm = bf16[8,512]{1,0} fusion(%kernel, %x), kind=kCustom, calls=%dot
+  %small = f32[16]{0} convert(%eight)
+  %moved = s8[2,128,512]{2,1,0} copy(%laid)
+  SLOWER
+  ROOT %out = (s8[256,512], bf16[8,256]) tuple(%kernel, %gemm)
+}
+
+ENTRY %main (p: s8[256,512]) -> f32[8] {
+  %p = s8[256,512]{1,0} parameter(0)
+  HOISTED
+  %w = (s8[256,512], bf16[8,256]) while(%init), condition=%cond, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "lines, found",
+    [
+        ({}, []),
+        ({"SLOWER": "%w.1 = bf16[256,512]{1,0} fusion(%kernel), kind=kLoop, calls=%c"}, ["bf16[256,512]"]),
+        ({"SLOWER": "%w.1 = (f32[8]{0}, f32[2,128,512]{2,1,0}) fusion(%y, %laid), calls=%c"}, ["f32[2,128,512]"]),
+        ({"HOISTED": "%w.1 = bf16[256,512]{1,0} convert(%p)"}, ["bf16[256,512]"]),
+    ],
+)
+def test_a_kernel_that_is_widened_before_its_product_is_found(lines, found):
+    text = WIDENED
+    for name in ("SLOWER", "HOISTED"):
+        text = text.replace(f"  {name}\n", f"  {lines[name]}\n" if name in lines else "")
+    assert widened(text) == found
+
+
 @pytest.mark.slow
-def test_the_decode_loop_compiles_without_a_gpu():
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_decode_loop_compiles_without_a_gpu(quantize, tmp_path):
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip("the plugin of jax[cuda13] is not installed")
-    flags = ["--target=t5_1_1/small", "--layers=1", "--gamma=2"]
+    flags = ["--target=t5_1_1/small", "--layers=1", "--gamma=2", f"--hlo={tmp_path / 'hlo'}"]
+    flags += [] if quantize is None else [f"--quantize={quantize}"]
     settings = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True, env=settings)
     assert done.returncode == 0, done.stderr
@@ -56,3 +100,7 @@ def test_the_decode_loop_compiles_without_a_gpu():
     # One more adds up the lengths of inputs, for all layers.
     assert 0 < catch_up["in_layers"] < draft["in_layers"] <= 13 and iteration["in_layers"] <= 18
     assert record["copied_in_loops"] == []  # neither caches nor weights
+    # Kernels in 8 bits, the head's too, are what the products read.
+    assert record["quantize"] == quantize and record["widened"] == []
+    text = (tmp_path / "hlo").read_text()
+    assert ("s8[512,32128]" in text and "s8[512,1152]" in text) == (quantize is not None)

@@ -12,7 +12,8 @@ from make_checkpoints import TINY, TINY_1_0
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import accelerators
+from specdec_jax.analysis.accelerator_figures import Setup
+from specdec_jax.analysis.accelerators import stages
 from specdec_jax.checkpoints import loader, own
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands.options import DecodingOptions
@@ -171,11 +172,14 @@ def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
 # Figures, and what is refused.
 
 
-def test_the_report_of_accelerators_times_calls_in_8_bits():
-    setup = accelerators.Setup(tiny=True, input_length=4, max_new_tokens=4, gamma=2, widths=(1, 3))
-    stage = next(stage for stage in accelerators.stages(setup, {}) if stage.kind == "int8")
+@pytest.mark.parametrize("kind, alphas", [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())])
+def test_the_report_of_accelerators_times_8_bits(kind, alphas):
+    setup = Setup(tiny=True, input_length=4, max_new_tokens=4, gamma=2, widths=(1, 3), alphas=alphas)
+    stage = next(stage for stage in stages(setup, {}) if stage.kind == kind)
     pair = stage.load()
-    assert pair.target.quantized and pair.target.config.dtype == "bfloat16"
+    assert pair.target.quantized == (kind == "int8") and pair.target.config.dtype == "bfloat16"
+    rounded = (pair.target if kind == "int8" else pair.drafter).network
+    assert all(kernel.input_bits is None for kernel in layouts.step_kernels(rounded.params))
     for figure in stage.figures:
         jax.block_until_ready(figure.arm(pair)())
 

@@ -10,12 +10,15 @@ from specdec_jax.analysis.report.markup import Markup, element
 from specdec_jax.analysis.report.plots import panels, shortened
 from specdec_jax.analysis.report.rows import measured_at
 
-HEAD = ("figure", "batch", "milliseconds", "(least to most)", "ratio", "ms an iteration", "tokens a second", "")
+HEAD = (
+    "figure", "batch", "milliseconds", "(least to most)", "floor", "ratio", "ms an iteration", "tokens a second", ""
+)  # fmt: skip
 NOTE = (
     "Milliseconds: of a call or step; of whole decodes for one token of a row, encoder of one layer "
-    "included. Ratio: v of a target call and c of a draft step, both over the target's call over one "
-    "position; of a speculative decode how many times as fast as the plain one it is; in 8 bits the time "
-    "over that of the full target."
+    "included. Floor: milliseconds in which the weights of a step are read at the bandwidth of the copy. "
+    "Ratio: v of a target call and c of a draft step, both over the target's call over one position; of a "
+    "speculative decode how many times as fast as the plain one of the same target it is, and, in 8 bits, "
+    "as the full target's plain one; of a call in 8 bits the time over that of the full target."
 )
 
 
@@ -28,20 +31,27 @@ def lines(record: Mapping[str, Any]) -> list[tuple]:
 
 def _line(name: str, figure: Mapping[str, Any] | None) -> tuple:
     if figure is None:
-        return name, "-", "-", "-", "-", "-", "-", "not run"
+        return name, *("-" * 7), "not run"
     batch = figure.get("batch", "-")
     if "milliseconds" not in figure:
         why = f"failed: {figure['failed']}" if "failed" in figure else f"not supported here: {figure['unsupported']}"
-        return name, batch, "-", "-", "-", "-", "-", why
+        return name, batch, *("-" * 6), why
     times = figure["milliseconds"]
     number = lambda key, digits: f"{figure[key]:.{digits}f}" if key in figure else "-"
-    ratio = next((f"{key} = {figure[key]:.3g}" for key in ("v", "c") if key in figure), None)
-    ratio = ratio or next((f"{figure[key]:.2f}" for key in ("improvement", "over_full") if key in figure), "-")
+    floor = f"{figure['floor_ms']:.3g}" if "floor_ms" in figure else "-"
     what = f"{figure['gb_per_second']:.0f} GB a second" if "gb_per_second" in figure else ""
     return (
-        name, batch, f"{times['median']:.3g}", f"{times['least']:.3g} to {times['most']:.3g}", ratio,
-        number("iteration_ms", 3), number("tokens_per_second", 0), what,
+        name, batch, f"{times['median']:.3g}", f"{times['least']:.3g} to {times['most']:.3g}", floor, _ratio(figure),
+        number("iteration_ms", 3), number("tokens_per_second", 0),
+        f"acceptance {figure['acceptance']}" if "acceptance" in figure else what,
     )  # fmt: skip
+
+
+def _ratio(figure: Mapping[str, Any]) -> str:
+    found = [f"{key} = {figure[key]:.3g}" for key in ("v", "c") if key in figure]
+    found += [f"{figure[key]:.2f}" for key in ("improvement", "over_full") if key in figure]
+    full = f"{figure['over_full_plain']:.2f} times the full target's plain" if "over_full_plain" in figure else ""
+    return "; ".join([*found[:1], *([full] if full else [])]) or "-"
 
 
 def plot(record: Mapping[str, Any]):
