@@ -38,7 +38,7 @@ from specdec_jax.speculative.state import StaticConfig
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/large", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
 _LAYERS = flags.DEFINE_integer("layers", 2, "Decoder layers of each model that are compiled.", lower_bound=1)
-_GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration.", lower_bound=1)
+_GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0: plain decoding.", lower_bound=0)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
 _QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in 8 bits, inputs in bfloat16.")
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
@@ -85,7 +85,9 @@ def compiled_text(device) -> str:
     where = jax.sharding.SingleDeviceSharding(device)
     place = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
     target = place(abstract_network(_TARGET.value))
-    drafter = place(ModelDrafter.tree_unflatten(None, (abstract_network(_DRAFTER.value, drafts=True), None)))
+    drafter = None
+    if _GAMMA.value:
+        drafter = place(ModelDrafter.tree_unflatten(None, (abstract_network(_DRAFTER.value, drafts=True), None)))
     batch, config = _BATCH.value, SamplingConfig(temperature=_TEMPERATURE.value)
 
     def arguments():
@@ -124,7 +126,7 @@ def main(argv):
         write_file(_TEXT.value, text)
     record = {
         "what": "counts of a program compiled ahead of time; not a measurement", "device": "NVIDIA H100 80GB HBM3",
-        "target": _TARGET.value, "drafter": _DRAFTER.value, "layers": _LAYERS.value, "gamma": _GAMMA.value,
+        "target": _TARGET.value, "drafter": _DRAFTER.value if _GAMMA.value else None, "layers": _LAYERS.value, "gamma": _GAMMA.value,
         "batch_size": _BATCH.value, "temperature": _TEMPERATURE.value, "dtype": "bfloat16",
         "quantize": _QUANTIZE.value, "loops": loops(text),
         "copied_in_loops": loop_copies(text, least=2**16), "widened": widened(text), "jax": jax.__version__,

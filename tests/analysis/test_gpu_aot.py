@@ -82,17 +82,31 @@ def test_a_kernel_that_is_widened_before_its_product_is_found(lines, found):
     assert widened(text) == found
 
 
+def compiled(*flags) -> dict:
+    """The record of the script for a small target of one layer."""
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip("the plugin of jax[cuda13] is not installed")
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, SCRIPT, "--target=t5_1_1/small", "--layers=1", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=settings)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_plain_step_of_one_row_has_as_few_kernels_as_a_draft_step():
+    record = compiled("--gamma=0")
+    (step,) = record["loops"]
+    assert record["drafter"] is None and step["inner"] == 0 and step["trip_count"] is None
+    assert 0 < step["in_layers"] <= 13 and step["in_layers"] < step["kernels"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_decode_loop_compiles_without_a_gpu(quantize, tmp_path):
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        pytest.skip("the plugin of jax[cuda13] is not installed")
-    flags = ["--target=t5_1_1/small", "--layers=1", "--gamma=2", f"--hlo={tmp_path / 'hlo'}"]
-    flags += [] if quantize is None else [f"--quantize={quantize}"]
-    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True, env=settings)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
+    record = compiled(
+        "--gamma=2", f"--hlo={tmp_path / 'hlo'}", *([] if quantize is None else [f"--quantize={quantize}"])
+    )
     catch_up, draft, iteration = record["loops"]
     assert (catch_up["inner"], draft["inner"], iteration["inner"]) == (0, 0, 2)
     assert (catch_up["trip_count"], draft["trip_count"], iteration["trip_count"]) == (None, 2, None)
