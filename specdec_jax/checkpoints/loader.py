@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 import re
 import shlex
-import sys
 from collections.abc import Callable
 
 import jax
@@ -15,10 +14,12 @@ from specdec_jax.checkpoints import huggingface, own, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.leaves import Checkpoint, check
 from specdec_jax.checkpoints.memory import check_memory
+from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.weights import kernels_of, read_params
 from specdec_jax.models import panels
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel, check_ids
+from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules
 from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.models.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
@@ -37,10 +38,6 @@ def bundled() -> tuple[str, ...]:
     return tuple(sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json")))
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def load(
     path,
     dtype=None,
@@ -50,7 +47,7 @@ def load(
     mesh: Mesh | None = None,
     replicate: bool = False,
     quantize: str | None = None,
-    say: Callable[[str], None] = _say,
+    say: Callable[[str], None] = print_line,
 ) -> LanguageModel:
     """Returns a model in any format that this package knows, recognised by the folder's contents.
 
@@ -76,7 +73,8 @@ def load(
         kernels, the head's too, are rounded while they are read, unless they are stored so; the law is then the rounded
         model's. "w8a8", on a CPU: also rounds inputs to 8 bits: faster for many rows, a law further away. "none": all
         weights are in `dtype`.
-      say: called with the line about the chosen dtype; prints it to standard error by default.
+      say: called with the line about the chosen dtype, and every 10 seconds of a long reading with how far it is. The
+        default prints to standard error, where a terminal shows the latter as a bar; `lambda line: None` is silent.
 
     Raises:
       ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
@@ -87,16 +85,15 @@ def load(
         raise ValueError("replicate: got True without a mesh, expected mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
-    checkpoint = open_checkpoint(folder, config)
-    checkpoint = complete(checkpoint, vocabulary, folder)
+    checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
     dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.input_bits(quantize))
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
     network = checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
-    with returning_freed_memory():
-        params = read_params(checkpoint, dtype, rules, kernels, input_bits)
+    with returning_freed_memory(), ParameterProgress(f"reading {path}", parameter_count(network), say) as progress:
+        params = read_params(checkpoint, dtype, rules, kernels, input_bits, progress.advance)
         return LanguageModel(
             network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
             name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint, rules=rules,
@@ -158,7 +155,7 @@ _IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded":
 
 
 def choose_dtype(
-    dtype, path, say: Callable[[str], None] = _say, kernels: str | None = None, input_bits: int | None = 16
+    dtype, path, say: Callable[[str], None] = print_line, kernels: str | None = None, input_bits: int | None = 16
 ) -> str:
     """Returns the name of `dtype`, or of the machine's default for None.
 

@@ -3,7 +3,7 @@ bits."""
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def _is_kernel(name: str) -> bool:
 
 def read_params(
     checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None,
-    input_bits: int | None = 16,
+    input_bits: int | None = 16, report: Callable[[int], None] = lambda count: None,
 ) -> dict:  # fmt: skip
     """Returns the parameters as a nested dict of arrays, read one at a time.
 
@@ -71,6 +71,7 @@ def read_params(
       kernels: from `kernels_of`. Kernels in 8 bits are `Int8Kernel`s; an embedding that is also the
         head is then there once more as a kernel.
       input_bits: of the `Int8Kernel`s.
+      report: called with the size of each parameter once it is on its devices.
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result comes when little else is in memory.
@@ -78,10 +79,11 @@ def read_params(
         leaf = checkpoint.leaves[name]
         if kernels and _is_kernel(name):
             params[name] = _in_8_bits(name, leaf, input_bits)
-            continue
-        params[name] = _read(name, leaf, jnp.dtype(dtype), rules)
+        else:
+            params[name] = _read(name, leaf, jnp.dtype(dtype), rules)
         if kernels and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
             params[_HEAD] = _in_8_bits(_HEAD, leaf.transposed(), input_bits)
+        report(math.prod(leaf.shape))
     return unflatten(params)
 
 

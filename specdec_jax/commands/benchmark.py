@@ -12,6 +12,7 @@ from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import beam_summaries, plots, summaries
 from specdec_jax.checkpoints import loader
+from specdec_jax.checkpoints.progress import ParameterProgress
 from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
@@ -23,6 +24,7 @@ from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.models.panels import INPUT_BITS
+from specdec_jax.models.parameters import parameter_count
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
@@ -256,7 +258,11 @@ def _preset(
         dtype = loader.choose_dtype(options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16)
         config = PRESETS[preset].replace(dtype=dtype)
         # Without EOS ids every output has full length.
-        return LanguageModel.filled(config, name=preset, eos_ids=(), rules=options.placement(drafts), quantize=quantize)
+        rules = options.placement(drafts)
+        with ParameterProgress(f"making {preset}", parameter_count(config)) as progress:
+            return LanguageModel.filled(
+                config, name=preset, eos_ids=(), rules=rules, quantize=quantize, report=progress.advance
+            )
 
     assert options.preset
     target = target or model(options.preset)

@@ -3,7 +3,7 @@ elsewhere."""
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.progress
@@ -91,7 +91,7 @@ class Progress:
 
 def track(
     items: Iterable[Any], total: int, what: str, quiet: bool = False, names: Sequence[str] | None = None
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yields `items` and shows on standard error how many there were, unless `quiet`: by a progress
     bar on a terminal, elsewhere by a line before the first item and before others now and then.
 

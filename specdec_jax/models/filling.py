@@ -16,8 +16,9 @@ from specdec_jax.models.sharding import ShardingRules
 
 
 def filled_params(
-    config: ModelConfig, rules: ShardingRules | None = None, stored: Callable[[jax.Array], Any] = lambda kernel: kernel
-) -> dict:
+    config: ModelConfig, rules: ShardingRules | None = None, stored: Callable[[jax.Array], Any] = lambda kernel: kernel,
+    report: Callable[[int], None] = lambda count: None,
+) -> dict:  # fmt: skip
     """Makes the parameters of a network on the devices, one after the other, in the configuration's
     dtype.
 
@@ -28,6 +29,7 @@ def filled_params(
       config: the network's shape.
       rules: how the parameters lie on a mesh; None: on one device.
       stored: makes of each kernel what is kept of it.
+      report: called with the size of each parameter.
     """
     found = {}
     for number, (name, shape) in enumerate(parameter_shapes(config).items()):
@@ -39,6 +41,7 @@ def filled_params(
             least = -spread / 2
         array = _uniform(np.uint32(number), np.float32(least), np.float32(spread), shape, config.dtype, sharding)
         found[name] = stored(array) if name.endswith("/kernel") else array
+        report(math.prod(shape))
     return unflatten(found)
 
 

@@ -110,16 +110,23 @@ class LanguageModel:
         return cls._made(config, make, vocabulary, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
 
     @classmethod
-    def filled(cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None) -> "LanguageModel":
-        """Makes a model whose parameters are numbers of no meaning, for timing: even T5-XXL's take
-        seconds (`filling.py`); arguments as for `random`."""
+    def filled(
+        cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None,
+        report: Callable[[int], None] = lambda count: None,
+    ) -> "LanguageModel":  # fmt: skip
+        """Makes a model whose parameters are numbers of no meaning, for timing.
+
+        On an accelerator even T5-XXL's take seconds, on a CPU some ten for a thousand million
+        (`filling.py`). Arguments are those of `random`; `report` is called with the size of each
+        parameter that is there.
+        """
 
         def make() -> dict:
             if quantize not in panels.INPUT_BITS:
-                return filled_params(config, rules)
+                return filled_params(config, rules, report=report)
             # Else a model that fits only in 8 bits would first lie there in full.
             rounded = lambda kernel: jax.block_until_ready(Int8Kernel.of(kernel, panels.input_bits(quantize)))
-            return filled_params(config, rules, rounded)
+            return filled_params(config, rules, rounded, report)
 
         return cls._made(config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
 

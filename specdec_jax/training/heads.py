@@ -282,7 +282,7 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
     output = pathlib.Path(settings.output_dir).absolute()
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     dtype = "float32" if settings.trains_backbone else settings.dtype
-    target = loader.load(settings.target, dtype, say=functools.partial(console.print, markup=False))
+    target = loader.load(settings.target, dtype)
     if target.vocabulary is None:
         raise ValueError(f"target: got {settings.target} without a vocabulary, expected one")
     output.mkdir(parents=True, exist_ok=True)

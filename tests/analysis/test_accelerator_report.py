@@ -377,8 +377,10 @@ def test_the_figures_of_calls_can_be_measured(script, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_figures_can_be_measured(script, tmp_path, dtype):
     path = tmp_path / "a.jsonl"
-    flags = ["--tiny", "--compilation_cache_dir=", f"--output={path}", "--targets=t5_1_1/base", "--max_new_tokens=8", "--input_length=8",
-             "--batches=1,2", "--alphas=0.75", f"--dtype={dtype}", "--threads=2"]  # fmt: skip
+    flags = [
+        "--tiny", "--compilation_cache_dir=", f"--output={path}", "--targets=t5_1_1/base", "--max_new_tokens=8",
+        "--input_length=8", "--batches=1,2", "--alphas=0.75", f"--dtype={dtype}", "--threads=2",
+    ]  # fmt: skip
     FLAGS(["accelerator_report.py", *flags])
     script.main([""])
     (record,) = rows.read_records(str(path))

@@ -62,7 +62,8 @@ def test_record(measured, target, batches):
             1 / arm["calls_over_plain"]
         )  # fmt: skip
         assert arm["improvement"]["least"] <= arm["improvement"]["median"] <= arm["improvement"]["most"]
-    # The target's own tree has every live beam, even as narrow as there are beams: but for the last, three steps a call.
+    # The target's own tree has every live beam, even as narrow as there are beams: but for the last,
+    # three steps a call.
     assert narrow["calls_over_plain"] < 0.5 and wide["calls_over_plain"] < 0.5
     assert record["greedy"]["improvement"]["median"] > 0 and record["sentences"] == 3
     assert record["against"]["improvement"].keys() == {"plain", "gamma 2, width 2", "gamma 2, width 40"}

@@ -28,7 +28,10 @@ KINDS = {
     "estimate": ESTIMATE,
     "accelerator": ACCELERATOR,
 }
-HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>' & $\\frac{ ]]> --> \0\x1b[2J\x85\ud800\ufffe <a href='javascript:alert(1)'>"
+HOSTILE = (
+    "\"><script>alert(1)</script><img src=x onerror=alert(1)>' & $\\frac{ ]]> --> "
+    "\0\x1b[2J\x85\ud800\ufffe <a href='javascript:alert(1)'>"
+)
 # All that the page is made of; the second are matplotlib's.
 ELEMENTS = set("html head meta title style body h1 h2 h3 h4 p i code pre span table caption tr th td".split())
 DRAWN = set(

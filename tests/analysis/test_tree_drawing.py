@@ -12,7 +12,8 @@ from specdec_jax.analysis.report import plots, tree_plot
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep
 
 TARGET = types.SimpleNamespace(
-    eos_ids=(1,), start_token=0, vocabulary=types.SimpleNamespace(piece=lambda token: "\n" if token == 9 else f" t{token}")
+    eos_ids=(1,), start_token=0,
+    vocabulary=types.SimpleNamespace(piece=lambda token: "\n" if token == 9 else f" t{token}"),
 )  # fmt: skip
 
 

@@ -236,7 +236,8 @@ def test_the_default_dtype_is_said(tmp_path, capsys):
     make.write_hf(tmp_path, TENSORS)
     assert loader.load(tmp_path).config.dtype == "float32"  # on a CPU
     captured = capsys.readouterr()
-    said = f"loading {tmp_path} in float32, the default on a CPU (dtype=, or --dtype on the command line, chooses another)\n"
+    hint = "(dtype=, or --dtype on the command line, chooses another)"
+    said = f"loading {tmp_path} in float32, the default on a CPU {hint}\n"
     assert (captured.out, captured.err) == ("", said)
     loader.load(tmp_path, "float32")
     assert capsys.readouterr().err == ""

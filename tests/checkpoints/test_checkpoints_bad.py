@@ -74,8 +74,11 @@ BAD = {
         "got pytorch_model.bin only, expected model.safetensors; convert",
     ),
     "umt5": ("safetensors", lambda p: edit_config(p, model_type="umt5"), "unknown architecture: got model_type 'umt5'"),
-    "bert": ("safetensors", lambda p: edit_config(p, model_type="bert", architectures=["BertModel"]), "expected t5 "
-                                                                                                      "with T5ForConditionalGeneration or"),
+    "bert": (
+        "safetensors",
+        lambda p: edit_config(p, model_type="bert", architectures=["BertModel"]),
+        "expected t5 with T5ForConditionalGeneration or",
+    ),
     "encoder only": ("safetensors", lambda p: edit_config(p, architectures=["T5EncoderModel"]), "got .*T5EncoderModel"),
     "no width": ("safetensors", lambda p: edit_config(p, d_model=None), "d_model: got None, expected an integer"),
     "exact gelu": ("safetensors", lambda p: edit_config(p, feed_forward_proj="gelu"), "feed_forward_proj: got 'gelu'"),

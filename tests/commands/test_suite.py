@@ -132,8 +132,8 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
             "got 'huge'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', "
                                                                                                "expected"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=nowhere/r.html"], "report: got "
-                                                                                                        "'nowhere/r.html'"),
+        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=nowhere/r.html"],
+            "report: got 'nowhere/r.html'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"], "expected another "
                                                                                                  "file than output"),
         (["--target=t", "--drafter=d", "--report=r.html"], "report: got 'r.html' without a suite"),

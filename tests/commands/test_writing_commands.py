@@ -87,10 +87,8 @@ def test_a_job_through_a_pipe_says_that_it_cannot_go_on(specdec, commands, tmp_p
     reader = Pipe(tmp_path / "pipe")
     code, out, err = specdec(*commands["generate"][:-1], f"--output_file={tmp_path / 'pipe'}")
     assert (code, out) == (0, "") and reader.read().decode() == printed
-    assert (
-        err
-        == f"{tmp_path / 'pipe'}: not a regular file: outputs are written in order, and a run that is killed begins anew\n"
-    )
+    said = "not a regular file: outputs are written in order, and a run that is killed begins anew"
+    assert err == f"{tmp_path / 'pipe'}: {said}\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="the system has no /dev/stdout")

@@ -39,8 +39,14 @@ DRAFTED = dict(BEAMS, drafter=DRAFTER, gamma=2)
         (dict(num_samples=2), "num_samples: got 2 with num_beams, expected 1"),
         (dict(stop=["w3"]), "stop: got .'w3'. with num_beams"),
         (dict(deadline=1.0), "deadline: got 1.0 with num_beams, expected None"),
-        (dict(gamma=sd.Heuristic(maximum=4), drafter=DRAFTER), "gamma: got Heuristic.* with num_beams, expected 'auto'"),
-        (dict(gamma=[1] * len(INPUTS), drafter=DRAFTER), "gamma: got .* with num_beams, expected 'auto' or one integer"),
+        (
+            dict(gamma=sd.Heuristic(maximum=4), drafter=DRAFTER),
+            "gamma: got Heuristic.* with num_beams, expected 'auto'",
+        ),
+        (
+            dict(gamma=[1] * len(INPUTS), drafter=DRAFTER),
+            "gamma: got .* with num_beams, expected 'auto' or one integer",
+        ),
         (dict(drafter=sd.RandomDrafter(V)), "drafter: got RandomDrafter with num_beams, expected one that drafts for"),
         (dict(num_beams=None), "num_return_sequences: got 2 without num_beams, expected 1"),
     ],
@@ -53,8 +59,11 @@ def test_bad_options_are_refused_before_anything_compiles(options, message):
     assert not compilations(refused)
 
 
-@pytest.mark.parametrize("entry", [lambda **more: list(sd.stream(TARGET, INPUTS, **more)),
-                                   lambda **more: sd.trace(TARGET, "w3 w4", **more)], ids=["stream", "trace"])  # fmt: skip
+@pytest.mark.parametrize(
+    "entry",
+    [lambda **more: list(sd.stream(TARGET, INPUTS, **more)), lambda **more: sd.trace(TARGET, "w3 w4", **more)],
+    ids=["stream", "trace"],
+)
 def test_what_is_seen_while_it_is_decoded_has_no_beams(entry):
     with pytest.raises(ValueError, match="num_beams: got 3 for what is seen while it is decoded, expected None"):
         entry(num_beams=3)
@@ -79,10 +88,13 @@ def test_results_of_several_inputs():
 
 @pytest.mark.parametrize(
     "sampling",
-    [dict(repetition_penalty=1.4, min_new_tokens=3), dict(no_repeat_ngram=2, forbidden_tokens=(5,), logit_bias={3: 1.0}),
-     dict(forced_tokens={1: 6})],
+    [
+        dict(repetition_penalty=1.4, min_new_tokens=3),
+        dict(no_repeat_ngram=2, forbidden_tokens=(5,), logit_bias={3: 1.0}),
+        dict(forced_tokens={1: 6}),
+    ],
     ids=["penalties", "n-grams", "forced"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("style", ["t5x", "huggingface"])
 def test_processors_see_every_beams_own_prefix(style, sampling):
     options = dict(BEAMS, sampling=sd.SamplingConfig(**sampling), beam_style=style)

@@ -1,30 +1,16 @@
-"""Long jobs: refilled rows give what `generate` gives, none of them waits, and a kill changes
-nothing in the output file."""
+"""Long jobs: refilled rows give what `generate` gives, and none of them waits."""
 
 import functools
-import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 
-import command_line
 import jax
 import numpy as np
 import pytest
-from devices import SPECDEC
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
-from specdec_jax.commands import generate
-from specdec_jax.commands.journal import Journal
 from specdec_jax.decoding import inputs, jobs, loop
 from specdec_jax.decoding.results import Committed
-from specdec_jax.models.vocabularies import SentencePieceVocabulary
 
-pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
 pytestmark = pytest.mark.usefixtures("quick")
 
 V, N, LIMIT = 12, 19, 9
@@ -46,7 +32,8 @@ CASES = {
     ),
     "token, copies, samples, stop strings, prefixes with them": dict(
         drafter=sd.PromptLookupDrafter(), gamma=2, sampling=WARM, verifier="token", num_samples=2, stop=["w5", "w7 w2"],
-        decoder_prefix=[[5, 3][: n % 3] for n in range(N)], eos_ids=(1,), max_new_tokens=30,  # past the first look at texts
+        decoder_prefix=[[5, 3][: n % 3] for n in range(N)], eos_ids=(1,),
+        max_new_tokens=30,  # past the first look at texts
     ),
     "gumbel, own γ": dict(drafter=DRAFT, gamma=[n % 4 for n in range(N)], sampling=WARM, verifier="gumbel"),
     "lenient, a drafter that learns": dict(
@@ -191,215 +178,3 @@ def test_a_copy_of_rows_outlives_the_state():
     before = jax.tree.map(np.copy, kept._replace(program=None))
     sd.advance(TARGET.network, None, state, np.int32(3))
     jax.tree.map(np.testing.assert_array_equal, kept._replace(program=None), before)
-
-
-# --- The output file of `specdec generate` ---
-
-TEXTS = [
-    "We asked",
-    "Tom",
-    "",
-    "She was",
-    "We",
-    "the book",
-    "Tom is nice",
-    "She",
-    "We leave",
-    "learning",
-    "asked",
-    "is",
-]
-
-
-def arguments(pair, *more):
-    models = [f"--target={pair / 'target'}", f"--drafter={pair / 'drafter'}"]
-    return ["generate", *models, *command_line.MODELS[2:], "--batch_size=3", *map(str, more)]
-
-
-FLAGS = [["--json", "--temperature=1", "--num_samples=2"], ["--deadline=1000"]]
-
-
-@pytest.mark.parametrize("flags", [[], *(pytest.param(flags, marks=slow) for flags in FLAGS)], ids=str)
-def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
-    code, printed, err = specdec(*arguments(pair, *flags, *TEXTS))
-    assert (code, err) == (0, "")
-    path = tmp_path / "out"
-    code, out, err = specdec(*arguments(pair, *flags, f"--output_file={path}", *TEXTS))
-    assert (code, out) == (0, "") and err.startswith("sentences 12/12: ")
-    if "--json" not in flags:
-        assert path.read_text() == printed
-    else:
-        texts = lambda lines: [(json.loads(line)["text"], json.loads(line)["stats"]) for line in lines.splitlines()]
-        assert texts(path.read_text()) == texts(printed) and len(texts(printed)) == 24
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "out.gin"]
-
-
-# Ends in the midst of writing its N-th result, by SIGKILL, or before that by another signal; or
-# when all are there and the output file is written, but the journal is not yet removed.
-DYING = """
-import os, pathlib, signal, sys
-from specdec_jax.commands import journal
-import specdec_main
-
-how, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
-append, unlink = journal.Journal._append, pathlib.Path.unlink
-
-def dying(self, record):
-    left[0] -= 1
-    if left[0] < 0 and how == "SIGKILL":
-        append(self, record)
-        os.truncate(self.path, os.path.getsize(self.path) - 5)
-    if left[0] < 0:
-        signal.raise_signal(getattr(signal, how))
-    return append(self, record)
-
-def removing(path, **more):
-    if path.name.endswith(".partial"):
-        signal.raise_signal(signal.SIGKILL)
-    unlink(path, **more)
-
-journal.Journal._append, pathlib.Path.unlink = dying, removing
-sys.exit(specdec_main.main())
-"""
-
-
-def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(specdec, pair, tmp_path, quick_environment):
-    source, whole, path = (tmp_path / name for name in ("source", "whole", "out"))
-    source.write_text("".join(text + "\n" for text in TEXTS))
-    common = arguments(pair, "--json", "--temperature=1", "--drafter=", f"--input_file={source}")
-    assert specdec(*common, f"--output_file={whole}")[0] == 0
-    partial = path.with_name("out.partial")
-    ends = [("SIGKILL", 4, 3), ("SIGKILL", 5, 8), ("SIGTERM", 1, 9), ("SIGKILL", 99, 12)]
-    for how, finished, there in ends:  # the first line holds the settings
-        done = subprocess.run(
-            [sys.executable, "-c", DYING, how, str(finished), *common, f"--output_file={path}"],
-            capture_output=True, text=True, env=os.environ | quick_environment,
-        )  # fmt: skip
-        code, said = (143, "terminated") if how == "SIGTERM" else (-signal.SIGKILL, "")
-        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-        assert not said or done.stderr.endswith(f"specdec: {said}\n")
-        *lines, torn = partial.read_bytes().split(b"\n")
-        assert len(lines) == 1 + there and bool(torn) == (how == "SIGKILL" and there < 12)
-        assert path.exists() == (there == 12)
-    assert path.read_bytes() == whole.read_bytes()
-    kept = partial.read_bytes()
-    code, out, err = specdec(*common, f"--output_file={path}")
-    assert (code, out) == (0, "") and f"{partial}: 12 of 12 sentences are there\n" in err
-    assert path.read_bytes() == whole.read_bytes()
-    assert len({json.loads(line)[0] for line in kept.splitlines()[1:]}) == 12  # nothing was decoded twice
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "out.gin", "source", "whole", "whole.gin"]
-
-
-# Of every kind: 1 to 20 words, so that rows end at different times and are refilled.
-PLACES = ["at home", "in the garden", "behind the old church", "on the long road to the sea", "here"]
-DOINGS = ["Tom sleeps", "the children are playing with their dog", "we met", "nobody has ever seen her brother"]
-BUNDLED = [
-    f"{doing} {place}{end}" for doing in DOINGS for place in PLACES for end in (".", ", and it is raining again.")
-]
-
-
-class Kills:
-    """A job with the bundled pair, whole or ended by SIGKILL at some moment.
-
-    Attributes:
-      seconds: that the last run took, and that it took from the first line of its journal on.
-    """
-
-    def __init__(self, folder):
-        self.folder, source = folder, folder / "source"
-        source.write_text("".join(text + "\n" for text in BUNDLED))
-        self.command = [
-            *SPECDEC, "generate", "--target=ende/target", "--drafter=ende/drafter",
-            "--batch_size=4", f"--input_file={source}", f"--compilation_cache_dir={folder / 'cache'}",
-        ]  # fmt: skip
-
-    def finished(self, name):
-        """Number of the results in the journal."""
-        partial = self.folder / f"{name}.partial"
-        return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
-
-    def run(self, name, after=None, decoding=False) -> int:
-        """Runs the job; kills it after so many seconds from its start, or from that of its
-        decoding. Returns the exit code."""
-        begin, (total, decoded) = self.finished(name), (time.monotonic(), None)
-        partial = self.folder / f"{name}.partial"
-        size = partial.stat().st_size if partial.exists() else 0
-        job = subprocess.Popen(
-            [*self.command, f"--output_file={self.folder / name}"], stderr=subprocess.PIPE, text=True
-        )
-        try:
-            while job.poll() is None:
-                now = time.monotonic()
-                if decoded is None and partial.exists() and partial.stat().st_size > size:
-                    decoded = now
-                since = decoded if decoding else total
-                if after is not None and since is not None and now - since >= after:
-                    job.kill()
-                time.sleep(0.005)
-        finally:
-            job.kill()
-        said = job.communicate()[1]
-        assert job.returncode in (0, -signal.SIGKILL), said
-        assert not begin or job.returncode or f"{begin} of {len(BUNDLED)} sentences are there" in said
-        now = time.monotonic()
-        self.seconds = now - total, now - (decoded or now)
-        return job.returncode
-
-
-@slow
-def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
-    rng, job, where = random.Random(20), Kills(tmp_path), []
-    assert job.run("cold") == 0 and job.run("whole") == 0
-    whole, (total, decoding) = (tmp_path / "whole").read_bytes(), job.seconds
-    assert whole == (tmp_path / "cold").read_bytes() and len(whole.splitlines()) == len(BUNDLED)
-    finished = 0
-    while len(where) < 20:
-        by_journal = len(where) % 2 == 1  # half of them while it decodes, which is a small part of the time
-        if job.run("out", rng.uniform(0, decoding if by_journal else total), by_journal) == 0:
-            assert (tmp_path / "out").read_bytes() == whole
-            (tmp_path / "out").unlink()
-            finished += 1
-        else:
-            where.append(job.finished("out"))
-    assert job.run("out") == 0 and (tmp_path / "out").read_bytes() == whole
-    assert not list(tmp_path.glob("*.partial"))
-    print(
-        f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: {where}; ends: {finished}"
-    )
-    assert len({*where} - {0, len(BUNDLED)}) >= 2, where  # a window of sentences is finished together
-
-
-def settings(target="target", drafter="drafter", sentences=("a", "b"), models=None, **changes):
-    options = generate.GenerateOptions(target=target, drafter=drafter, **changes)
-    return generate._deciding(options, *models, list(sentences))
-
-
-def test_what_decides_the_results_is_told_apart(pair):
-    target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
-    one = functools.partial(settings, models=(target, sd.ModelDrafter(drafter)))
-    base = one()
-    same = [one(target="elsewhere"), one(input_file="x", output_file="y"), one(dtype="float32", vocabulary="v")]
-    assert all(other == base for other in same)
-    copy = sd.load(pair / "target", dtype="float32")
-    assert one(models=(copy, sd.ModelDrafter(drafter))) == base
-    others = [
-        one(sentences=("ab", "")), one(gamma=2), one(json=True), one(seed=1), one(batch_size=3), one(stop=("x",)),
-        one(models=(drafter, sd.ModelDrafter(drafter))), one(models=(target, sd.ModelDrafter(target))), one(models=(target, None)),
-        one(models=(target, sd.ModelDrafter(drafter, 5))), one(models=(target, sd.PromptLookupDrafter())),
-        one(models=(target, sd.NGramDrafter.count([[3, 4]], 64, 2))), one(models=(target, sd.NGramDrafter.count([[3, 5]], 64, 2))),
-        one(models=(sd.load(pair / "target", dtype="bfloat16"), sd.ModelDrafter(drafter))),
-    ]  # fmt: skip
-    assert len({json.dumps(other, sort_keys=True) for other in [base, *others]}) == 1 + len(others)
-    pieces = SentencePieceVocabulary.train(command_line.TEXT, 35)
-    renamed = sd.LanguageModel(target.config, target.params, pieces, eos_ids=target.eos_ids)
-    assert one(models=(renamed, sd.ModelDrafter(drafter)))["target"] != base["target"]
-
-
-def test_a_journal_of_other_settings_is_one_clear_line(specdec, pair, tmp_path):
-    path = tmp_path / "out"
-    Journal(path, {"gamma": 5}, 12).__exit__()
-    before = (tmp_path / "out.partial").read_bytes()
-    code, out, err = specdec(*arguments(pair, f"--output_file={path}", *TEXTS))
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    assert err.startswith(f"specdec: error: {tmp_path / 'out.partial'}: got results with ") and "remove the file" in err
-    assert (tmp_path / "out.partial").read_bytes() == before

@@ -219,7 +219,10 @@ def test_numbers_that_are_off(libraries):
     asked = native.json.dumps([str(libraries / "works.so"), swapped, sys.path])
     ended = native._run([sys.executable, "-I", probe.__file__, asked], 60, environment={"JAX_PLATFORMS": "cpu"})
     assert ended.code == 1 and ended.output == "" and ended.error.count("\n") == 1, ended.error
-    code = "import numpy as np; from specdec_jax.models import probe; probe.register(*{}); probe._TOLERANCE = 1e-12; probe.check()"
+    code = (
+        "import numpy as np; from specdec_jax.models import probe; probe.register(*{}); "
+        "probe._TOLERANCE = 1e-12; probe.check()"
+    )
     arguments = (str(libraries / "works.so"), native.TARGETS)
     ended = native._run([sys.executable, "-c", code.format(arguments)], 60)
     assert ended.code == 1 and "got outputs that are off by" in ended.error

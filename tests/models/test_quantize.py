@@ -221,7 +221,8 @@ def test_inputs_in_8_bits_give_another_law_for_the_same_weights(tmp_path):
 
 
 def test_the_bundled_pair_with_inputs_in_8_bits_decodes_alike_with_and_without_drafts():
-    """Bit for bit, although a call over several positions has blocks of other shapes; both models' inputs are rounded."""
+    """Bit for bit, although a call over several positions has blocks of other shapes; both models'
+    inputs are rounded."""
     model, drafter = bundled("w8a8"), sd.ModelDrafter(sd.load("ende/drafter", "float32", quantize="w8a8"))
     plain, found = (
         sd.generate(model, built_in(), max_new_tokens=24, **how) for how in ({}, dict(drafter=drafter, gamma=4))

@@ -113,7 +113,8 @@ def adapted(policy, tree, **options):
 @pytest.mark.parametrize("name, tree", [
     ("renewal", STATIC), ("confidence", DynamicTree(3, 3, 12)),
     *(pytest.param(name, tree, marks=slow) for name in CHOICES for tree in (
-        STATIC, Tree.uniform((3, 2, 2), children="mixed"), Chains(3, 4), DynamicTree(3, 3, 12, "top"), DynamicTree(3, 3, 12))),
+        STATIC, Tree.uniform((3, 2, 2), children="mixed"), Chains(3, 4),
+        DynamicTree(3, 3, 12, "top"), DynamicTree(3, 3, 12))),
 ], ids=str)  # fmt: skip
 def test_greedy_output_is_that_of_plain_decoding(name, tree):
     """Rows draft by numbers of their own, within the budget, and other numbers compile nothing."""

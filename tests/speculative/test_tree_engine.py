@@ -1,4 +1,5 @@
-"""Decoding with trees through real networks: identities with plain decoding and with chains, caches, limits, budgets."""
+"""Decoding with trees through real networks: identities with plain decoding and with chains, caches,
+limits, budgets."""
 
 import functools
 

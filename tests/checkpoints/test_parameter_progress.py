@@ -1,0 +1,192 @@
+"""What a long reading or making of parameters says of itself: nothing while it is short, then a bar
+on a terminal and a line now and then elsewhere."""
+
+import re
+
+import make_checkpoints as make
+import pytest
+from make_checkpoints import TENSORS, TINY
+from terminal import as_stderr
+
+import specdec_jax as sd
+from specdec_jax.checkpoints import leaves, progress
+from specdec_jax.checkpoints.progress import ParameterProgress
+from specdec_jax.commands import benchmark, convert
+from specdec_jax.models.parameters import parameter_count, parameter_shapes
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+COUNT = len(parameter_shapes(TINY))
+HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"  # what hides a terminal's cursor, and shows it again
+CLEARED = f"\r\n{SHOWN}\r\x1b[1A\x1b[2K"  # the bar is taken away, and what is printed next stands in its place
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make.write_hf(tmp_path / "model", TENSORS)
+
+
+@pytest.fixture
+def slowly(clock, monkeypatch):
+    """Returns a function that makes the reading of all of `TINY`'s parameters last so many seconds,
+    and fail at one of them if it is asked to."""
+    read = leaves.Leaf.load
+
+    def slow(seconds: float, fails_at: int | None = None) -> None:
+        numbers = iter(range(COUNT))
+
+        def load(self, dtype):
+            clock[0] += seconds / COUNT
+            if next(numbers) == fails_at:
+                raise ValueError("a truncated file")
+            return read(self, dtype)
+
+        monkeypatch.setattr(leaves.Leaf, "load", load)
+
+    return slow
+
+
+def test_lines_have_the_right_numbers(clock):
+    said = []
+    with ParameterProgress("reading flan-t5-xxl", 11_300_000_000, said.append) as shown:
+        for seconds, count in ((3.0, 400_000_000), (6.0, 600_000_000), (1.5, 113_000_000), (9.0, 1_987_000_000)):
+            clock[0] += seconds
+            shown.advance(count)
+            assert len(said) == (clock[0] > 10)
+        clock[0] += 19.5
+        shown.advance(3_000_000_000)
+        clock[0] += 1.0
+        shown.advance(5_200_000_000)
+    assert said == [
+        "reading flan-t5-xxl: 1.1 of 11.3 billion parameters, 0:01:36 left",  # 10.5 s × 10.187 / 1.113
+        "reading flan-t5-xxl: 6.1 of 11.3 billion parameters, 0:00:33 left",  # 39 s × 5.2 / 6.1
+        "reading flan-t5-xxl: 11.3 of 11.3 billion parameters, laying them out",
+    ]
+
+
+def test_hours_and_millions(clock):
+    shown = ParameterProgress("reading small", 60_500_000).__enter__()
+    clock[0] = 3725.0
+    shown._done = 30_250_000
+    assert shown.text == "30.2 of 60.5 million parameters, 1:02:05 left"
+
+
+def test_loading_says_how_far_it_is_where_there_is_no_terminal(slowly, folder, capsys):
+    slowly(36.0)
+    model = sd.load(folder, "float32")
+    lines = capsys.readouterr().err.splitlines()
+    total = f"{parameter_count(TINY) / 1e3:.1f}"
+    expected = rf"reading {re.escape(str(folder))}: \d+\.\d of {total} thousand parameters, 0:00:(\d\d) left"
+    found = [re.fullmatch(expected, line) for line in lines[:-1]]
+    assert len(found) == 3 and all(found)
+    assert lines[-1] == f"reading {folder}: {total} of {total} thousand parameters, laying them out"
+    assert model.params["token_embedder"]["embedding"].shape == (40, 16)
+
+
+def test_time_left_is_by_size_not_by_count(slowly, folder):
+    """The largest are read first: with half of the parameters' names, far more than half is there."""
+    slowly(36.0)
+    said = []
+    sd.load(folder, "float32", say=said.append)
+    assert len(said) == 4 and [int(re.search(r":(\d\d) left", line)[1]) for line in said[:2]] < [13, 5]
+
+
+@pytest.mark.parametrize("seconds, kind", [(2.9, "xterm"), (9.9, "dumb"), (9.9, None)])
+def test_nothing_is_shown_of_a_short_reading(slowly, folder, monkeypatch, capsys, seconds, kind):
+    slowly(seconds)
+    if kind is None:
+        sd.load(folder, "float32")
+        assert capsys.readouterr() == ("", "")
+        return
+    with as_stderr(monkeypatch, kind) as got:
+        sd.load(folder, "float32")
+    assert got == [""]
+
+
+def test_a_short_reading_does_not_import_the_bar(slowly, folder, monkeypatch):
+    monkeypatch.setattr(ParameterProgress, "_begin_bar", lambda self: pytest.fail("begun"))
+    slowly(2.9)
+    sd.load(folder, "float32")
+
+
+@pytest.mark.parametrize("columns", [120, 60])
+def test_a_terminal_has_a_bar_that_goes_away(slowly, folder, monkeypatch, columns):
+    slowly(36.0)
+    with as_stderr(monkeypatch, columns=columns) as got:
+        sd.load(folder, "float32")
+    total = f"{parameter_count(TINY) / 1e3:.1f}"
+    assert got[0].startswith(HIDDEN) and got[0].endswith(CLEARED)
+    assert f"of {total} thousand parameters, 0:00:" in got[0]
+    assert f"{total} of {total} thousand parameters, laying them out" in got[0]
+    assert ("━" in got[0]) == (columns == 120)  # a narrow terminal has no room for it
+
+
+def test_a_dumb_terminal_gets_lines(slowly, folder, monkeypatch):
+    slowly(36.0)
+    with as_stderr(monkeypatch, "dumb") as got:
+        sd.load(folder, "float32")
+    assert got[0].count("\r\n") == 4 and "\x1b" not in got[0]
+
+
+@pytest.mark.parametrize("fails_at", [COUNT // 2, COUNT - 1])
+def test_an_error_leaves_the_terminal_as_it_was(slowly, folder, monkeypatch, fails_at):
+    slowly(36.0, fails_at)
+    with as_stderr(monkeypatch) as got:
+        try:
+            sd.load(folder, "float32")
+        except ValueError as error:  # printed while the traceback still holds everything
+            print(error, file=progress.sys.stderr)
+    assert got[0].startswith(HIDDEN) and got[0].endswith(f"{CLEARED}a truncated file\r\n")
+    assert got[0].count(HIDDEN) == got[0].count(SHOWN) == 1
+
+
+def test_a_caller_may_have_the_lines_or_silence(slowly, folder, monkeypatch):
+    slowly(36.0)
+    said = []
+    with as_stderr(monkeypatch) as got:
+        sd.load(folder, say=said.append)
+        slowly(36.0)
+        sd.load(folder, say=lambda line: None)
+    assert got == [""]
+    assert said[0].startswith(f"loading {folder} in float32, the default") and len(said) == 5
+    assert all(line.startswith(f"reading {folder}: ") for line in said[1:])
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_filling_reports_every_parameter(quantize):
+    counts = []
+    config = sd.T5Config(96, 64, 2, 32, 2, 2, 128, dtype="float32")
+    sd.LanguageModel.filled(config, quantize=quantize, report=counts.append)
+    assert sum(counts) == parameter_count(config) and len(counts) == len(parameter_shapes(config))
+
+
+def test_a_preset_says_that_it_is_made(clock, monkeypatch, capsys):
+    advance = ParameterProgress.advance
+
+    def slow(self, count):
+        clock[0] += 4.0
+        advance(self, count)
+
+    monkeypatch.setattr(ParameterProgress, "advance", slow)
+    monkeypatch.setitem(sd.PRESETS, "tiny", TINY)
+    benchmark.load(benchmark.BenchmarkOptions(preset="tiny", dtype="float32"))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 + 4 * (COUNT - 1) // 12 and all(line.startswith("making tiny: ") for line in lines)
+
+
+@pytest.mark.parametrize("form", ["specdec", "huggingface", "t5x", "t5x_legacy"])
+def test_an_error_while_converting_leaves_the_terminal_as_it_was(slowly, folder, monkeypatch, tmp_path, form):
+    slowly(0.0, COUNT // 2)
+    with as_stderr(monkeypatch) as got:
+        try:
+            convert.run(convert.ConvertOptions(source=str(folder), output=str(tmp_path / "out"), format=form))
+        except ValueError as error:
+            print(error, file=progress.sys.stderr)
+    assert got[0].startswith(HIDDEN) and got[0].endswith(f"{CLEARED}a truncated file\r\n")
