@@ -59,9 +59,9 @@ def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
         config = PRESETS[_PRESET.value].replace(dtype=_DTYPE.value or "float32")
         if not config.decoder_only:
             config = config.replace(num_encoder_layers=1)
-        make = lambda quantize: LanguageModel.random(config, eos_ids=(), name=_PRESET.value, quantize=quantize)
-        with waiting(f"drawing the weights of {_PRESET.value} twice"):
-            return make("none"), make(_QUANTIZE.value), None
+        with waiting(f"drawing the weights of {_PRESET.value}, and rounding them"):
+            full = LanguageModel.random(config, eos_ids=(), name=_PRESET.value)
+            return full, rounding.rounded(full, _QUANTIZE.value), None
     full = loader.load(_TARGET.value, _DTYPE.value, quantize="none")
     drafter = loader.load(_DRAFTER.value, _DTYPE.value) if _DRAFTER.value else None
     if not _MOVE.value:
