@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
-from specdec_jax.models import fused_step, fused_trial, layouts
+from specdec_jax.models import fused_mesh, fused_trial, layouts
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
 from specdec_jax.models.cache import TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
@@ -65,7 +65,7 @@ class Network:
 
     def _is_one_kernel(self, shape: tuple[int, ...], cache: Any, layers: int | None = None) -> bool:
         """Returns whether a call with tokens of this shape is the kernel of `fused_step.py` on a TPU."""
-        return fused_step.fits(self.module, self.params, shape, cache, layers) and fused_trial.TRIAL.passed()
+        return fused_mesh.fits(self.module, self.params, shape, cache, layers) and fused_trial.TRIAL.passed()
 
     @property
     def encoder_dim(self) -> int | None:
@@ -143,7 +143,7 @@ class Network:
         run = lambda *call: apply(*call, layers, live, method="decode_states")
         if self._is_one_kernel(tokens.shape, cache, layers):
             embed = lambda tokens: apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
-            fused = functools.partial(fused_step.decode_states, self.module, self.params, layers=layers)
+            fused = functools.partial(fused_mesh.decode_states, self.module, self.params, layers=layers)
             on_tpu = lambda tokens, positions, cache: fused(embed(tokens), positions, cache)
             states, cache = jax.lax.platform_dependent(tokens, positions, cache, tpu=on_tpu, default=run)
         else:

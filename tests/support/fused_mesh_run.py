@@ -1,0 +1,72 @@
+"""Runs the kernel of a draft step on meshes of fake CPU devices, for `test_fused_mesh.py`: a process's
+number of devices is fixed when JAX starts.
+
+Prints one JSON object: for each mesh and number of rows the shapes that reached the kernel on a device,
+and how far numbers are from those of XLA's layers.
+"""
+
+import functools
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from toy_models import tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.models import fused_step, panels
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.sharding import ShardingRules
+
+INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0], [3, 5, 7, 0]], np.int32)
+
+
+def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
+    """Returns the greatest difference of states and caches after a call over two positions, of several after others."""
+    shape = dict(emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128)
+    alone = tiny_t5(0, 24, **shape)
+    rules = ShardingRules(sd.make_mesh(*mesh), replicate=True)
+    model = LanguageModel(alone.config, alone.params, rules=rules)
+    network = model.network.replace(together=2)
+    lengths = rules.put(jnp.asarray((INPUTS > 0).sum(1)[:rows]))
+    cache = jax.jit(lambda network, *given: network.prefill(*given, 34))(network, rules.put(INPUTS[:rows]), lengths)
+
+    @jax.jit
+    def both(network, cache):
+        fed = jnp.arange(rows * 20).reshape(rows, 20) % 20 + 3
+        _, cache = network.decode_states(fed, jnp.zeros(rows, int), cache)
+        tokens, positions = fed[:, :2], jnp.array([15, 16, 14, 3])[:rows]
+        found = network.decode_states(tokens, positions, cache)
+        os.environ["SPECDEC_KERNEL"] = "off"
+        return found, network.decode_states(tokens, positions, cache)
+
+    os.environ["SPECDEC_KERNEL"] = ""
+    del calls[:]
+    found, expected = both(network, cache)
+    gaps = jax.tree.map(lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max()), found, expected)
+    assert not np.any(np.isnan(jax.tree.leaves(gaps)))
+    return max(jax.tree.leaves(gaps))
+
+
+def main() -> dict:
+    panels.usable = lambda dtype: False
+    calls: list = []
+    step = functools.partial(fused_step.decode_states, interpret=True)
+
+    def noted(module, params, x, *rest, **named):
+        calls.append(x.shape)
+        return step(module, params, x, *rest, **named)
+
+    fused_step.decode_states = noted
+    jax.lax.platform_dependent = lambda *given, tpu=None, cpu=None, default: (tpu or cpu or default)(*given)
+    found = {}
+    for mesh, rows in (((1, 4), 1), ((1, 4), 3), ((2, 2), 4), ((4, 1), 4), ((2, 2), 2)):
+        gap = difference(mesh, rows, calls)
+        found[f"{mesh[0]}x{mesh[1]}, {rows}"] = {"difference": gap, "calls": list(calls)}
+    return found
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)
+    print(json.dumps(main()))
