@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key, Shaped
 
 from specdec_jax.models import fused_mesh, fused_trial, layouts
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
-from specdec_jax.models.cache import TILE, KVCache
+from specdec_jax.models.cache import TILE, KVCache, fewest_together
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.panels import input_bits
@@ -132,12 +132,12 @@ class Network:
     ) -> tuple[States, Any]:
         """Does what `decode` does, but for the head: returns states after the first `layers` layers
         (None: all) and the final norm, and the new cache."""
-        if self.together == 1 and tokens.shape == (1, 1):
-            # A GPU's compiler would not multiply a single row by its units for matrices, and would add up in
-            # the dtype of the operands. The second position's slot is stale afterwards.
-            twice = lambda x: x if x is None else jnp.repeat(x, 2, axis=1)
-            states, cache = self.decode_states(twice(tokens), positions, cache, layers, twice(live))
-            return states[:, :1], cache
+        count, alone = tokens.shape[1], len(tokens) == 1
+        if alone and count < fewest_together(self.together) and not self._is_one_kernel(tokens.shape, cache, layers):
+            more = ((0, 0), (0, fewest_together(self.together) - count))
+            wider = lambda x: x if x is None else jnp.pad(x, more, mode="edge")
+            states, cache = self.decode_states(wider(tokens), positions, cache, layers, wider(live))
+            return states[:, :count], cache
         tokens, positions = self._by_rows(tokens), self._by_rows(positions)
         apply = functools.partial(self.module.apply, {"params": self.params})
         run = lambda *call: apply(*call, layers, live, method="decode_states")

@@ -134,27 +134,36 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
     assert free(2, 2) and not free(2, 3)
 
 
+@pytest.mark.parametrize(("together", "fewest"), [(1, 2), (2, 8)])
 @pytest.mark.parametrize("family", [t5, gpt])
-def test_a_single_position_is_fed_as_two_that_a_gpu_multiplies_as_a_matrix(family, monkeypatch):
-    """What the second writes is no part of the sequence, in the last slot that was asked for neither."""
+def test_few_positions_of_a_row_are_fed_as_more(family, together, fewest):
+    """A GPU feeds two for one, a TPU eight for up to seven. What the others write is no part of the
+    sequence, in the last slots that were asked for neither."""
     inputs, tokens = INPUTS[:1, : 0 if family is gpt else 4], np.arange(16) % (V - 2) + 2
     widths, found = [], []
-    for together in (None, 1):
-        network = laid_out(family(), together).network
+    for layout in (None, together):
+        network = laid_out(family(), layout).network
         step = type(network.module).decode_states
-        monkeypatch.setattr(
-            type(network.module), "decode_states", lambda self, x, *rest: widths.append(x.shape) or step(self, x, *rest)
-        )
-        cache = network.prefill(inputs, jnp.full(1, inputs.shape[1]), 16)
-        for position, token in enumerate(tokens):
-            logits, cache = network.decode(jnp.array([[token]]), jnp.array([position]), cache)
-            found.append(logits)
-        again, _ = network.decode(jnp.array([tokens[-2:]]), jnp.array([14]), cache)
-        found.append(again[:, -1:])
-        monkeypatch.undo()
-    assert widths == [(1, 1)] * 16 + [(1, 2)] * 18
+        noted = lambda self, x, *rest, step=step: widths.append(x.shape) or step(self, x, *rest)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(network.module), "decode_states", noted)
+            cache = network.prefill(inputs, jnp.full(1, inputs.shape[1]), 16)
+            for position, token in enumerate(tokens):
+                logits, cache = network.decode(jnp.array([[token]]), jnp.array([position]), cache)
+                found.append(logits)
+            again, _ = network.decode(jnp.array([tokens[-3:]]), jnp.array([13]), cache)
+            assert again.shape == (1, 3, V)
+            found.append(again[:, -1:])
+    assert widths == [(1, 1)] * 16 + [(1, 3)] + [(1, fewest)] * 16 + [(1, max(3, fewest))]
     np.testing.assert_allclose(found[17:], found[:17], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
+
+
+def test_several_rows_are_fed_as_they_are():
+    network = laid_out(t5(), 2).network
+    cache = network.prefill(INPUTS, jnp.full(3, 4), 16)
+    call = jax.make_jaxpr(lambda *given: network.decode(*given)[0])(INPUTS[:, :1], jnp.zeros(3, int), cache)
+    assert "[3,1,16]" in str(call) and "[3,8,16]" not in str(call)
 
 
 def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
