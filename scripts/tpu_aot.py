@@ -6,7 +6,7 @@
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=widths:4,3,2,1  # a tree of 65 nodes in the place of γ
     JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --num_beams=4 --gamma=3    # speculative beam search
+    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration    # speculative beam search
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
 commit, in its loop); for a beam search `begin` and `search`, which the package runs as one program.
@@ -160,11 +160,12 @@ def _check(argv: list[str]) -> None:
         raise app.UsageError(f"quantize: got {_QUANTIZE.value} with --mesh={_MESH.value}, expected one device")
     if _TOPOLOGY.value and _TOPOLOGY.value.split(":")[0] != _CHIP.value:
         raise app.UsageError(f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip")
-    one = {"times": _TIMES, "hlo": _TEXT, "memory_gb": _MEMORY, "clock_ghz": _CLOCK} if _CHIP.value == "all" else {}
-    chain = {"tree": _TREE, "num_beams": _BEAMS} if _CHIP.value == "all" or _ITERATION.value else {}
-    for name, flag in {**one, **chain}.items():
+    one = {
+        "times": _TIMES, "hlo": _TEXT, "memory_gb": _MEMORY, "clock_ghz": _CLOCK, "tree": _TREE, "num_beams": _BEAMS,
+    }  # fmt: skip
+    for name, flag in one.items() if _CHIP.value == "all" else ():
         if flag.value:
-            raise app.UsageError(f"{name}: got {flag.value} with the estimate of an iteration, expected none")
+            raise app.UsageError(f"{name}: got {flag.value} with --chip=all, expected none")
 
 
 def main(argv):

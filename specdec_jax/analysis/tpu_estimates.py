@@ -58,6 +58,15 @@ def iteration_seconds(text: str, chip: Chip, gamma: int, by_pairs: bool) -> floa
     return seconds + inner[0] + (gamma - 1) * inner[-1]
 
 
+def walk_seconds(text: str, chip: Chip, gamma: int) -> float:
+    """Returns the estimate of one pass of the loop of a tree or a beam search, whose drafts are
+    written out; its inner loops walk through what was scored, over γ + 1 levels at most."""
+    parts = computations(text)
+    (loop,) = bodies(parts["ENTRY"])
+    inner = sum(estimated_seconds(parts[name], chip) for name in bodies(parts[loop]))
+    return estimated_seconds(parts[loop], chip) + (gamma + 1) * inner
+
+
 def _of_a_call(lowered, chip: Chip) -> float:
     """Compiles a call and returns the estimate of one run, in seconds."""
     return estimated_seconds(computations(lowered.compile().as_text())["ENTRY"], chip)
@@ -78,10 +87,14 @@ def tree_call_seconds(case: Case, chip: Chip, tree: Tree) -> float:
 
 def iteration_ms(case: Case, chip: Chip, text: str | None) -> float | None:
     """Returns the estimate of an iteration from the loop's text; without it, from single calls over
-    γ + 1 and over two positions; None where JAX cannot read theirs either."""
-    gamma = case.gamma
+    γ + 1 and over two positions; None where JAX cannot read theirs either, or of a tree or beams."""
+    gamma, walks = case.gamma, case.tree is not None or case.beams is not None
+    if walks and not text:
+        return None
     try:
-        if text:
+        if text and walks:
+            seconds = walk_seconds(text, chip, gamma)
+        elif text:
             seconds = iteration_seconds(text, chip, gamma, bool(gamma) and case.drafts_by_pairs())
         else:
             draft = gamma and gamma * call_seconds(case, chip, case.drafter, 2, drafts=True)

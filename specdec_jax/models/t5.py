@@ -246,10 +246,11 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: Float[Array, "*N D"], cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias,
         cross: KVCache, cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
+        count: int | None = None,
     ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Runs the layer over T queries per row; with `cache` None, over whole sequences (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
-        norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes)
+        norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes, count=count)
         x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, **more)
         norm = self.pre_cross_attention_layer_norm
         x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, live, drop)
@@ -317,13 +318,18 @@ class Decoder(nn.Module):
         elif not self.native:
             mask = seen_from(positions, x.shape[1], slots)
             biases = [biases_from(positions, x.shape[1], bias, slots) for bias in biases]
-        shape = x.shape
-        if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
-            x, live = x.reshape(-1, shape[-1]), None if live is None else live.reshape(-1)
+        batch, count, _ = x.shape
+        if not self.native:
+            room = cache.layers[0].filling(count)
+            pad = lambda rows, axis: jnp.pad(rows, [(0, room * (axis == i)) for i in range(rows.ndim)])
+            if room:
+                x, mask, biases, live = pad(x, 1), pad(mask, 2), [pad(bias, 2) for bias in biases], None
+            # A TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D].
+            x, live = x.reshape(-1, x.shape[-1]), None if live is None else live.reshape(-1)
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
-            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, live=live, nodes=nodes)
+            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, live=live, nodes=nodes, count=count)
             x, written[i] = layer(x, cache.layers[i], positions, mask, bias, **more)
-        return self.decoder_norm(x).reshape(shape), cache.replace(layers=tuple(written))
+        return self.decoder_norm(x).reshape(batch, -1, x.shape[-1])[:, :count], cache.replace(layers=tuple(written))
 
     def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""

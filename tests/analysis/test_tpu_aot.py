@@ -12,6 +12,7 @@ import pytest
 from absl import app
 from absl.flags import FLAGS
 
+import specdec_jax as sd
 from specdec_jax.analysis import tpu_estimates
 from specdec_jax.analysis.compiled_text import collectives, computations, loop_copies
 from specdec_jax.analysis.lowering import Case, size
@@ -63,7 +64,7 @@ def test_a_pair_is_compiled_and_sized():
 
 
 def test_a_beam_search_is_compiled_and_sized():
-    flags = ["--gamma=2", "--num_beams=2", "--batch_size=8", "--max_new_tokens=256"]
+    flags = ["--gamma=2", "--num_beams=2", "--batch_size=8", "--max_new_tokens=256", "--iteration"]
     (code, record), (_, wide) = compiled(*flags), compiled(*flags, "--beam_width=999")
     assert code == 0 and record["fits"] and "tiny with tiny, 2 beams, γ = 2, batch 8" in rows.memory_estimate(record)
     assert wide["state_gb"] > record["state_gb"] > 0  # a slot of the cache for each node of a call
@@ -139,6 +140,13 @@ def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(gamma, pairs,
     text = "\n".join(line for line in LOOP.splitlines() if gamma != 1 or "body=%draft" not in line)
     seconds = tpu_estimates.iteration_seconds(text, CHIPS["v4"], gamma, pairs)
     assert seconds == pytest.approx(1e-6 * microseconds)
+
+
+@pytest.mark.parametrize("more", [dict(tree=sd.Tree((0, 1))), dict(beams=2)])
+def test_an_iteration_that_walks_is_a_pass_with_its_inner_loops_at_every_level(more):
+    case = Case((), "t5_1_1/xxl", "t5_1_1/small", 2, **more)
+    assert tpu_estimates.iteration_ms(case, CHIPS["v4"], LOOP) == pytest.approx(1e-3 * (10 + 3 * (3 + 2)))
+    assert tpu_estimates.iteration_ms(case, CHIPS["v4"], None) is None
 
 
 PAIR = Case((), "t5_1_1/xxl", "t5_1_1/small", 7)
@@ -248,7 +256,7 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
     [
         (["--chip=all", "--times"], "times: got True"),
         (["--chip=all", "--memory_gb=3"], "memory_gb: got 3"),
-        (["--iteration", "--tree=widths:2"], "tree: got widths:2"),
+        (["--chip=all", "--tree=widths:2"], "tree: got widths:2"),
         (["--quantize=int8", "--mesh=1x4"], "quantize: got int8 with --mesh=1x4, expected one device"),
         (["--topology=v5e:2x2"], "expected one of that chip"),
     ],
