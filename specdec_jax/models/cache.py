@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specdec_jax.models import panels
 from specdec_jax.models.axes import PerRow
@@ -156,6 +156,11 @@ class KVCache:
             return self
         pin = lambda x: self.rules.constrain(x, *_AXES[-x.ndim :])
         return self.replace(key=pin(self.key), value=pin(self.value))
+
+
+def padded(x: Shaped[Array, "..."], axis: int, room: int) -> Shaped[Array, "..."]:
+    """Returns `x` with `room` zeros after it along an axis."""
+    return x if room == 0 else jnp.pad(x, [(0, room * (axis == other)) for other in range(x.ndim)])
 
 
 def _whole_tiles(slots: int, together: int | None) -> int:
