@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specdec_jax.models import panels
 from specdec_jax.models.axes import PerRow
@@ -23,9 +23,12 @@ from specdec_jax.models.sharding import ShardingRules
 # scatter; above this many rows it takes longer to compile than it saves. On a CPU every such write
 # but the first copies the whole cache.
 MAX_UNROLLED_ROWS = 32
+# Up to so many slots are moved one by one on a TPU.
+MAX_MOVED = 64
 # A TPU stores the last two axes of an array in tiles of 16 × 128 bfloat16 numbers, the last ones
 # padded.
 TILE = (16, 128)
+ROWS = 8  # the tokens of a call fill such tiles of so many rows, in pairs where they are bfloat16
 
 _AXES = ("batch", "heads", "length", "kv")
 
@@ -76,6 +79,16 @@ class KVCache:
     def slots(self) -> int:
         return self.key.shape[-2]
 
+    def filling(self, count: int) -> int:
+        """Returns how many tokens a call over `count` tokens a row computes besides, for nothing.
+
+        Where heads lie side by side, on a TPU, more tokens than a tile has rows fill whole tiles,
+        since otherwise the compiler changes layouts in every layer; several rows only if that is
+        at most a seventh more.
+        """
+        room = -count % ROWS if count > ROWS and (self.together or 1) > 1 else 0
+        return room if self.batch == 1 or 7 * room <= count else 0
+
     def repeated(self, copies: int) -> "KVCache":
         """Returns the cache with `copies` rows side by side for each row."""
         repeat = lambda x: jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
@@ -122,8 +135,9 @@ class KVCache:
         if native:
             key, value = panels.move(self.key, self.value, sources, starts)
             return self.replace(key=key, value=value)
-        take = lambda x: jnp.take_along_axis(x if x.ndim == 4 else x[None], sources[:, None, :, None], axis=2)
-        write = self._write
+        write, take = self._write, lambda x: _taken(x, sources)
+        if self.together is not None and self.rules is None and sources.size <= MAX_MOVED:
+            take = lambda x: jax.lax.platform_dependent(x, sources, tpu=_taken_one_by_one, default=_taken)
         key, value = take(self.key), take(self.value)
         return self.replace(key=write(self.key, key, starts), value=write(self.value, value, starts))
 
@@ -158,7 +172,12 @@ def fewest_together(together: int | None) -> int:
     more of the weights ahead than for two: by its estimate a plain step of T5-XXL on a v4 takes 9.5
     ms, and 10.3 over two positions.
     """
-    return 1 if together is None else 2 if together == 1 else 8
+    return 1 if together is None else 2 if together == 1 else ROWS
+
+
+def padded(x: Shaped[Array, "..."], axis: int, room: int) -> Shaped[Array, "..."]:
+    """Returns `x` with `room` zeros after it along an axis."""
+    return x if room == 0 else jnp.pad(x, [(0, room * (axis == other)) for other in range(x.ndim)])
 
 
 def _whole_tiles(slots: int, together: int | None) -> int:
@@ -192,6 +211,21 @@ def gather(output: Float[Array, "*B G R K"], together: int) -> Float[Array, "*B 
 def _own(together: int, features: int) -> Bool[Array, "P 1 K"]:
     """Returns for each of P heads side by side which of all their features are its own."""
     return (jnp.arange(features) // (features // together) == jnp.arange(together)[:, None])[:, None]
+
+
+def _taken(buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> Float[Array, "B H M K"]:
+    buffer = buffer if buffer.ndim == 4 else buffer[None]
+    return jnp.take_along_axis(buffer, sources[:, None, :, None], axis=2)
+
+
+def _taken_one_by_one(buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> Float[Array, "B H M K"]:
+    """Does what `_taken` does, slot by slot: for one gather a TPU's compiler lays out the caches by
+    slots, for which it copies all of them before a loop and after it."""
+    buffer = buffer if buffer.ndim == 4 else buffer[None]
+    (batch, heads, _, features), moved = buffer.shape, sources.shape[1]
+    slot = lambda row, m: jax.lax.dynamic_slice(buffer, (row, 0, sources[row, m], 0), (1, heads, 1, features))
+    rows = [jnp.concatenate([slot(row, m) for m in range(moved)], axis=2) for row in range(batch)]
+    return jnp.concatenate(rows)
 
 
 def _write_rows(

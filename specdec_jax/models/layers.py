@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from specdec_jax.models import gpu_attention, panels
 from specdec_jax.models.axes import Bias, Encoded, Live, Mask, PerRow, Seen, States
-from specdec_jax.models.cache import KVCache, gather, spread
+from specdec_jax.models.cache import ROWS, KVCache, gather, spread
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.panels import Before, Panels
@@ -205,7 +205,13 @@ class Attention(nn.Module):
         """Splits the last axis into heads, or into `together` heads side by side, and puts the axis
         of heads before that of positions; `batch` is B."""
         features = self.features * (together or 1)
-        return x.reshape(batch, -1, x.shape[-1] // features, features).transpose(0, 2, 1, 3)
+        count = math.prod(x.shape[:-1]) // batch
+        if (together or 1) > 1 and count > ROWS and count % ROWS == 0:
+            # A TPU's compiler moves whole tiles of rows, but changes the layout of every tile for
+            # the axis of all positions.
+            x = x.reshape(batch, count // ROWS, ROWS, -1, features)
+            return x.transpose(0, 3, 1, 2, 4).reshape(batch, -1, count, features)
+        return x.reshape(batch, count, -1, features).transpose(0, 2, 1, 3)
 
     def project(
         self, x: Float[Array, "*N D"], batch: int, together: int | None = None
@@ -223,7 +229,7 @@ class Attention(nn.Module):
     def to_cache(
         self, x: Float[Array, "*N D"], norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen,
         bias: Bias = None, divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
-        nodes: AnyNodes | None = None,
+        nodes: AnyNodes | None = None, count: int | None = None,
     ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and
         values.
@@ -239,6 +245,7 @@ class Attention(nn.Module):
           dropped: dropout.
           nodes: where the T tokens lie if they are nodes of trees, in place of `positions`. With
             `native` the bias is then that of the last of P query positions, `[H, P]`.
+          count: how many of the T tokens are written to the cache; the others fill tiles. None: all.
         """
         if self.native and cache is not None:
             # Positions that are not live need not be cleared: the next product does not read them.
@@ -252,7 +259,8 @@ class Attention(nn.Module):
         if cache is not None and nodes is None and self.fused and gpu_attention.fits(cache, _per_row(x, cache)):
             return self._to_cache_of_gpu(x, norm, cache, positions, mask, bias, divisor, dropped)
         batch, together = (len(x), None) if cache is None else (cache.batch, cache.together)
-        parts = self.project(norm(x), batch, together)
+        query, key, value = self.project(norm(x), batch, together)
+        parts = query, key[:, :, :count], value[:, :, :count]
         attended, cache = self._attended_to_cache(*parts, cache, positions, mask, bias, divisor, nodes)
         return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache
 

@@ -1,6 +1,8 @@
 """T5's relative position bias: a learned number for each head and bucket of distances, added to
 attention scores."""
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from specdec_jax.models.axes import PerRow
-from specdec_jax.models.cache import MAX_UNROLLED_ROWS, TILE
+from specdec_jax.models.cache import MAX_UNROLLED_ROWS, TILE, padded
+from specdec_jax.models.nodes import AnyNodes
 
 SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
 
@@ -113,3 +116,26 @@ def biases_from(
     else:
         bias = jnp.stack([take(positions[row]) for row in range(len(positions))])
     return bias.transpose(0, 2, 1, 3)
+
+
+def seen_and_biases(
+    biases: Sequence[Array], positions: PerRow | None, queries: int, slots: int, nodes: AnyNodes | None, room: int = 0
+) -> tuple[Bool[Array, "B 1 T {slots}"], list[Float[Array, "B H T {slots}"]]]:
+    """Returns the mask and the biases of a call over `queries` tokens a row, and of T in all.
+
+    Args:
+      biases: for nodes as for `node_biases`, else as for `biases_from`.
+      positions: `[B]`, the first position of each row; None for nodes.
+      queries: number of tokens a row.
+      slots: S, slots of the cache.
+      nodes: where the tokens lie if they are nodes of trees.
+      room: number of tokens after them that see nothing.
+    """
+    if nodes is not None:
+        distances = nodes.distances(slots)
+        mask, found = distances[:, None] >= 0, [node_biases(bias, distances) for bias in biases]
+    else:
+        assert positions is not None, "a call over the next tokens of sequences"
+        mask = seen_from(positions, queries, slots)
+        found = [biases_from(positions, queries, bias, slots) for bias in biases]
+    return padded(mask, 2, room), [padded(bias, 2, room) for bias in found]

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from specdec_jax.models.axes import Bias, Encoded, Inputs, Live, Logits, Mask, Peak, PerRow, Seen, States, Tokens
-from specdec_jax.models.cache import KVCache
+from specdec_jax.models.cache import KVCache, padded
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
 from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.norms import RMSNorm
 from specdec_jax.models.products import product
-from specdec_jax.models.relative_bias import RelativePositionBias, biases_from, node_biases, seen_from
+from specdec_jax.models.relative_bias import RelativePositionBias, seen_and_biases
 from specdec_jax.models.t5_shapes import t5_shapes
 
 
@@ -246,10 +246,11 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: Float[Array, "*N D"], cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias,
         cross: KVCache, cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
+        count: int | None = None,
     ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Runs the layer over T queries per row; with `cache` None, over whole sequences (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
-        norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes)
+        norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes, count=count)
         x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, **more)
         norm = self.pre_cross_attention_layer_norm
         x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, live, drop)
@@ -310,20 +311,17 @@ class Decoder(nn.Module):
         The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and the new cache, in
         which the layers that were not run stay as they are.
         """
-        mask, biases, written, slots = None, list(cache.position_bias), list(cache.layers), cache.layers[0].slots
-        if not self.native and nodes is not None:
-            distances = nodes.distances(slots)
-            mask, biases = distances[:, None] >= 0, [node_biases(bias, distances) for bias in biases]
-        elif not self.native:
-            mask = seen_from(positions, x.shape[1], slots)
-            biases = [biases_from(positions, x.shape[1], bias, slots) for bias in biases]
-        shape = x.shape
+        mask, biases, written, room = None, list(cache.position_bias), list(cache.layers), 0
+        batch, count, width = x.shape
         if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
-            x, live = x.reshape(-1, shape[-1]), None if live is None else live.reshape(-1)
+            room = written[0].filling(count)
+            mask, biases = seen_and_biases(biases, positions, count, written[0].slots, nodes, room)
+            x, live = padded(x, 1, room).reshape(-1, width), None if live is None or room else live.reshape(-1)
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
-            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, live=live, nodes=nodes)
+            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, live=live, nodes=nodes, count=count)
             x, written[i] = layer(x, cache.layers[i], positions, mask, bias, **more)
-        return self.decoder_norm(x).reshape(shape), cache.replace(layers=tuple(written))
+        states = self.decoder_norm(x).reshape(batch, count + room, width)
+        return states[:, :count] if room else states, cache.replace(layers=tuple(written))
 
     def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""

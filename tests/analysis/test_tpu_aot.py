@@ -1,17 +1,24 @@
-"""`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and
-what it reads from the text."""
+"""`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and what
+is estimated from the text."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 from absl import app
 from absl.flags import FLAGS
 
+import specdec_jax as sd
+from specdec_jax.analysis import tpu_estimates
+from specdec_jax.analysis.compiled_text import collectives, computations, loop_copies
+from specdec_jax.analysis.lowering import Case, size
 from specdec_jax.analysis.report import record_checks, rows
 from specdec_jax.analysis.tpu_chips import CHIPS, chip_line
+from specdec_jax.models import t5
 
 pytestmark = pytest.mark.skipif(
     not (pathlib.Path(__file__).parents[2] / "scripts").is_dir(), reason="no scripts beside the tests"
@@ -57,7 +64,7 @@ def test_a_pair_is_compiled_and_sized():
 
 
 def test_a_beam_search_is_compiled_and_sized():
-    flags = ["--gamma=2", "--num_beams=2", "--batch_size=8", "--max_new_tokens=256"]
+    flags = ["--gamma=2", "--num_beams=2", "--batch_size=8", "--max_new_tokens=256", "--iteration"]
     (code, record), (_, wide) = compiled(*flags), compiled(*flags, "--beam_width=999")
     assert code == 0 and record["fits"] and "tiny with tiny, 2 beams, γ = 2, batch 8" in rows.memory_estimate(record)
     assert wide["state_gb"] > record["state_gb"] > 0  # a slot of the cache for each node of a call
@@ -92,17 +99,13 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
 
 
-def test_what_is_read_from_a_program(script, monkeypatch):
-    flag = lambda value: type("Flag", (), {"value": value})
-    monkeypatch.setattr(script, "_CLOCK", flag(None))
-    monkeypatch.setattr(script, "_CHIP", flag("v4"))
-    assert script.loop_copies(HLO) == ["f32[512,1024]"] and script.loop_copies(HLO, least=1) == [
-        "f32[512,1024]",
-        "f32[8]",
-    ]
+def test_what_is_read_from_a_program():
+    assert loop_copies(HLO) == ["f32[512,1024]"] and loop_copies(HLO, least=1) == ["f32[512,1024]", "f32[8]"]
+    assert collectives(HLO) == {"all-reduce": 1}
+    lines = computations(HLO)["ENTRY"]
     # 3150 cycles, and 2,456,000 bytes at 1,228 GB/s.
-    assert script.estimated_seconds(script.computations(HLO)["ENTRY"]) == pytest.approx(5e-6)
-    assert script.collectives(HLO) == {"all-reduce": 1}
+    assert tpu_estimates.estimated_seconds(lines, CHIPS["v4"]) == pytest.approx(5e-6)
+    assert tpu_estimates.estimated_seconds(lines, CHIPS["v4"]._replace(clock=2.1)) == pytest.approx(3.5e-6)
 
 
 LOOP = """
@@ -131,23 +134,56 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 @pytest.mark.parametrize(
     "gamma, pairs, microseconds", [(7, True, 10 + 7 * 2), (7, False, 10 + 3 + 6 * 2), (1, True, 10), (0, True, 10)]
 )
-def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(script, monkeypatch, gamma, pairs, microseconds):
+def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(gamma, pairs, microseconds):
     """What comes before the loop does not count; catching up does where steps are over one position.
     A draft of one step is no loop of its own."""
-    flag = lambda value: type("Flag", (), {"value": value})
-    for name, value in {"_CLOCK": None, "_CHIP": "v4", "_GAMMA": gamma}.items():
-        monkeypatch.setattr(script, name, flag(value))
-    monkeypatch.setattr(script, "drafts_by_pairs", lambda: pairs)
-    lines = [line for line in LOOP.splitlines() if gamma != 1 or "body=%draft" not in line]
-    assert script.iteration_seconds("\n".join(lines)) == pytest.approx(1e-6 * microseconds)
+    text = "\n".join(line for line in LOOP.splitlines() if gamma != 1 or "body=%draft" not in line)
+    seconds = tpu_estimates.iteration_seconds(text, CHIPS["v4"], gamma, pairs)
+    assert seconds == pytest.approx(1e-6 * microseconds)
 
 
-def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):
+@pytest.mark.parametrize("more", [dict(tree=sd.Tree((0, 1))), dict(beams=2)])
+def test_an_iteration_that_walks_is_a_pass_with_its_inner_loops_at_every_level(more):
+    case = Case((), "t5_1_1/xxl", "t5_1_1/small", 2, **more)
+    assert tpu_estimates.iteration_ms(case, CHIPS["v4"], LOOP) == pytest.approx(1e-3 * (10 + 3 * (3 + 2)))
+    assert tpu_estimates.iteration_ms(case, CHIPS["v4"], None) is None
+
+
+PAIR = Case((), "t5_1_1/xxl", "t5_1_1/small", 7)
+
+
+class Unreadable:
+    """A program whose text JAX cannot read."""
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: of a later version")
+
+
+def test_without_the_loops_text_an_iteration_is_single_calls(monkeypatch, capsys):
+    assert tpu_estimates.text_of(Unreadable()) is None
+    assert "no text of a program: UNIMPLEMENTED" in capsys.readouterr().err
+    calls = {("t5_1_1/xxl", 8): 10e-3, ("t5_1_1/xxl", 2): 9e-3, ("t5_1_1/small", 2): 1e-3}
+    monkeypatch.setattr(
+        tpu_estimates, "call_seconds", lambda case, chip, preset, width, drafts=False: calls[preset, width]
+    )
+    plain = dataclasses.replace(PAIR, gamma=0)
+    assert tpu_estimates.iteration_ms(PAIR, CHIPS["tpu7x"], None) == 17
+    assert tpu_estimates.iteration_ms(plain, CHIPS["tpu7x"], None) == 9  # a step, as over two positions
+
+
+def test_an_iteration_of_which_no_text_can_be_read_has_no_estimate(monkeypatch, capsys):
+    monkeypatch.setattr(tpu_estimates, "call_seconds", lambda *_, **__: Unreadable().as_text())
+    assert tpu_estimates.iteration_ms(PAIR, CHIPS["tpu7x"], None) is None
+    assert "no estimate: UNIMPLEMENTED" in capsys.readouterr().err
+
+
+def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
     """c, v and improvement by the estimated seconds of single calls; a plain step that is
     estimated too dear, both ways."""
     seconds = {1: 3.0, 2: 1.0, 4: 1.25, 6: 1.25, 8: 1.5}
-    monkeypatch.setattr(script, "call_seconds", lambda preset, width, drafts=False: 0.1 if drafts else seconds[width])
-    found = script.times()
+    of_call = lambda case, chip, preset, width, drafts=False: 0.1 if drafts else seconds[width]
+    monkeypatch.setattr(tpu_estimates, "call_seconds", of_call)
+    found = tpu_estimates.times(PAIR, CHIPS["v4"])
     lines = rows.time_estimates({"times": found})
     assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", 0, 7, "0.75", "0.02")
     tokens = (1 - 0.75**8) / 0.25
@@ -155,6 +191,29 @@ def test_estimates_of_table_2_are_what_the_page_reads(script, monkeypatch):
     assert (c, v) == (0.033, 0.5) and gain == pytest.approx(tokens / (7 * 0.1 / 3 + 0.5), abs=0.006)
     assert (c_two, v_two) == (0.1, 1.5) and gain_two == pytest.approx(tokens / (0.7 + 1.5), abs=0.006)
     assert found["target_call_1_ms"] == 3000 and "not a measurement" in found["what"]
+
+
+@pytest.fixture
+def case(monkeypatch):
+    """Two tiny models on this machine's fake devices."""
+    monkeypatch.setitem(t5.PRESETS, "tiny", t5.T5Config(32000, 64, 2, 8, 1, 1, 24))
+    return Case(tuple(jax.devices()), "tiny", "tiny", 2, batch=4, input_length=8, new_tokens=8)
+
+
+def test_networks_are_shapes_on_the_devices(case):
+    rounded = dataclasses.replace(case, in_8_bits=True)
+    whole, meshed = case.network("tiny"), dataclasses.replace(case, mesh="1x1").network("tiny")
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(whole.params))
+    assert whole.rules is None and meshed.rules is not None and size(meshed) == size(whole) > 0
+    assert size(rounded.network("tiny")) < size(whole)
+    assert size(rounded.network("tiny", drafts=True)) == size(whole)  # only the target's kernels are rounded
+    assert case.model_drafter() is not None and dataclasses.replace(case, gamma=0).model_drafter() is None
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused(case):
+    assert case.rules() is None
+    with pytest.raises(ValueError, match="mesh: got 1x64, expected at most"):
+        dataclasses.replace(case, mesh="1x64").rules()
 
 
 FITS = {"needed_gb": 23.4, "memory_gb": 32, "fits": True, "floor_ms": 10.0, "iteration_ms": 12.5}
@@ -197,7 +256,7 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
     [
         (["--chip=all", "--times"], "times: got True"),
         (["--chip=all", "--memory_gb=3"], "memory_gb: got 3"),
-        (["--iteration", "--tree=widths:2"], "tree: got widths:2"),
+        (["--chip=all", "--tree=widths:2"], "tree: got widths:2"),
         (["--quantize=int8", "--mesh=1x4"], "quantize: got int8 with --mesh=1x4, expected one device"),
         (["--topology=v5e:2x2"], "expected one of that chip"),
     ],

@@ -12,7 +12,7 @@ import specdec_jax as sd
 from specdec_jax.analysis.compiled_text import loop_copies
 from specdec_jax.decoding.loop import advance
 from specdec_jax.models import fused_step, panels
-from specdec_jax.models.cache import KVCache
+from specdec_jax.models.cache import KVCache, _taken, _taken_one_by_one
 from specdec_jax.models.network import heads_together
 from specdec_jax.models.nodes import Nodes, WindowNodes
 
@@ -75,6 +75,45 @@ def calls(network, inputs):
     nodes = WindowNodes(starts + 2, starts + 2, depths, lines, 12)
     states, _ = network.decode_nodes(tokens[:, :3], nodes, network.node_cache(cache, 12, 12))
     return several, one, network.head(states)
+
+
+@jax.jit
+def wide_calls(network, inputs):
+    """Calls over more tokens than a tile has rows, and one over a single token that sees them."""
+    rows = len(inputs)
+    begun = network.prefill(inputs, jnp.full(rows, inputs.shape[1]), 40)
+    tokens, zeros, found = jnp.arange(16 * rows).reshape(rows, 16) % (V - 2) + 2, jnp.zeros(rows, int), []
+    for count in (9, 15, 16):
+        several, cache = network.decode(tokens[:, :count], zeros, begun)
+        one, cache = network.decode(tokens[:, :1], zeros + count, cache)
+        found += [several, one, jnp.reshape(cache.layers[0].value[..., :count, :], (rows, -1)).sum(axis=1)]
+    lines = jnp.tile(jnp.arange(15)[:, None] * jnp.array([0, 1]), (rows, 1, 1))
+    nodes = WindowNodes(zeros + 17, zeros + 17, jnp.minimum(jnp.arange(15), 1)[None] + zeros[:, None], lines, 40)
+    states, _ = network.decode_nodes(tokens[:, :15], nodes, network.node_cache(cache, 40, 40))
+    return found, network.head(states)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_that_fill_tiles_change_nothing(rows):
+    plain, filled = (wide_calls(laid_out(t5(), together).network, INPUTS[:rows]) for together in (None, 2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), filled, plain)
+
+
+def test_how_many_tokens_fill_tiles():
+    one, several, apart = (
+        KVCache.empty(rows, 4, 5, 2, jnp.float32, together) for rows, together in ((1, 2), (4, 2), (1, 1))
+    )
+    assert [one.filling(count) for count in (1, 5, 8, 9, 16, 28, 65)] == [0, 0, 0, 7, 0, 4, 7]
+    assert [several.filling(count) for count in (8, 9, 13, 15, 28, 65)] == [0, 0, 0, 1, 4, 7]
+    assert apart.filling(9) == 0 == KVCache.empty(1, 4, 5, 2, jnp.float32).filling(9)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_slots_are_taken_one_by_one_or_together(rows):
+    cache = KVCache.empty(rows, 4, 16, 2, jnp.float32, together=2)
+    keys = jnp.arange(cache.key.size, dtype=jnp.float32).reshape(cache.key.shape)
+    sources = jnp.array([[3, 15, 0], [1, 1, 7], [14, 2, 5]])[:rows]
+    np.testing.assert_array_equal(_taken_one_by_one(keys, sources), _taken(keys, sources))
 
 
 @pytest.mark.slow

@@ -1,0 +1,200 @@
+"""Lowers the programs of decoding from shapes alone, for devices that need not be there: prefill
+and loop of a pair, and single calls of a network."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from specdec_jax.decoding.beams import BeamOptions, begin
+from specdec_jax.decoding.inputs import bucket, slots
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prefill
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models import layouts
+from specdec_jax.models.network import Network, fuses, heads_together, random_params
+from specdec_jax.models.nodes import WindowNodes
+from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
+from specdec_jax.models.t5 import PRESETS
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.beam_iteration import search
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
+
+
+@functools.partial(jax.jit, donate_argnums=3)
+def call(network: Network, tokens, positions, cache):
+    """Runs one call and takes the argmax of its logits."""
+    logits, cache = network.decode(tokens, positions, cache)
+    return laws.argmax(logits), cache
+
+
+@functools.partial(jax.jit, donate_argnums=3, static_argnames="tree")
+def call_nodes(network: Network, tokens, positions, cache, *, tree: Tree):
+    """Runs one call over the nodes of a tree and takes the argmax of its logits."""
+    branches = tree.branches(len(tokens))
+    nodes = WindowNodes(positions, positions, branches.depths, branches.lines, cache.layers[0].slots)
+    states, cache = network.decode_nodes(tokens, nodes, cache)
+    return laws.argmax(network.head(states)), cache
+
+
+def size(tree) -> int:
+    """Returns the bytes of all leaves of a tree of placed shapes, on one device."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array of token ids or positions."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pair of T5 models in bfloat16, a way of decoding with them, and the TPUs to compile for.
+
+    Attributes:
+      devices: the devices, of which a mesh takes the first.
+      target, drafter: names of shapes, keys of `PRESETS`.
+      gamma: tokens drafted in an iteration, with a tree its depth; 0 is plain decoding.
+      tree: the tree that is drafted; None for a chain.
+      beams: beams of a beam search; None without.
+      beam_width: nodes of each drafted level of a beam search; None for twice the beams.
+      batch: number of rows.
+      in_8_bits: whether the target's kernels are in 8 bits.
+      input_length: number of encoder positions.
+      new_tokens: the most new tokens.
+      temperature: 0 is argmax.
+      mesh: devices by `DATAxMODEL`; None for one device.
+    """
+
+    devices: tuple
+    target: str
+    drafter: str
+    gamma: int
+    tree: Tree | DynamicTree | None = None
+    beams: int | None = None
+    beam_width: int | None = None
+    batch: int = 1
+    in_8_bits: bool = False
+    input_length: int = 128
+    new_tokens: int = 128
+    temperature: float = 0.0
+    mesh: str | None = None
+
+    @functools.cache
+    def rules(self, drafts: bool = False) -> ShardingRules | None:
+        """Returns how the target, or a drafter, lies on the mesh; None without one.
+
+        Raises:
+          ValueError: a mesh of more devices than there are.
+        """
+        if not self.mesh:
+            return None
+        data, model = parse_mesh(self.mesh)
+        if data * model > len(self.devices):
+            raise ValueError(f"mesh: got {self.mesh}, expected at most {len(self.devices)} devices")
+        first = np.array(self.devices[: data * model]).reshape(data, model)
+        return ShardingRules(Mesh(first, AXES), replicate=drafts)
+
+    def place(self, tree, shardings=None):
+        """Returns the shapes of `tree` on the devices: by `shardings`, else where they are already,
+        else whole on every device."""
+        rules = self.rules()
+        whole = jax.sharding.SingleDeviceSharding(self.devices[0]) if rules is None else rules.sharding()
+        put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        if shardings is not None:
+            return jax.tree.map(put, tree, shardings)
+        return jax.tree.map(lambda leaf: put(leaf, getattr(leaf, "sharding", None) or whole), tree)
+
+    @functools.cache
+    def network(self, preset: str, drafts: bool = False) -> Network:
+        """Returns the placed shapes of a network in the loop's layout for a TPU (no panels)."""
+        rules = self.rules(drafts)
+        fused, in_8_bits = fuses(rules), self.in_8_bits and not drafts
+        config = dataclasses.replace(PRESETS[preset], dtype="bfloat16")
+
+        def build():
+            params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
+            if in_8_bits:
+                params = layouts.round_params(params, None, config.logits_via_embedding)
+            return layouts.pack(params, panels=False, fused=fused)
+
+        def laid_out(path, leaf):
+            if rules is None:
+                return leaf
+            sharding = rules.of_parameter("/".join(key.key for key in path), leaf.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
+        module = (config.with_own_head() if in_8_bits else config).module(fused)
+        return self.place(Network(params, module, rules, heads_together("tpu", module, rules)))
+
+    def model_drafter(self) -> ModelDrafter | None:
+        """Returns the drafter, of placed shapes only; None for plain decoding."""
+        return ModelDrafter.tree_unflatten(None, (self.network(self.drafter, True), None)) if self.gamma else None
+
+    def _cache(self, start, network: Network):
+        """Returns the placed shapes of what `start(network, inputs, lengths)` makes."""
+        inputs = _integers(self.batch, bucket(self.input_length))
+        lowered = jax.jit(start).lower(*self.place((network, inputs, _integers(self.batch))))
+        return self.place(lowered.out_info, None if self.rules() is None else lowered.compile().output_shardings)
+
+    @functools.cache
+    def cache(self, preset: str, drafts: bool = False):
+        """Returns the placed shapes of the cache with which the decoder begins."""
+        room = slots(self.new_tokens + 1, 7)
+        return self._cache(functools.partial(Network.prefill, slots=room), self.network(preset, drafts))
+
+    def drafts_by_pairs(self) -> bool:
+        """Returns whether every draft step is over two positions."""
+        found = []
+        ask = lambda network, cache: found.append(network.pairs_are_free(cache))
+        jax.eval_shape(ask, self.network(self.drafter, True), self.cache(self.drafter, True))
+        return found[0]
+
+    def lowered_call(self, preset: str, width: int, drafts: bool = False):
+        """Lowers a call over `width` positions."""
+        tokens, row = self.place((_integers(self.batch, width), _integers(self.batch)))
+        return call.lower(self.network(preset, drafts), tokens, row, self.cache(preset, drafts))
+
+    def lowered_tree_call(self, tree: Tree):
+        """Lowers a call of the target over the nodes of a tree."""
+        network, room = self.network(self.target), slots(self.new_tokens + 1, tree.size - 1)
+        begun = lambda network, inputs, row: network.node_cache(network.prefill(inputs, row, room), room, room)
+        tokens, row = self.place((_integers(self.batch, tree.size), _integers(self.batch)))
+        return call_nodes.lower(network, tokens, row, self._cache(begun, network), tree=tree)
+
+    def lowered_start(self):
+        """Lowers the program that makes the state which the loop starts from."""
+        target, drafter = self.network(self.target), self.model_drafter()
+        batch, vocab, config = self.batch, target.vocab_size, SamplingConfig(temperature=self.temperature)
+
+        def arguments() -> tuple[Any, ...]:
+            row, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32)
+            inputs = jnp.zeros((batch, bucket(self.input_length)), jnp.int32), row, row[:, None], row
+            rows = config.rows(batch, vocab)
+            if self.beams:
+                return *inputs, row, ends[:, :1], jnp.float32(0), rows, row > 0
+            return *inputs, jax.random.split(jax.random.key(0), batch), rows, None, row, ends, row, row > 0
+
+        placed = self.place(jax.eval_shape(arguments))
+        if not self.beams:
+            program = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
+            return prefill.lower(target, drafter, program, slots(self.new_tokens + 1, program.reach), *placed)
+        options, most = BeamOptions(self.beams, beam_width=self.beam_width), bucket(self.new_tokens)
+        searched = options.program(1, config.mode, vocab, self.gamma, drafter)
+        return begin.lower(target, drafter, searched, most, 1 + most, *placed)
+
+    def lowered_loop(self, state):
+        """Lowers the loop that starts from a state of placed shapes."""
+        target, drafter = self.network(self.target), self.model_drafter()
+        if self.beams:
+            return jax.jit(search, donate_argnums=2).lower(target, drafter, state)
+        return advance.lower(target, drafter, state, self.place(_integers()))
