@@ -126,7 +126,8 @@ def main(argv):
         write_file(_TEXT.value, text)
     record = {
         "what": "counts of a program compiled ahead of time; not a measurement", "device": "NVIDIA H100 80GB HBM3",
-        "target": _TARGET.value, "drafter": _DRAFTER.value if _GAMMA.value else None, "layers": _LAYERS.value, "gamma": _GAMMA.value,
+        "target": _TARGET.value, "drafter": _DRAFTER.value if _GAMMA.value else None,
+        "layers": _LAYERS.value, "gamma": _GAMMA.value,
         "batch_size": _BATCH.value, "temperature": _TEMPERATURE.value, "dtype": "bfloat16",
         "quantize": _QUANTIZE.value, "loops": loops(text),
         "copied_in_loops": loop_copies(text, least=2**16), "widened": widened(text), "jax": jax.__version__,

@@ -75,9 +75,11 @@ class Divergence:
         fed = pad([[first, *row[:-1]] for first, row in zip(before, outputs, strict=True)], longest)
         target = [model.logits(given, fed, sizes) for model in self._models]
         draft = []
-        for model in self._models if self._drafter is not None else ():
-            encoder = model if self._drafter.config.encoder_dim is not None else None
-            logits = self._drafter.logits(given, fed, sizes, encoder)
+        drafter = self._drafter
+        for model in self._models if drafter is not None else ():
+            assert drafter is not None, "or there is no model here"
+            encoder = model if drafter.config.encoder_dim is not None else None
+            logits = drafter.logits(given, fed, sizes, encoder)
             draft.append(match_width(logits, target[0].shape[-1]))
         inside = np.arange(longest) < lengths[:, None]
         for name, values in _compared(*target, draft).items():

@@ -32,9 +32,7 @@ def runs() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rows"), [("1x4, 1", 1), ("1x4, 3", 3), ("2x2, 4", 2), ("4x1, 4", 1), ("2x2, 2", 1)]
-)
+@pytest.mark.parametrize(("mesh", "rows"), [("1x4, 1", 1), ("1x4, 3", 3), ("2x2, 4", 2), ("4x1, 4", 1), ("2x2, 2", 1)])
 def test_every_device_runs_the_kernel_for_its_own_rows(runs, mesh, rows):
     assert [rows, 2, 128] in runs[mesh]["calls"]
     assert runs[mesh]["difference"] < 2e-5

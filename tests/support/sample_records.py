@@ -91,7 +91,8 @@ ACCELERATOR = {
     "options": {"drafter": "t5_1_1/small", "dtype": "bfloat16", "tiny": False, "gamma": 7, "input_length": 128,
                 "max_new_tokens": 64},
     "plan": ["copy", "xxl, call over 8", "xxl, plain", "xxl, alpha 0.75", "xxl, int8", "xxl, beams", "xxl, T5X",
-             "xxl, call over 1", "xxl, int8, call over 1", "xxl, int8, plain", "xxl, int8, alpha 0.75", "xxl, self:int8"],
+             "xxl, call over 1", "xxl, int8, call over 1", "xxl, int8, plain", "xxl, int8, alpha 0.75",
+             "xxl, self:int8"],
     "figures": [
         {"figure": "copy", "kind": "copy", "milliseconds": IMPROVEMENT, "gb_per_second": 3100.0},
         {"figure": "xxl, call over 8", "kind": "call", "target": "t5_1_1/xxl", "batch": 1, "width": 8,
