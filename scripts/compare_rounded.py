@@ -56,7 +56,7 @@ _PRESET_INPUT, _PRESET_ROWS = 64, 64  # ids in an input of a preset; inputs
 def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
     """Returns the full model, its rounded form, and the drafter."""
     if _PRESET.value:
-        config = PRESETS[_PRESET.value].replace(dtype=_DTYPE.value or "float32")
+        config = PRESETS[_PRESET.value].replace(dtype=loader.choose_dtype(_DTYPE.value, _PRESET.value))
         if not config.decoder_only:
             config = config.replace(num_encoder_layers=1)
         with waiting(f"drawing the weights of {_PRESET.value}, and rounding them"):
@@ -115,6 +115,8 @@ def main(argv) -> None:
     outputs = decoded(full, inputs, "decoding with all precision")
     found = rounding.Divergence(full, other, drafter)
     kept = [(row, output.tokens) for row, output in zip(inputs, outputs, strict=True) if output.tokens]
+    if not kept:
+        raise app.UsageError("got outputs without any tokens, expected inputs that the model answers")
     parts = [kept[start : start + _BATCH.value] for start in range(0, len(kept), _BATCH.value)]
     for part in track(parts, len(parts), "scoring"):
         found.add(*zip(*part))

@@ -27,9 +27,10 @@ def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
 
     def move(path, leaf):
         key = next(keys)
-        if path[-1].key != "kernel":
+        head = path[-1].key == "embedding" and path[-2].key == "token_embedder" and model.config.logits_via_embedding
+        if path[-1].key != "kernel" and not head:
             return leaf
-        step = jnp.max(jnp.abs(leaf), axis=0) / 127
+        step = jnp.max(jnp.abs(leaf), axis=1 if head else 0, keepdims=True) / 127  # a head's column is a row there
         return leaf + (jax.random.uniform(key, leaf.shape, leaf.dtype) - 0.5) * step
 
     return _like(model, jax.tree.map_with_path(move, params))

@@ -143,7 +143,8 @@ class KVCache:
 
     def widen(self, slots: int) -> "KVCache":
         """Makes room for S = `slots` slots in all, on an accelerator for at least so many."""
-        room = [(0, 0)] * (self.key.ndim - 2) + [(0, _whole_tiles(slots, self.together) - self.slots), (0, 0)]
+        more = max(_whole_tiles(slots, self.together) - self.slots, 0)  # `empty` may have made more than that
+        room = [(0, 0)] * (self.key.ndim - 2) + [(0, more), (0, 0)]
         return self.replace(key=jnp.pad(self.key, room), value=jnp.pad(self.value, room))
 
     @property

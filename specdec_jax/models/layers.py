@@ -211,7 +211,7 @@ class Attention(nn.Module):
             # the axis of all positions.
             x = x.reshape(batch, count // ROWS, ROWS, -1, features)
             return x.transpose(0, 3, 1, 2, 4).reshape(batch, -1, count, features)
-        return x.reshape(batch, count, -1, features).transpose(0, 2, 1, 3)
+        return x.reshape(batch, count, x.shape[-1] // features, features).transpose(0, 2, 1, 3)
 
     def project(
         self, x: Float[Array, "*N D"], batch: int, together: int | None = None

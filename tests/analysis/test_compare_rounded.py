@@ -70,13 +70,15 @@ def test_figures_are_those_of_numpy(family):
     assert error > 0.01 and abs(alpha["full"] - alpha["rounded"]) > 1e-4
 
 
-def test_weights_are_moved_by_up_to_half_a_step():
-    model = tiny_t5(0, V)
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_moved_by_up_to_half_a_step(tied):
+    """Those that are rounded: the embedding too where it is the head, whose columns are its rows."""
+    model = tiny_t5(0, V, logits_via_embedding=tied)
     before, after = (dict(jax.tree.leaves_with_path(one.params)) for one in (model, rounding.moved(model)))
     for path, leaf in before.items():
         change = np.abs(np.asarray(after[path]) - np.asarray(leaf))
-        if path[-1].key == "kernel":
-            steps = change / (np.abs(leaf).max(0) / 127)
+        if path[-1].key == "kernel" or (tied and path[-1].key == "embedding"):
+            steps = change / (np.abs(leaf).max(0 if path[-1].key == "kernel" else 1, keepdims=True) / 127)
             assert steps.max() <= 0.501 and 0.2 < steps.mean() < 0.3
         else:
             assert change.max() == 0

@@ -198,6 +198,36 @@ def test_few_positions_of_a_row_are_fed_as_more(family, together, fewest):
     np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(together, rows):
+    """Whether or not the cache for sequences, which has more for one row, fills one more tile."""
+    found = []
+
+    def ask(network, slots):
+        cache = network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), slots)
+        found.append(network.node_cache(cache, slots, slots).layers[0].slots)
+
+    for slots in range(16, 33):
+        jax.eval_shape(lambda network: ask(network, slots), laid_out(t5(), together).network)
+        assert found[-1] >= slots and found[-1] % 16 == 0
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("most", [24, 25, 30, 31])
+def test_a_tree_of_one_row_decodes_whatever_slots_it_has(together, most):
+    plain = sd.generate(t5(), INPUTS[:1], max_new_tokens=most)
+    target = laid_out(t5(), together)
+    drafter = sd.ModelDrafter(laid_out(noisy_copy(t5(), 0.1), together))
+    found = sd.generate(target, INPUTS[:1], drafter=drafter, tree=sd.Tree.uniform((2, 1)), max_new_tokens=most)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+def test_inputs_without_any_id():
+    model = t5()
+    assert model.logits(np.zeros((2, 0)), np.ones((2, 3)), [0, 0]).shape == (2, 3, V)
+
+
 def test_several_rows_are_fed_as_they_are():
     network = laid_out(t5(), 2).network
     cache = network.prefill(INPUTS, jnp.full(3, 4), 16)
