@@ -111,7 +111,11 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
     close = dict(rtol=1e-5, atol=1e-5) if shape["dtype"] == "float32" else dict(rtol=0.03, atol=0.06)
     as_float = lambda x: np.asarray(x, np.float32)
     compare = lambda a, b: np.testing.assert_allclose(as_float(a), as_float(b), **close)
-    jax.tree.map(compare, (found, written), expected)
+    # XLA's layers are fed more positions of a single row, whose slots are stale afterwards.
+    seen = slice(None, int(positions[0]) + length if rows == 1 else None)
+    known = lambda layer: layer.replace(key=layer.key[..., seen, :], value=layer.value[..., seen, :])
+    alike = lambda cache: cache.replace(layers=tuple(map(known, cache.layers)))
+    jax.tree.map(compare, (found, alike(written)), (expected[0], alike(expected[1])))
     keys = [as_float(x.layers[1].key) for x in (cache, written)]
     old, new = (x.reshape(rows, -1, *x.shape[-2:])[-1, :, :17] for x in keys)  # of the last row
     changed, start = np.flatnonzero(np.any(old != new, axis=(0, 2))), int(positions[-1])
