@@ -84,7 +84,7 @@ def test_a_kernel_that_is_widened_before_its_product_is_found(lines, found):
 
 def compiled(*flags) -> dict:
     """The record of the script for a small target of one layer."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if not (importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")):
         pytest.skip("the plugin of jax[cuda13] is not installed")
     settings = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, SCRIPT, "--target=t5_1_1/small", "--layers=1", *flags]
