@@ -1,7 +1,7 @@
 """Writes the sentences of WikiText, nearly as people write them: sources for `specdec distill`.
 
-    python scripts/wikitext_sentences.py --input_file=data/wikitext2/train.txt.gz --output_file=data/wikitext.txt.gz \
-        --exclude=data/ende/validation.tsv.gz,data/ende/test.tsv.gz,data/wiki_pe/validation.tsv.gz,data/wiki_pe/test.tsv.gz
+    python scripts/wikitext_sentences.py --input_file=wikitext2/train.txt.gz --output_file=wikitext.txt.gz \
+        --exclude=ende/validation.tsv.gz,ende/test.tsv.gz,wiki_pe/validation.tsv.gz,wiki_pe/test.tsv.gz
 
 WikiText has one paragraph a line, with punctuation separated from words and rare words replaced by
 <unk>. The output has one sentence a line, with punctuation joined to words again. Headings, sentences

@@ -303,7 +303,8 @@ def sampling_arms(
 def paired_arm(
     target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int, width: int
 ) -> Callable[[], object]:
-    """Returns a call that runs `STEPS` rounds of γ draft steps over `width` positions and a target call over γ + 1."""
+    """Returns a call that runs `STEPS` rounds of γ draft steps over `width` positions and a target
+    call over γ + 1."""
     inputs, lengths = _inputs(target, batch, input_length)
     caches = tuple(prefill_cache(network, inputs, lengths, slots=slots) for network in (target, drafter))
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)

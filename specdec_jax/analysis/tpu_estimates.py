@@ -121,9 +121,9 @@ def times(case: Case, chip: Chip) -> dict:
     """Returns c, v and the improvement by the compiler's estimates for the rows of table 2, with
     the paper's α; of `case`, neither the pair nor γ counts.
 
-    Estimates of calls over few positions vary: one over a single position may be more than one over
-    two. Hence there are two results: with single steps as they are compiled, and as if they took
-    what two positions take.
+    There are two results: with single steps as they are compiled, and as if they took what two
+    positions take. They differ for several rows, where an estimate of one position may be more than
+    that of two; one row's calls over up to eight positions are all computed over eight.
     """
     seconds = functools.partial(call_seconds, case, chip)
     target, found = "t5_1_1/xxl", []

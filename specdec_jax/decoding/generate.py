@@ -52,7 +52,7 @@ def generate(
       verifier: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
         "lenient" and "typical"; `verifiers.py` explains each. Or a `Verifier` of your own.
-      lenience: l in (0, 1] of "lenient". typical_epsilon, typical_delta: ε and δ of "typical", by default 0.09 and 0.3.
+      lenience: l in (0, 1] of "lenient". typical_epsilon, typical_delta: ε, δ of "typical", by default 0.09, 0.3.
       forced_alpha: α in (0, 1] of "forced", which accepts by coin, for timing: its outputs mean nothing.
       max_new_tokens: limit for new tokens, EOS included; one, or one per input.
       key: one key (input i gets `fold_in(key, i)`) or B keys; None: the key of seed 0. Keys of other kinds than

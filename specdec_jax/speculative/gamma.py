@@ -71,7 +71,8 @@ class Policy:
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
         """Returns the range of every field but `maximum`, by name: least, most, and whether it must
         be below `most`."""
-        return {field.name: field.metadata["range"] for field in dataclasses.fields(cls) if field.metadata}  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        return {field.name: field.metadata["range"] for field in fields if field.metadata}
 
     @classmethod
     def _whole(cls, name: str) -> bool:

@@ -29,8 +29,8 @@ True
 >>> int(found.next_token[0]) == int(draws.draw(row(following), jnp.asarray(words[:, n]))[0])
 True
 
-Before an iteration the target's cache lacks exactly the last committed token; so the target is fed that token and the γ
-drafted ones, and gives the laws of γ + 1 positions in one call.
+Before an iteration the target's cache lacks exactly the last committed token; so the target is fed
+that token and the γ drafted ones, and gives the laws of γ + 1 positions in one call.
 """
 
 from collections.abc import Callable

@@ -162,7 +162,8 @@ def greedy():
 
 
 def test_calls_expected_with_argmax_are_those_made(greedy):
-    """Nothing is random: what agreement lets expect of every γ is what the engine then does, end and limit included."""
+    """Nothing is random: what agreement lets expect of every γ is what the engine then does, end and
+    limit included."""
     ways, results = greedy
     for gamma, found in results.items():
         calls = [max(row.target_calls for row in result.stats.per_row) for result in found]

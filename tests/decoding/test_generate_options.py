@@ -59,7 +59,8 @@ def test_the_drafter_is_judged_by_the_law_it_drew_from():
 
 
 def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
-    """One program; T → 0, k = 1, p → 0 and min-p = 1 each leave the argmax, processors applied; and rows permuted."""
+    """One program; T → 0, k = 1, p → 0 and min-p = 1 each leave the argmax, processors applied; and
+    rows permuted."""
     sampled = decode(ALL, key=jax.random.key(3))
     assert_log_probs(sampled, PROCESSORS["all"])
     wanted = [slow_greedy(row, of_row(PROCESSORS["all"], row)) for row in range(B)]

@@ -25,7 +25,9 @@ from specdec_jax.speculative.sampling import SamplingConfig
 pytestmark = pytest.mark.usefixtures("quick")
 
 LETTERS = "aab bü€𝄞c "
-STOPS = [("b",), ("ab", "b"), ("€", "ü€"), ("abc", "b", "c "), (" ",), ("𝄞a", "aa"), ("b𝄞a", "𝄞"), ("zz",)]
+STOPS = [
+    ("b",), ("ab", "b"), ("€", "ü€"), ("abc", "b", "c "), (" ",), ("𝄞a", "aa"), ("b𝄞a", "𝄞"), ("zz",)
+]  # fmt: skip
 
 
 @functools.cache

@@ -46,7 +46,8 @@ def greedy(name: str, order=range(B)):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_is_that_of_plain_decoding(name):
-    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, and rows that do not see their neighbours; PITFALLS 29."""
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, and rows that do not see their
+    neighbours; PITFALLS 29."""
     result, expected = greedy(name), plain()
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     np.testing.assert_array_equal(result.lengths, expected.lengths)

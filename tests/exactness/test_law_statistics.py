@@ -1,8 +1,9 @@
 """The law of what the engine really draws, through its own keys: G-tests of the joint law of three positions.
 
-The false-alarm rate of one test is 1e-9. `DRAWS` is what `draws_needed` says for a smallest deviation worth finding:
-a joint law of 16³ cells that is off by 7 % (root mean square, relative: E_p[(q/p − 1)²] = 0.0049) must be found with
-probability 0.999. `test_the_sample_is_large_enough` repeats the calculation.
+The false-alarm rate of one test is 1e-9. `DRAWS` is what `draws_needed` says for a smallest
+deviation worth finding: a joint law of 16³ cells that is off by 7 % (root mean square, relative:
+E_p[(q/p − 1)²] = 0.0049) must be found with probability 0.999.
+`test_the_sample_is_large_enough` repeats the calculation.
 """
 
 import dataclasses

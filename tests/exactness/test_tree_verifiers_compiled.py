@@ -43,7 +43,8 @@ def stacked(*parts):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_jax_takes_the_enumerated_decisions(kind, dtype):
-    """On a grid of uniforms, 0 included, with branches cut by EOS, budget and limit. A comparison with ≤ would not."""
+    """On a grid of uniforms, 0 included, with branches cut by EOS, budget and limit. A comparison with
+    ≤ would not."""
     batches = [cases(tree, 100, seed) for seed, tree in enumerate(TREES)]
     rows = [(tree, row) for tree, batch in zip(TREES, batches) for row in batch]
     with float64(dtype == "float64"):

@@ -1,4 +1,5 @@
-"""In bfloat16 a call over γ + 1 positions rounds differently from a call over one: what that may and may not change."""
+"""In bfloat16 a call over γ + 1 positions rounds differently from a call over one: what that may and
+may not change."""
 
 import numpy as np
 from toy_models import noisy_copy, tiny_t5

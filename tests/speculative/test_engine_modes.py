@@ -51,7 +51,8 @@ def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept,
 @pytest.mark.parametrize("gamma", [0, 1, 3])
 @pytest.mark.parametrize("vocab", [2, 5, 130])
 def test_full_product_of_modes(vocab, gamma):
-    """Modes × γ × num_drafted × V, in float64: each row takes the decisions that the sort and the enumeration take."""
+    """Modes × γ × num_drafted × V, in float64: each row takes the decisions that the sort and the
+    enumeration take."""
     repeats = 20
     cases = [(name, wanted) for name in MODES for wanted in range(gamma + 1) for _ in range(repeats)]
     rng, size = np.random.default_rng([vocab, gamma]), len(cases)

@@ -227,7 +227,8 @@ def test_no_row_passes_its_limit(limit):
 
 
 def test_a_budget_drafts_the_first_nodes():
-    """With budgets of 1 … D the tree is a chain, since its spine comes first; a drafter that is the target is right."""
+    """With budgets of 1 … D the tree is a chain, since its spine comes first; a drafter that is the
+    target is right."""
     target, _ = pair()
     tree = Tree.uniform((3, 2, 2))
     found = run(tree=tree, gamma=[1, 2, 3, 17], eos_ids=(), max_new_tokens=9)
