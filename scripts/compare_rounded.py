@@ -15,12 +15,14 @@ random weights, as training begins with, and an encoder of one layer: of them on
 logits says something.
 """
 
+import importlib.util
 import json
 
 import numpy as np
 from absl import app, flags
 
 from specdec_jax.analysis import machine, rounding
+from specdec_jax.analysis.quality import quality
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.jobs import decode_all
@@ -89,17 +91,6 @@ def decoded(model: LanguageModel, inputs, what: str) -> list:
     return list(track(decode_all(model, inputs, **options), len(inputs), what))
 
 
-def quality(outputs, references: list[str] | None) -> dict:
-    """Returns BLEU and chrF of texts; nothing without references."""
-    if references is None:
-        return {}
-    import sacrebleu
-
-    texts = [output.text for output in outputs]
-    metrics = {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}
-    return {name: round(metric.corpus_score(texts, [references]).score, 2) for name, metric in metrics.items()}
-
-
 def main(argv) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
@@ -112,6 +103,9 @@ def main(argv) -> None:
     check_output(_OUTPUT.value)
     full, other, drafter = models()
     inputs, references = inputs_of(full)
+    if references is not None and importlib.util.find_spec("sacrebleu") is None:
+        raise app.UsageError("input_file: got references without sacrebleu, expected it (`pip install '.[test]'`)")
+    scores = lambda outputs: {} if references is None else quality(outputs, references)
     outputs = decoded(full, inputs, "decoding with all precision")
     found = rounding.Divergence(full, other, drafter)
     kept = [(row, output.tokens) for row, output in zip(inputs, outputs, strict=True) if output.tokens]
@@ -125,7 +119,7 @@ def main(argv) -> None:
     record = {
         "machine": machine.machine(), "model": machine.model(full), "quantize": _QUANTIZE.value,
         "moved_weights": _MOVE.value, "drafter": _DRAFTER.value, "inputs": len(inputs), **found.record(),
-        "outputs_that_differ": differ, "full": quality(outputs, references), "rounded": quality(again, references),
+        "outputs_that_differ": differ, "full": scores(outputs), "rounded": scores(again),
     }  # fmt: skip
     print(json.dumps(record, indent=1))
     if _OUTPUT.value:

@@ -18,6 +18,7 @@ import numpy as np
 from absl import app, flags
 
 from specdec_jax.analysis import near_ties
+from specdec_jax.analysis.quality import quality
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.jobs import decode_all
@@ -38,18 +39,6 @@ _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.")
 _LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many lines of each file; 0: all.")
 _SELF = flags.DEFINE_boolean("self_drafting", False, "Also draft with the target itself: α must be 1.")
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record, which is rewritten after every run.")
-
-
-def quality(outputs, references) -> dict:
-    """Returns BLEU and chrF of texts, and sacrebleu's signatures."""
-    import sacrebleu
-
-    record = {}
-    for name, metric in (("bleu", sacrebleu.BLEU()), ("chrf", sacrebleu.CHRF())):
-        score = metric.corpus_score([output.text for output in outputs], [references])
-        record[name] = round(score.score, 2)
-        record[f"{name}_signature"] = str(metric.get_signature())
-    return record
 
 
 def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:

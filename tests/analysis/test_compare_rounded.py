@@ -123,7 +123,7 @@ def test_the_script(run, tmp_path):
     same, moved = run(*flags, f"--output={output}"), run(*flags, "--move_weights")
     assert json.loads(output.read_text()) == same
     assert same["inputs"] == 2 and same["outputs_that_differ"] == 0 and same["full"] == same["rounded"]
-    assert set(same["full"]) == {"bleu", "chrf"} and same["drafter"] == f"{tmp_path}/drafter"
+    assert {"bleu", "chrf"} < set(same["full"]) and same["drafter"] == f"{tmp_path}/drafter"
     assert same["logits_error"] < 1e-3 < 2e-3 < moved["logits_error"] < 0.1
     assert abs(same["alpha"]["full"] - same["alpha"]["rounded"]) < 1e-5 and 0 < same["alpha"]["full"] < 1
 
