@@ -3,42 +3,39 @@
     pip install . 'jax[cuda13]>=0.11'
     CUDA_VISIBLE_DEVICES=-1 JAX_PLATFORMS=cpu python scripts/gpu_aot.py --gamma=7
     CUDA_VISIBLE_DEVICES=-1 JAX_PLATFORMS=cpu python scripts/gpu_aot.py --gamma=7 --quantize=int8
+    CUDA_VISIBLE_DEVICES=-1 JAX_PLATFORMS=cpu python scripts/gpu_aot.py --tree=widths:4,3,2,1
+    CUDA_VISIBLE_DEVICES=-1 JAX_PLATFORMS=cpu python scripts/gpu_aot.py --gamma=3 --num_beams=4
 
-The program is the package's own `advance`, in bfloat16, of the first layers of both models. For
-each of its loops a record is printed: the kernels that a pass launches, those in a decoder's
-layers, and the trip count. Where it is null, the host waits for the GPU before each pass. The last
-loop is the one over iterations; before it come those of the drafter: catching up, which runs only
-after a full acceptance, and the draft. With `--quantize=int8` the target's weights are in 8 bits;
-`widened` lists those that are written to memory in a wider dtype before a product reads them. These
-are counts of a compiled program, not measurements.
+The program is the package's own loop, in bfloat16, of the first layers of both models. For each of
+its loops a record is printed: the kernels that a pass launches, those in a decoder's layers, and
+the trip count. Where it is null, the host waits for the GPU before each pass. The last loop is the
+one over iterations; before it come those of the drafter: catching up, which runs only after a full
+acceptance, and the draft. The levels of a tree and of beams are not loops, but written out. With
+`--quantize=int8` the target's weights are in 8 bits; `widened` lists those that are written to
+memory in a wider dtype before a product reads them. These are counts of a compiled program, not
+measurements.
 """
 
-import dataclasses
 import json
 import os
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 from jax.experimental import topologies
 
 from specdec_jax.analysis.compiled_text import loop_copies, loops, widened
-from specdec_jax.decoding.inputs import bucket, slots
-from specdec_jax.decoding.loop import advance
+from specdec_jax.analysis.lowering import Case
 from specdec_jax.decoding.progress import waiting
-from specdec_jax.decoding.request import prefill
-from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import write_file
-from specdec_jax.models import layouts
-from specdec_jax.models.network import Network, heads_together, random_params
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.tree_text import read_tree
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/large", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
 _LAYERS = flags.DEFINE_integer("layers", 2, "Decoder layers of each model that are compiled.", lower_bound=1)
 _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0: plain decoding.", lower_bound=0)
+_TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1.")
+_BEAMS = flags.DEFINE_integer("num_beams", None, "Beams of a beam search; none without.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
 _QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in 8 bits, inputs in bfloat16.")
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
@@ -64,44 +61,11 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def abstract_network(preset: str, drafts: bool = False) -> Network:
-    """Returns the shapes of the first layers of a bfloat16 network in the loop's layout for a GPU; a target's
-    kernels may be in 8 bits."""
-    few, in_8_bits = {"num_encoder_layers": 1, "num_decoder_layers": _LAYERS.value}, _QUANTIZE.value and not drafts
-    config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
-
-    def build():
-        params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-        if in_8_bits:
-            params = layouts.round_params(params, None, config.logits_via_embedding)
-        return layouts.pack(params, panels=False, fused=True)
-
-    module = (config.with_own_head() if in_8_bits else config).module(fused=True)
-    return Network(jax.eval_shape(build), module, None, heads_together("cuda", module, None))
-
-
-def compiled_text(device) -> str:
-    """Compiles the decode loop for `device` and returns its text."""
-    where = jax.sharding.SingleDeviceSharding(device)
-    place = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
-    target = place(abstract_network(_TARGET.value))
-    drafter = None
-    if _GAMMA.value:
-        drafter = place(ModelDrafter.tree_unflatten(None, (abstract_network(_DRAFTER.value, drafts=True), None)))
-    batch, config = _BATCH.value, SamplingConfig(temperature=_TEMPERATURE.value)
-
-    def arguments():
-        row, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32)
-        inputs = jnp.zeros((batch, bucket(_INPUT.value)), jnp.int32), row, row[:, None], row
-        keys, rows = jax.random.split(jax.random.key(0), batch), config.rows(batch, target.vocab_size)
-        return *inputs, keys, rows, None, row, ends, row, row > 0
-
-    program = StaticConfig(_GAMMA.value, config.mode, target.vocab_size)
-    room = slots(_NEW.value + 1, program.reach)
-    state = prefill.lower(target, drafter, program, room, *place(jax.eval_shape(arguments))).out_info
-    most = jax.ShapeDtypeStruct((), jnp.int32)
-    with jax.sharding.use_abstract_mesh(like(device)):
-        return advance.lower(target, drafter, place(state), place(most)).compile().as_text()
+def compiled_text(case: Case) -> str:
+    """Compiles the decode loop and returns its text."""
+    state = case.place(case.lowered_start().out_info)
+    with jax.sharding.use_abstract_mesh(like(case.devices[0])):
+        return case.lowered_loop(state).compile().as_text()
 
 
 def like(device) -> jax.sharding.AbstractMesh:
@@ -120,17 +84,23 @@ def main(argv):
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
         raise app.UsageError(f"no compiler for NVIDIA GPUs: {why}; expected jax[cuda13] of version 0.11") from None
-    with waiting(f"compiling the loop of {_LAYERS.value} layers of {_TARGET.value} and {_DRAFTER.value}"):
-        text = compiled_text(topology.devices[0])
+    tree = None if _TREE.value is None else read_tree(_TREE.value)
+    case = Case(
+        tuple(topology.devices), _TARGET.value, _DRAFTER.value, tree.depth if tree else _GAMMA.value, tree,
+        _BEAMS.value, None, _BATCH.value, _QUANTIZE.value is not None, _INPUT.value, _NEW.value, _TEMPERATURE.value,
+        platform="cuda", layers=_LAYERS.value,
+    )  # fmt: skip
+    drafter = case.drafter if case.gamma else None
+    with waiting(f"compiling the loop of {case.layers} layers of {case.target} and {drafter or 'no drafter'}"):
+        text = compiled_text(case)
     if _TEXT.value:
         write_file(_TEXT.value, text)
     record = {
         "what": "counts of a program compiled ahead of time; not a measurement", "device": "NVIDIA H100 80GB HBM3",
-        "target": _TARGET.value, "drafter": _DRAFTER.value if _GAMMA.value else None,
-        "layers": _LAYERS.value, "gamma": _GAMMA.value,
-        "batch_size": _BATCH.value, "temperature": _TEMPERATURE.value, "dtype": "bfloat16",
-        "quantize": _QUANTIZE.value, "loops": loops(text),
-        "copied_in_loops": loop_copies(text, least=2**16), "widened": widened(text), "jax": jax.__version__,
+        "target": case.target, "drafter": drafter, "layers": case.layers, "gamma": case.gamma, "tree": _TREE.value,
+        "num_beams": case.beams, "batch_size": case.batch, "temperature": case.temperature, "dtype": "bfloat16",
+        "quantize": _QUANTIZE.value, "loops": loops(text), "copied_in_loops": loop_copies(text, least=2**16),
+        "widened": widened(text), "jax": jax.__version__,
     }  # fmt: skip
     print(json.dumps(record, indent=2))
 

@@ -57,7 +57,7 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A pair of T5 models in bfloat16, a way of decoding with them, and the TPUs to compile for.
+    """A pair of T5 models in bfloat16, a way of decoding with them, and the devices to compile for.
 
     Attributes:
       devices: the devices, of which a mesh takes the first.
@@ -72,6 +72,8 @@ class Case:
       new_tokens: the most new tokens.
       temperature: 0 is argmax.
       mesh: devices by `DATAxMODEL`; None for one device.
+      platform: that of the devices, "tpu" or "cuda".
+      layers: decoder layers of each model that are compiled, with one of the encoder; None for all.
     """
 
     devices: tuple
@@ -87,6 +89,8 @@ class Case:
     new_tokens: int = 128
     temperature: float = 0.0
     mesh: str | None = None
+    platform: str = "tpu"
+    layers: int | None = None
 
     @functools.cache
     def rules(self, drafts: bool = False) -> ShardingRules | None:
@@ -115,10 +119,11 @@ class Case:
 
     @functools.cache
     def network(self, preset: str, drafts: bool = False) -> Network:
-        """Returns the placed shapes of a network in the loop's layout for a TPU (no panels)."""
+        """Returns the placed shapes of a network in the loop's layout for an accelerator (no panels)."""
         rules = self.rules(drafts)
         fused, in_8_bits = fuses(rules), self.in_8_bits and not drafts
-        config = dataclasses.replace(PRESETS[preset], dtype="bfloat16")
+        few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers} if self.layers else {}
+        config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
 
         def build():
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
@@ -134,7 +139,7 @@ class Case:
 
         params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
         module = (config.with_own_head() if in_8_bits else config).module(fused)
-        return self.place(Network(params, module, rules, heads_together("tpu", module, rules)))
+        return self.place(Network(params, module, rules, heads_together(self.platform, module, rules)))
 
     def model_drafter(self) -> ModelDrafter | None:
         """Returns the drafter, of placed shapes only; None for plain decoding."""

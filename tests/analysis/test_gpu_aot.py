@@ -118,3 +118,14 @@ def test_the_decode_loop_compiles_without_a_gpu(quantize, tmp_path):
     assert record["quantize"] == quantize and record["widened"] == []
     text = (tmp_path / "hlo").read_text()
     assert ("s8[512,32128]" in text and "s8[512,1152]" in text) == (quantize is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, calls", [(("--tree=widths:2,2,1",), 4), (("--gamma=2", "--num_beams=2"), 3)])
+def test_trees_and_beams_copy_no_caches(flags, calls):
+    record = compiled(*flags)
+    iteration = record["loops"][-1]
+    assert record["copied_in_loops"] == [] and iteration["trip_count"] is None
+    # Every level of drafts is a call, and the target's is another; without kernels for attention.
+    assert 10 * calls < iteration["in_layers"] <= 30 * calls and iteration["in_layers"] < iteration["kernels"]
+    assert (record["tree"], record["num_beams"]) == (("widths:2,2,1", None) if calls == 4 else (None, 2))
