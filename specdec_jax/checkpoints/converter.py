@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from specdec_jax.checkpoints import huggingface, int8, own, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track, check
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, check
 from specdec_jax.checkpoints.loader import check_stored, complete, open_checkpoint, resolve
+from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import layouts
 from specdec_jax.models.int8 import Int8Kernel
@@ -23,7 +24,9 @@ _HOLDS: dict[str, Collection[str]] = {
 }  # fmt: skip
 
 
-def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> None:
+def save(
+    model: LanguageModel, path, dtype=None, format: str = "specdec", say: Callable[[str], None] = print_line
+) -> None:  # fmt: skip
     """Writes a model to a folder that `load` reads.
 
     The vocabulary's file goes into the folder, except that for "specdec" it is left out if the
@@ -33,7 +36,7 @@ def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> Non
     Args:
       model: the model; its kernels in 8 bits are widened unless `dtype` is "int8".
       path: the folder.
-      dtype, format: as for `convert`.
+      dtype, format, say: as for `convert`.
 
     Raises:
       ValueError: `path` is something other than a model folder, or the format cannot hold the
@@ -46,7 +49,7 @@ def save(model: LanguageModel, path, dtype=None, format: str = "specdec") -> Non
     checkpoint = Checkpoint(
         model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint
     )
-    _write(checkpoint, folder, check, format, dtype)
+    _write(checkpoint, folder, check, format, dtype, say)
 
 
 def _leaf(value: layouts.Plain) -> Leaf:
@@ -75,7 +78,7 @@ class Written(NamedTuple):
 
 def convert(
     source, output, format: str = "huggingface", dtype=None, *, config: T5Config | None = None, vocabulary=None,
-    track: Track = iter,
+    say: Callable[[str], None] = print_line,
 ) -> Written:  # fmt: skip
     """Writes a checkpoint in another format; parameters pass through memory one at a time.
 
@@ -95,7 +98,8 @@ def convert(
         integers. Drafters and heads that were trained on a target's states do not fit the rounded
         target. None: bfloat16 if all parameters are stored so, else float32.
       config, vocabulary: as for `load`.
-      track: takes the parameters' names and yields them one by one, for a progress bar.
+      say: called every 10 seconds of a long writing with how far it is. The default prints to
+        standard error, where a terminal shows a bar instead; `lambda line: None` is silent.
 
     Raises:
       ValueError: as for `load`; or `output` is not empty, or the format cannot hold the model.
@@ -110,7 +114,7 @@ def convert(
     found = t5x.find(folder)
     step = t5x.step_of(found) if found else None
     with returning_freed_memory():
-        return _write(checkpoint, target, _check_empty, format, dtype, step, track)
+        return _write(checkpoint, target, _check_empty, format, dtype, say, step)
 
 
 def _check_format(format: str) -> str:
@@ -127,7 +131,7 @@ def _check_empty(folder: pathlib.Path) -> None:
 
 def _write(
     checkpoint: Checkpoint, target: pathlib.Path, check_free: Callable[[pathlib.Path], None], format: str, dtype,
-    step: int | None = None, track: Track = iter,
+    say: Callable[[str], None], step: int | None = None,
 ) -> Written:  # fmt: skip
     """Writes a checkpoint whose special ids are known, reads it back and checks that nothing was
     lost."""
@@ -144,20 +148,21 @@ def _write(
     inner = pathlib.PurePath()
     if format.startswith("t5x") and t5x.step_of(target) is None:
         inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes step 0 to mean that there is no step
-    with new_folder(target, check_free) as temporary:
+    shown = ParameterProgress(f"writing {target}", parameter_count(checkpoint.config), say, then="")
+    with shown as progress, new_folder(target, check_free) as temporary:
         folder = temporary / inner
         folder.mkdir(exist_ok=True)
         if format == "specdec":
-            own.write_folder(checkpoint, dtype, folder, track)
+            own.write_folder(checkpoint, dtype, folder, progress.advance)
         elif format == "huggingface":
-            huggingface.write_folder(checkpoint, dtype, folder, track)
+            huggingface.write_folder(checkpoint, dtype, folder, progress.advance)
         else:
             number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
             assert number is not None
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             own.write_description(checkpoint, folder, "t5x")
             leaves = t5x.leaves_by_their_names(checkpoint.leaves, t5_only("format", checkpoint.config))
-            write(leaves, dtype, folder, number, track)
+            write(leaves, dtype, folder, number, progress.advance)
         _check_written(open_checkpoint(folder, None), checkpoint, format)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Written(target / inner, dtype, stored, parameter_count(checkpoint.config), size)

@@ -13,7 +13,7 @@ from specdec_jax.checkpoints import (
     safetensors_files,
 )  # fmt: skip
 from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Report
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 
@@ -101,7 +101,7 @@ def _from_flax(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     return tensors
 
 
-def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
     """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an empty folder.
 
     Raises:
@@ -119,4 +119,4 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track
     for name, content in files.items():
         content = content if isinstance(content, bytes) else (json.dumps(content, indent=1) + "\n").encode()
         write_file(folder / name, content)
-    safetensors_files.write_folder(writer.by_their_names(checkpoint.leaves), dtype, folder, track)
+    safetensors_files.write_folder(writer.by_their_names(checkpoint.leaves), dtype, folder, report)

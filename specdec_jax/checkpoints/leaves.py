@@ -3,7 +3,7 @@ way to read it alone."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.vocabularies import Vocabulary
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a parameter may be stored as
-# Wraps the parameters' names that a writer goes through: in a progress bar, or (`iter`) in nothing.
-Track = Callable[[Sequence[str]], Iterable[str]]
+# What writers call with the size of each parameter that is written.
+Report = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Leaf:
     turned: bool = False
     read_part: Callable[[np.dtype, tuple[slice, ...]], np.ndarray] | None = None
     parts: "tuple[Leaf, Leaf] | None" = None
+
+    @property
+    def size(self) -> int:
+        """How many numbers the parameter has."""
+        return math.prod(self.shape)
 
     def transposed(self) -> "Leaf":
         """Returns the transpose of a matrix, made while it is read."""
@@ -86,6 +91,13 @@ class Checkpoint:
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
     encoder_fingerprint: str | None = None
+
+
+def reporting(leaves: dict[str, Leaf], report: Report) -> Iterator[str]:
+    """Yields the parameters' names, and reports the size of each when the next one is asked for."""
+    for name, leaf in leaves.items():
+        yield name
+        report(leaf.size)
 
 
 def check(checkpoint: Checkpoint, path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from specdec_jax.checkpoints import int8, tensorstore_arrays
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Report, reporting
 from specdec_jax.files import reading
 from specdec_jax.files.writing import new_folder, write_file
 from specdec_jax.models.families import describe, family_of
@@ -127,14 +127,13 @@ def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, by
     raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that this package can store")
 
 
-def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
     """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" rounds
     matrices only (see `int8.py`)."""
     write_description(checkpoint, folder)
-    names = track(list(checkpoint.leaves))
     leaves = checkpoint.leaves
     stored = lambda name: int8.written(name, leaves[name]) if dtype == "int8" else {name: leaves[name].load(dtype)}
-    _write_params((item for name in names for item in stored(name).items()), folder)
+    _write_params((item for name in reporting(leaves, report) for item in stored(name).items()), folder)
 
 
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:

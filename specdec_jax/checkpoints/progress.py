@@ -1,4 +1,4 @@
-"""Shows how far a long reading, or making, of parameters is: a bar on a terminal, elsewhere a line
+"""Shows how far a long reading, writing or making of parameters is: a bar on a terminal, elsewhere a line
 now and then."""
 
 import sys
@@ -24,15 +24,16 @@ class ParameterProgress:
     is called by the caller's thread.
     """
 
-    def __init__(self, what: str, total: int, say: Callable[[str], None] = print_line):
+    def __init__(self, what: str, total: int, say: Callable[[str], None] = print_line, then: str = ", laying them out"):
         """Prepares the display; nothing is shown yet.
 
         Args:
           what: what is done with them, e.g. "reading flan-t5-xxl".
           total: how many parameters there are.
           say: called with each line. With `print_line` a terminal shows a bar instead.
+          then: what is said, behind their number, when all are there.
         """
-        self._what, self._total, self._done, self._said = what, total, 0, False
+        self._what, self._total, self._done, self._said, self._then = what, total, 0, False, then
         self._say, self._undecided = say, say is print_line
         self._bar: Any = None  # a rich.progress.Progress
 
@@ -86,7 +87,7 @@ class ParameterProgress:
         unit, name = next((size for size in sizes if self._total >= size[0]), sizes[-1])
         counted = f"{self._done / unit:.1f} of {self._total / unit:.1f} {name} parameters"
         if self._done == self._total:
-            return f"{counted}, laying them out"
+            return counted + self._then
         seconds = (time.monotonic() - self._begin) * (self._total - self._done) / max(self._done, 1)
         left = round(seconds)
         return f"{counted}, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specdec_jax.checkpoints.leaves import Leaf, Track, fill_rows
+from specdec_jax.checkpoints.leaves import Leaf, Report, fill_rows, reporting
 from specdec_jax.files import reading
 from specdec_jax.files.writing import naming, write_file
 
@@ -82,7 +82,7 @@ def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
     return Leaf(shape, read, dtype.name)
 
 
-def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, track: Track = iter) -> None:
+def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, report: Report) -> None:
     """Writes `model.safetensors`, or an index and shards of at most `SHARD_BYTES`; a larger tensor
     has a shard of its own."""
     size = lambda name: math.prod(tensors[name].shape) * jnp.dtype(dtype).itemsize
@@ -105,7 +105,7 @@ def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, tra
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
         write_file(folder / file, struct.pack("<Q", len(text)) + text)
-    for name in track(list(tensors)):
+    for name in reporting(tensors, report):
         with naming(folder / file_of[name]), open(folder / file_of[name], "ab") as stream:
             stream.write(np.ascontiguousarray(tensors[name].load(dtype)).reshape(-1).view(np.uint8).data)
     if not one:

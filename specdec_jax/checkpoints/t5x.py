@@ -13,7 +13,7 @@ import numpy as np
 from flax import serialization
 
 from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Track
+from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Report, reporting
 from specdec_jax.files.reading import check_file, check_folder, inside, shown
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.family import ModelConfig
@@ -273,10 +273,10 @@ def _stacked(name: str, layers: list[Leaf], config: T5Config) -> Leaf:
     return Leaf((shape[0], len(layers), *shape[1:]), read, layers[0].dtype)
 
 
-def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:
+def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, report: Report) -> None:
     """Writes the contents of a `checkpoint_<step>` directory in the legacy format, without optimizer states."""
     target = {}
-    for name in track(list(leaves)):
+    for name in reporting(leaves, report):
         path = "target." + name.replace("/", ".")
         target[name] = tensorstore_arrays.write_zarr(leaves[name].load(dtype), folder, path)
     state = {"step": np.asarray(step, np.int32)}  # T5X asks it for its dtype
@@ -284,12 +284,12 @@ def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step
     write_file(folder / "checkpoint", serialization.msgpack_serialize(contents))
 
 
-def write_orbax(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, track: Track = iter) -> None:
+def write_orbax(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, report: Report) -> None:
     """Writes the same as `write_legacy` in Orbax's format, which T5X writes today."""
 
     def arrays():
         yield ("state", "step"), np.asarray(step, np.int32)
-        for name in track(list(leaves)):
+        for name in reporting(leaves, report):
             yield ("target", *name.split("/")), leaves[name].load(dtype)
 
     (folder / "state").mkdir()

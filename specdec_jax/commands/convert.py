@@ -1,14 +1,11 @@
 """Runs `specdec convert`: writes a checkpoint in another format."""
 
-import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
 
 from specdec_jax.checkpoints import converter, loader, t5x
 from specdec_jax.commands.options import option
-from specdec_jax.decoding.progress import track
 from specdec_jax.models.layers import ACTIVATIONS
 from specdec_jax.models.t5 import t5_only
 
@@ -62,17 +59,9 @@ def run(options: ConvertOptions) -> None:
         if len(shape.mlp_activations) == 1:
             raise ValueError("gated_activation: got a value for a checkpoint without gates, expected none")
         config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
-    with contextlib.ExitStack() as stack:
-
-        def shown(names: Sequence[str]) -> Iterable[str]:
-            items = track(names, len(names), "parameters")
-            stack.callback(items.close)  # after an error in a writer the bar would else outlive the error's line
-            return items
-
-        written = converter.convert(
-            options.source, options.output, options.format, options.dtype, config=config,
-            vocabulary=options.vocabulary, track=shown,
-        )  # fmt: skip
+    written = converter.convert(
+        options.source, options.output, options.format, options.dtype, config=config, vocabulary=options.vocabulary
+    )
     kept = set(written.stored) == {written.dtype} or written.dtype == "float32" and "float64" not in written.stored
     kept |= written.dtype == "int8" in written.stored
     source = ", ".join(written.stored) + ("" if kept else ", rounded")

@@ -21,7 +21,7 @@ from make_checkpoints import PARAMS, TINY, TINY_1_0
 
 import specdec_jax as sd
 from specdec_jax.checkpoints import leaves as checkpoints_leaves
-from specdec_jax.checkpoints import loader, safetensors_files, t5x
+from specdec_jax.checkpoints import loader, progress, safetensors_files, t5x
 from specdec_jax.checkpoints.converter import FORMATS, convert
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
@@ -215,30 +215,36 @@ def broken(path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_goes_wrong_on_the_way_leaves_nothing(form, tmp_path):
+def test_what_goes_wrong_on_the_way_leaves_nothing(form, tmp_path, monkeypatch):
     broken(tmp_path / "source")
     with pytest.raises(ValueError, match="mlp/wo/kernel: got .*missing, expected float32"):
         convert(tmp_path / "source", tmp_path / "out", form)
 
-    def interrupted(names):
-        yield from names[:5]
-        raise KeyboardInterrupt
+    written = []
+
+    def interrupted(self, count):
+        written.append(count)
+        if len(written) == 5:
+            raise KeyboardInterrupt
 
     make.FORMATS["own"](tmp_path / "whole")
+    monkeypatch.setattr(progress.ParameterProgress, "advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert(tmp_path / "whole", tmp_path / "out", form, track=interrupted)
+        convert(tmp_path / "whole", tmp_path / "out", form)
+    assert len(written) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "whole"]
 
 
 KILLED = """
-import os, signal, sys
-from specdec_jax.checkpoints import convert
-def track(names):
-    for i, name in enumerate(names):
-        if i == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield name
-convert(sys.argv[1], sys.argv[2], "t5x_legacy", track=track)
+import itertools, os, signal, sys
+from specdec_jax.checkpoints.converter import convert
+from specdec_jax.checkpoints.progress import ParameterProgress
+numbers = itertools.count()
+def advance(self, count):
+    if next(numbers) == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+ParameterProgress.advance = advance
+convert(sys.argv[1], sys.argv[2], "t5x_legacy")
 """
 
 

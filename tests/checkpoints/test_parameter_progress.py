@@ -1,4 +1,4 @@
-"""What a long reading or making of parameters says of itself: nothing while it is short, then a bar
+"""What a long reading, writing or making of parameters says of itself: nothing while it is short, then a bar
 on a terminal and a line now and then elsewhere."""
 
 import re
@@ -10,6 +10,7 @@ from terminal import as_stderr
 
 import specdec_jax as sd
 from specdec_jax.checkpoints import leaves, progress
+from specdec_jax.checkpoints.converter import FORMATS
 from specdec_jax.checkpoints.progress import ParameterProgress
 from specdec_jax.commands import benchmark, convert
 from specdec_jax.models.parameters import parameter_count, parameter_shapes
@@ -181,9 +182,25 @@ def test_a_preset_says_that_it_is_made(clock, monkeypatch, capsys):
     assert len(lines) == 1 + 4 * (COUNT - 1) // 12 and all(line.startswith("making tiny: ") for line in lines)
 
 
-@pytest.mark.parametrize("form", ["specdec", "huggingface", "t5x", "t5x_legacy"])
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_long_writing_says_how_far_it_is(slowly, folder, tmp_path, form, saved):
+    model = sd.load(folder, "float32")
+    slowly(36.0)
+    said, out = [], tmp_path / "out"
+    if saved:
+        sd.save(model, out, format=form, say=said.append)
+    else:
+        sd.convert(folder, out, form, say=said.append)
+    total = f"{parameter_count(TINY) / 1e3:.1f}"
+    assert len(said) == 4 and all(line.startswith(f"writing {out}: ") for line in said)
+    assert f" of {total} thousand parameters, 0:00:" in said[0]
+    assert said[-1] == f"writing {out}: {total} of {total} thousand parameters"
+
+
+@pytest.mark.parametrize("form", FORMATS)
 def test_an_error_while_converting_leaves_the_terminal_as_it_was(slowly, folder, monkeypatch, tmp_path, form):
-    slowly(0.0, COUNT // 2)
+    slowly(36.0, COUNT // 2)
     with as_stderr(monkeypatch) as got:
         try:
             convert.run(convert.ConvertOptions(source=str(folder), output=str(tmp_path / "out"), format=form))
