@@ -17,7 +17,7 @@ from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import layouts
-from specdec_jax.models.network import Network, fuses, heads_together, random_params
+from specdec_jax.models.network import Network, fuses, random_params
 from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
 from specdec_jax.models.t5 import PRESETS
@@ -139,7 +139,7 @@ class Case:
 
         params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
         module = (config.with_own_head() if in_8_bits else config).module(fused)
-        return self.place(Network(params, module, rules, heads_together(self.platform, module, rules)))
+        return self.place(Network(params, module, rules, self.platform))
 
     def model_drafter(self) -> ModelDrafter | None:
         """Returns the drafter, of placed shapes only; None for plain decoding."""

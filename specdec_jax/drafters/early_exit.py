@@ -91,7 +91,7 @@ class EarlyExitDrafter(Drafter):
         network = model.network
         head = None if head is None else layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
         self.network = ExitNetwork(
-            network.params, network.module, network.rules, network.together, layers=self.layers, kernel=head
+            network.params, network.module, network.rules, network.platform, layers=self.layers, kernel=head
         )
 
     def tree_flatten(self):

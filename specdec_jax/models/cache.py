@@ -48,12 +48,14 @@ class KVCache:
         and K is P times a head's features.
       rules: how both lie on a mesh; None: on one device.
       together: P, 1 on other accelerators; None on a CPU.
+      tiled: whether calls over more tokens than a tile has rows fill whole tiles, as a TPU's do.
     """
 
     key: Float[Array, "*B H S K"]
     value: Float[Array, "*B H S K"]
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
     together: int | None = flax.struct.field(pytree_node=False, default=None)
+    tiled: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
     def empty(
@@ -64,7 +66,7 @@ class KVCache:
         For a single row there are more, by which a call of `Network.decode` may be wider than was
         asked for.
         """
-        more = fewest_together(together) - 1 if batch == 1 else 0
+        more = ROWS - 1 if batch == 1 and together is not None else 0
         side_by_side, slots = together or 1, _whole_tiles(slots + more, together)
         rows = (batch,) if batch > 1 else ()
         shape = (*rows, heads // side_by_side, slots, side_by_side * features)
@@ -82,11 +84,10 @@ class KVCache:
     def filling(self, count: int) -> int:
         """Returns how many tokens a call over `count` tokens a row computes besides, for nothing.
 
-        Where heads lie side by side, on a TPU, more tokens than a tile has rows fill whole tiles,
-        since otherwise the compiler changes layouts in every layer; several rows only if that is
-        at most a seventh more.
+        Otherwise a TPU's compiler changes layouts in every layer. Several rows fill tiles only if
+        that is at most a seventh more.
         """
-        room = -count % ROWS if count > ROWS and (self.together or 1) > 1 else 0
+        room = -count % ROWS if count > ROWS and self.tiled else 0
         return room if self.batch == 1 or 7 * room <= count else 0
 
     def repeated(self, copies: int) -> "KVCache":
@@ -162,18 +163,6 @@ class KVCache:
             return self
         pin = lambda x: self.rules.constrain(x, *_AXES[-x.ndim :])
         return self.replace(key=pin(self.key), value=pin(self.value))
-
-
-def fewest_together(together: int | None) -> int:
-    """Returns the fewest positions of a single row that `Network.decode` feeds at once, for caches
-    with this `KVCache.together`.
-
-    A product of a single row would not use an accelerator's units for matrices, and would be added
-    up in the dtype of the operands. For eight rows, a tile of float32, a TPU's compiler fetches
-    more of the weights ahead than for two: by its estimate a plain step of T5-XXL on a v4 takes 9.5
-    ms, and 10.3 over two positions.
-    """
-    return 1 if together is None else 2 if together == 1 else ROWS
 
 
 def padded(x: Shaped[Array, "..."], axis: int, room: int) -> Shaped[Array, "..."]:

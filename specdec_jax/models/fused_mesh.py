@@ -15,6 +15,8 @@ from specdec_jax.models.sharding import ShardingRules
 
 def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
     """Does what `fused_step.fits` does, also for a model that every device of a mesh holds whole."""
+    if not fused_step.knows(module):
+        return False
     rules, (batch, *rest) = cache.layers[0].rules, shape
     if rules is not None and rules.parts == 1 and batch % rules.rows == 0:
         shape, cache = (batch // rules.rows, *rest), _of_a_device(cache, batch // rules.rows)

@@ -145,6 +145,12 @@ def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
     return [x.reshape(-1, *x.shape[-2:]) for x in (cache.key, cache.value)]
 
 
+def knows(module: FamilyModule) -> bool:
+    """Returns whether there is a kernel at all, for such a module in the layout for one accelerator."""
+    off = pltpu is None or os.environ.get(native.SETTING) == "off"
+    return not off and module.config.family == "t5" and not module.config.matmul_dtype and module.fused
+
+
 def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
     """Returns whether on a TPU a call runs as this kernel.
 
@@ -156,9 +162,7 @@ def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any,
       cache: the decoder's cache.
       layers: number of decoder layers to run; None: all.
     """
-    config = module.config
-    off = pltpu is None or os.environ.get(native.SETTING) == "off"
-    if off or config.family != "t5" or config.matmul_dtype or not module.fused:
+    if not knows(module):
         return False
     first = cache.layers[0]
     if first.together is None or first.rules is not None or shape[0] > MOST_ROWS or shape[1] > _MOST_POSITIONS:

@@ -39,7 +39,7 @@ _FEATURES = (16, 32, 64, 128)
 
 def fits(cache: KVCache, queries: int) -> bool:
     """Returns whether attention of `queries` queries per row over `cache` is one kernel on a GPU."""
-    if cache.together != 1 or cache.rules is not None or os.environ.get(native.SETTING) == "off":
+    if cache.together != 1 or cache.tiled or cache.rules is not None or os.environ.get(native.SETTING) == "off":
         return False
     features, dtype = cache.key.shape[-1], cache.key.dtype.name
     if queries > _MOST or features not in _FEATURES or triton is None:

@@ -21,7 +21,6 @@ from specdec_jax.models.network import (
     decoder_only,
     fuses,
     given_lengths,
-    heads_together,
     join,
     lay_out,
     random_params,
@@ -90,7 +89,7 @@ class LanguageModel:
             # An embedding is read by rows, a head by columns.
             packed, module = layouts.with_head(packed, True, native), config.with_own_head().module(fused, native)
         platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
-        self.network = Network(packed, module, rules, heads_together(platform, module, rules))
+        self.network = Network(packed, module, rules, platform)
 
     @classmethod
     def random(

@@ -206,7 +206,7 @@ class Attention(nn.Module):
         of heads before that of positions; `batch` is B."""
         features = self.features * (together or 1)
         count = math.prod(x.shape[:-1]) // batch
-        if (together or 1) > 1 and count > ROWS and count % ROWS == 0:
+        if together is not None and count > ROWS and count % ROWS == 0:
             # A TPU's compiler moves whole tiles of rows, but changes the layout of every tile for
             # the axis of all positions.
             x = x.reshape(batch, count // ROWS, ROWS, -1, features)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key, Shaped
 
 from specdec_jax.models import fused_mesh, fused_trial, layouts
 from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
-from specdec_jax.models.cache import TILE, KVCache, fewest_together
+from specdec_jax.models.cache import ROWS, TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.panels import input_bits
@@ -26,13 +26,29 @@ class Network:
       params: nested dict of arrays in the loop's layout (`layouts.py`).
       module: the linen module, hashable.
       rules: how parameters and caches lie on a mesh; None: on one device.
-      together: how many heads lie side by side in caches, as for `KVCache`.
+      platform: "cpu", "tpu" or another, for which calls and caches are laid out.
     """
 
     params: dict
     module: FamilyModule = flax.struct.field(pytree_node=False)
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
-    together: int | None = flax.struct.field(pytree_node=False, default=None)
+    platform: str = flax.struct.field(pytree_node=False, default="cpu")
+
+    @property
+    def together(self) -> int | None:
+        """How many heads lie side by side in caches, as for `KVCache`."""
+        return heads_together(self.platform, self.module, self.rules)
+
+    @property
+    def fewest(self) -> int:
+        """The fewest positions of a single row that `decode` feeds at once.
+
+        A product of a single row would not use an accelerator's units for matrices, and would be
+        added up in the dtype of the operands. For eight rows, a tile of float32, a TPU's compiler
+        fetches more of the weights ahead than for two: by its estimate a plain step of T5-XXL on a
+        v4 takes 9.5 ms, and 10.3 over two positions.
+        """
+        return 1 if self.together is None else ROWS if self.platform == "tpu" else 2
 
     @property
     def config(self) -> ModelConfig:
@@ -54,14 +70,14 @@ class Network:
         """Returns whether a call over two positions takes no longer than one over a single position:
         on an accelerator, which reads the same weights for both.
 
-        Not so for several rows on a TPU, where heads lie side by side, unless the call is one
-        kernel: every row's positions are in tiles of their own, and XLA rearranges them. By its
-        estimate a step of T5-small over 32 rows takes 0.43 ms over two positions, 0.30 over one.
+        Not so for several rows on a TPU, unless the call is one kernel: every row's positions are in
+        tiles of their own, and XLA rearranges them. By its estimate a step of T5-small over 32 rows
+        takes 0.43 ms over two positions, 0.30 over one.
         """
         if self.together is None:
             return False
         rows = cache.layers[0].batch
-        return self.together == 1 or rows == 1 or self._is_one_kernel((rows, 2), cache)
+        return self.platform != "tpu" or rows == 1 or self._is_one_kernel((rows, 2), cache)
 
     def _is_one_kernel(self, shape: tuple[int, ...], cache: Any, layers: int | None = None) -> bool:
         """Returns whether a call with tokens of this shape is the kernel of `fused_step.py` on a TPU."""
@@ -107,8 +123,9 @@ class Network:
         """Returns a new cache with its layout on the mesh set and fixed."""
         is_layer = lambda node: isinstance(node, KVCache)
         cache = jax.tree.map(
-            lambda layer: layer.replace(rules=self.rules) if is_layer(layer) else layer, cache, is_leaf=is_layer
-        )
+            lambda layer: layer.replace(rules=self.rules, tiled=self.platform == "tpu") if is_layer(layer) else layer,
+            cache, is_leaf=is_layer,
+        )  # fmt: skip
         return pinned(cache, self.rules)
 
     def decode(self, tokens: Tokens, positions: PerRow, cache: Any, live: Live = None) -> tuple[Logits, Any]:
@@ -133,8 +150,8 @@ class Network:
         """Does what `decode` does, but for the head: returns states after the first `layers` layers
         (None: all) and the final norm, and the new cache."""
         count, alone = tokens.shape[1], len(tokens) == 1
-        if alone and count < fewest_together(self.together) and not self._is_one_kernel(tokens.shape, cache, layers):
-            more = ((0, 0), (0, fewest_together(self.together) - count))
+        if alone and count < self.fewest and not self._is_one_kernel(tokens.shape, cache, layers):
+            more = ((0, 0), (0, self.fewest - count))
             wider = lambda x: x if x is None else jnp.pad(x, more, mode="edge")
             states, cache = self.decode_states(wider(tokens), positions, cache, layers, wider(live))
             return states[:, :count], cache

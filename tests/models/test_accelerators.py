@@ -27,16 +27,21 @@ def as_on_an_accelerator(monkeypatch):
     monkeypatch.setattr(panels, "usable", lambda dtype: False)
 
 
-def t5() -> sd.LanguageModel:
-    return tiny_t5(0, V, num_heads=6, head_dim=32)
+def t5(**shape) -> sd.LanguageModel:
+    return tiny_t5(0, V, num_heads=6, head_dim=32, **shape)
+
+
+def wide(**shape) -> sd.LanguageModel:
+    """A T5 of which one head fills the lanes of a TPU's tile."""
+    return tiny_t5(0, V, num_heads=2, head_dim=128, **shape)
 
 
 def gpt() -> sd.LanguageModel:
     return sd.LanguageModel.random(sd.GPTConfig(V, 32, 4, 2, 32, num_positions=40))
 
 
-def laid_out(model: sd.LanguageModel, together: int | None) -> sd.LanguageModel:
-    model.network = model.network.replace(together=together)
+def laid_out(model: sd.LanguageModel, platform: str) -> sd.LanguageModel:
+    model.network = model.network.replace(platform=platform)
     return model
 
 
@@ -56,8 +61,8 @@ SLOW = pytest.mark.slow
 def test_logits_do_not_depend_on_the_layout_of_caches(family, rows):
     """In calls over one and several positions, and over nodes of a tree."""
     found = []
-    for together in (None, 1, 2):
-        network = laid_out(family(), together).network
+    for platform in ("cpu", "gpu", "tpu"):
+        network = laid_out(family(), platform).network
         found.append(calls(network, INPUTS[:rows, :0] if family is gpt else INPUTS[:rows]))
     for other in found[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), other, found[0])
@@ -93,16 +98,33 @@ def wide_calls(network, inputs):
     return found, network.head(states)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_tokens_that_fill_tiles_change_nothing(rows):
-    plain, filled = (wide_calls(laid_out(t5(), together).network, INPUTS[:rows]) for together in (None, 2))
+@pytest.mark.parametrize(("family", "rows"), [(t5, 1), (t5, 3), (wide, 1)])
+def test_tokens_that_fill_tiles_change_nothing(family, rows):
+    plain, filled = (wide_calls(laid_out(family(), platform).network, INPUTS[:rows]) for platform in ("cpu", "tpu"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), filled, plain)
 
 
+@pytest.mark.parametrize("family", [t5, wide])
+def test_nine_tokens_are_computed_as_whole_tiles(family):
+    """Of one row always, of three rows only fifteen or sixteen; on a TPU alone."""
+
+    def widest(platform, rows, count):
+        network = laid_out(family(emb_dim=40, mlp_dim=36), platform).network
+        cache = network.prefill(INPUTS[:rows], jnp.full(rows, 4), 40)
+        call = lambda tokens: network.decode_states(tokens, jnp.zeros(rows, int), cache)[0]
+        text = str(jax.make_jaxpr(call)(jnp.zeros((rows, count), int)))
+        hidden = 2 * network.config.mlp_dim  # both parts of the gate; the kernel is [40, hidden]
+        (number,) = {int(found) for found in re.findall(rf"\[(\d+),{hidden}\]", text)} - {40}
+        return number
+
+    assert [widest("tpu", 1, count) for count in (7, 8, 9, 16)] == [8, 8, 16, 16]
+    assert [widest("tpu", 3, count) for count in (7, 9, 15)] == [21, 27, 48]
+    assert [widest("gpu", 1, count) for count in (1, 7, 9)] == [2, 7, 9]
+
+
 def test_how_many_tokens_fill_tiles():
-    one, several, apart = (
-        KVCache.empty(rows, 4, 5, 2, jnp.float32, together) for rows, together in ((1, 2), (4, 2), (1, 1))
-    )
+    tiled = lambda rows: KVCache.empty(rows, 4, 5, 2, jnp.float32, 2).replace(tiled=True)
+    one, several, apart = tiled(1), tiled(4), KVCache.empty(1, 4, 5, 2, jnp.float32, 1)
     assert [one.filling(count) for count in (1, 5, 8, 9, 16, 28, 65)] == [0, 0, 0, 7, 0, 4, 7]
     assert [several.filling(count) for count in (8, 9, 13, 15, 28, 65)] == [0, 0, 0, 1, 4, 7]
     assert apart.filling(9) == 0 == KVCache.empty(1, 4, 5, 2, jnp.float32).filling(9)
@@ -122,21 +144,21 @@ def test_slots_are_taken_one_by_one_or_together(rows):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_tokens_do_not_depend_on_the_layout_of_caches(family, mode, rows):
     found = []
-    for together in (None, 1, 2):
-        target = laid_out(family(), together)
-        drafter = sd.ModelDrafter(laid_out(noisy_copy(family(), 0.1), together))
+    for platform in ("cpu", "gpu", "tpu"):
+        target = laid_out(family(), platform)
+        drafter = sd.ModelDrafter(laid_out(noisy_copy(family(), 0.1), platform))
         found.append(sd.generate(target, INPUTS[:rows], drafter=drafter, max_new_tokens=9, **MODES[mode]))
     for other in found[1:]:
         np.testing.assert_array_equal(other.tokens, found[0].tokens)
 
 
-@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_token_of_nan_that_is_rejected_reaches_nothing(together):
+@pytest.mark.parametrize("platform", [pytest.param("gpu", marks=pytest.mark.slow), "tpu"])
+def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
     """The target reads every drafted token, and one of them has NaN for an embedding, keys and
     values."""
     plain = sd.generate(t5(), INPUTS, max_new_tokens=12)
     never = next(token for token in range(2, V) if token not in plain.tokens and token not in INPUTS)
-    target = laid_out(t5(), together)
+    target = laid_out(t5(), platform)
     embedding = target.network.params["token_embedder"]["embedding"]
     embedding = embedding.at[never].set(jnp.nan)
     target.network.params["token_embedder"]["embedding"] = embedding
@@ -164,23 +186,23 @@ def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
 
 
 def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(monkeypatch):
-    def free(together, rows):
-        network = laid_out(t5(), together).network
+    def free(platform, rows):
+        network = laid_out(t5(), platform).network
         return network.pairs_are_free(network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 7))
 
-    assert not free(None, 1) and free(1, 1) and free(1, 9) and free(2, 1) and not free(2, 2)
+    assert not free("cpu", 1) and free("gpu", 1) and free("gpu", 9) and free("tpu", 1) and not free("tpu", 2)
     monkeypatch.setattr(fused_step, "fits", lambda module, params, shape, cache, layers: shape == (2, 2))
-    assert free(2, 2) and not free(2, 3)
+    assert free("tpu", 2) and not free("tpu", 3)
 
 
-@pytest.mark.parametrize(("together", "fewest"), [(1, 2), (2, 8)])
-@pytest.mark.parametrize("family", [t5, gpt])
-def test_few_positions_of_a_row_are_fed_as_more(family, together, fewest):
+@pytest.mark.parametrize(("platform", "fewest"), [("gpu", 2), ("tpu", 8)])
+@pytest.mark.parametrize("family", [t5, wide, gpt])
+def test_few_positions_of_a_row_are_fed_as_more(family, platform, fewest):
     """A GPU feeds two for one, a TPU eight for up to seven. What the others write is no part of the
     sequence, in the last slots that were asked for neither."""
     inputs, tokens = INPUTS[:1, : 0 if family is gpt else 4], np.arange(16) % (V - 2) + 2
     widths, found = [], []
-    for layout in (None, together):
+    for layout in ("cpu", platform):
         network = laid_out(family(), layout).network
         step = type(network.module).decode_states
         noted = lambda self, x, *rest, step=step: widths.append(x.shape) or step(self, x, *rest)
@@ -198,9 +220,9 @@ def test_few_positions_of_a_row_are_fed_as_more(family, together, fewest):
     np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(together, rows):
+def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):
     """Whether or not the cache for sequences, which has more for one row, fills one more tile."""
     found = []
 
@@ -209,16 +231,16 @@ def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(together, rows):
         found.append(network.node_cache(cache, slots, slots).layers[0].slots)
 
     for slots in range(16, 33):
-        jax.eval_shape(lambda network: ask(network, slots), laid_out(t5(), together).network)
+        jax.eval_shape(lambda network: ask(network, slots), laid_out(t5(), platform).network)
         assert found[-1] >= slots and found[-1] % 16 == 0
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("most", [24, 25, 30, 31])
-def test_a_tree_of_one_row_decodes_whatever_slots_it_has(together, most):
+def test_a_tree_of_one_row_decodes_whatever_slots_it_has(platform, most):
     plain = sd.generate(t5(), INPUTS[:1], max_new_tokens=most)
-    target = laid_out(t5(), together)
-    drafter = sd.ModelDrafter(laid_out(noisy_copy(t5(), 0.1), together))
+    target = laid_out(t5(), platform)
+    drafter = sd.ModelDrafter(laid_out(noisy_copy(t5(), 0.1), platform))
     found = sd.generate(target, INPUTS[:1], drafter=drafter, tree=sd.Tree.uniform((2, 1)), max_new_tokens=most)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
 
@@ -229,7 +251,7 @@ def test_inputs_without_any_id():
 
 
 def test_several_rows_are_fed_as_they_are():
-    network = laid_out(t5(), 2).network
+    network = laid_out(t5(), "tpu").network
     cache = network.prefill(INPUTS, jnp.full(3, 4), 16)
     call = jax.make_jaxpr(lambda *given: network.decode(*given)[0])(INPUTS[:, :1], jnp.zeros(3, int), cache)
     assert "[3,1,16]" in str(call) and "[3,8,16]" not in str(call)

@@ -49,7 +49,7 @@ def test_which_models_it_takes(rows, replicate, taken):
 
     def ask():
         network = tiny_t5(0, 24, dtype="bfloat16", emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128).network
-        network = network.replace(together=2, module=network.config.module(fused=True))
+        network = network.replace(platform="tpu", module=network.config.module(fused=True))
         cache = network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 34)
         layers = tuple(layer.replace(rules=rules) for layer in cache.layers)
         cache = cache.replace(layers=layers, cross=tuple(layer.replace(rules=rules) for layer in cache.cross))

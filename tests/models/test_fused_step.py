@@ -50,7 +50,7 @@ def t5(**shape) -> sd.LanguageModel:
 
 
 def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
-    model.network = model.network.replace(together=2)
+    model.network = model.network.replace(platform="tpu")
     return model
 
 
@@ -171,7 +171,7 @@ def test_calls_that_the_kernel_takes():
 
     assert takes() and takes(length=2) and takes(layers=1) and takes(dtype="bfloat16")
     assert not takes(length=3)
-    assert not takes(emb_dim=96) and not takes(head_dim=32)
+    assert not takes(emb_dim=96) and not takes(head_dim=24)
     assert not takes(mlp_dim=128 * 512)
 
 
@@ -185,7 +185,7 @@ def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
 
     def begin(slots):
         params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-        network = Network(layouts.pack(params, panels=False, fused=True), module, together=2)
+        network = Network(layouts.pack(params, panels=False, fused=True), module, platform="tpu")
         cache = network.prefill(jnp.ones((rows, 128), jnp.int32), jnp.full(rows, 128), slots)
         found[slots] = fused_step.fits(module, network.params, (rows, 2), cache, None)
 
