@@ -19,8 +19,9 @@ from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.surroundings import laid_out, laid_out_drafter, native
 from specdec_jax.decoding.trees import tree_options
-from specdec_jax.models import layouts, panels
+from specdec_jax.models import layouts
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -57,7 +58,7 @@ class Decoded(NamedTuple):
     accepted: jax.Array
 
 
-def network_of(params: Mapping, config: T5Config) -> Network:
+def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
     """Returns the network of a target whose parameters are traced.
 
     On an accelerator the parameters are used as they are: the loop's own layout would be a second
@@ -66,6 +67,7 @@ def network_of(params: Mapping, config: T5Config) -> Network:
     Args:
       params: nested dict with T5X's names.
       config: the target's configuration.
+      rows: B, rows that are decoded together.
 
     Raises:
       ValueError: a parameter is missing, unexpected or of the wrong shape.
@@ -73,8 +75,8 @@ def network_of(params: Mapping, config: T5Config) -> Network:
     tree = _copied(params)
     check_shapes(flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration")
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
-    if not panels.usable(config.dtype):
-        return Network(tree, config.module())
+    if not native(config.dtype):
+        return laid_out(Network(tree, config.module()), rows)
     packed, module = layouts.pack(tree, True), config.module(fused=True, native=True)
     if config.logits_via_embedding:
         packed, module = layouts.with_head(packed, True, True), config.with_own_head().module(fused=True, native=True)
@@ -161,7 +163,9 @@ class Decoder:
         rng = given.get("decode_rng") if rng is None else rng
         batch, length = prompts.shape
         mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
-        network = network_of(params, self.config)
+        network, drafter = network_of(params, self.config, batch), None
+        if self.width:
+            drafter = laid_out_drafter(self.drafter, batch)
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
         adapts = self.width and self.tree is None and (varies or policy is not None)
@@ -171,12 +175,12 @@ class Decoder:
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         state = prefill(
-            network, self.drafter if self.width else None, program, slots(length + 1, program.reach), inputs,
+            network, drafter, program, slots(length + 1, program.reach), inputs,
             lengths_of(inputs), tokens, starts, _keys(rng, batch), rows, self._settings(batch),
             1 + _lengths(given, starts - 1, length), ends(given.get("eos_id", eos_id), batch),
             jnp.full(batch, self.width, jnp.int32), jnp.zeros(batch, bool), policy,
         )  # fmt: skip
-        state = advance(network, self.drafter if self.width else None, state, np.int32(2**31 - 1))
+        state = advance(network, drafter, state, np.int32(2**31 - 1))
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
         log_probs = state.log_probs

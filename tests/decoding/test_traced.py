@@ -141,10 +141,10 @@ def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     """On an accelerator they would exist twice."""
     target, _ = pair
     inputs, lengths = INPUTS, np.array([5, 3, 2])
-    packed = network_of(target.params, target.config)
+    packed = network_of(target.params, target.config, 3)
     assert packed.module.fused
     monkeypatch.setattr(panels, "usable", lambda dtype: False)
-    bare = network_of(flax.core.freeze(target.params), target.config)
+    bare = network_of(flax.core.freeze(target.params), target.config, 3)
     assert not bare.module.fused
     logits = [jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS) for network in (bare, packed)]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)

@@ -73,10 +73,10 @@ class BagConfig(ModelConfig):
 
 @flax.struct.dataclass
 class BagCache:
-    layers: tuple[KVCache, ...]
+    blocks: tuple[KVCache, ...]
 
     def repeated(self, copies: int) -> "BagCache":
-        return BagCache(tuple(layer.repeated(copies) for layer in self.layers))
+        return BagCache(tuple(layer.repeated(copies) for layer in self.blocks))
 
 
 class BagEmbedder(FamilyModule):
@@ -112,10 +112,10 @@ class BagDecoder(FamilyModule):
         self.logits_dense = Dense(self.config.vocab_size, output_dtype=jnp.float32)
 
     def step(self, x, positions, cache: BagCache, layers: int | None = None, live=None):
-        queries, written = positions[:, None] + jnp.arange(x.shape[1]), list(cache.layers)
-        mask = jnp.arange(cache.layers[0].slots) <= queries[:, None, :, None]
+        queries, written = positions[:, None] + jnp.arange(x.shape[1]), list(cache.blocks)
+        mask = jnp.arange(cache.blocks[0].slots) <= queries[:, None, :, None]
         for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.layers[i], positions, mask)
+            x, written[i] = layer(x, cache.blocks[i], positions, mask)
         return x, BagCache(tuple(written))
 
     def __call__(self, x):

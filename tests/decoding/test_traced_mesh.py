@@ -1,0 +1,96 @@
+"""Decoding inside a program for several devices, as T5X's is: tokens and layouts on meshes of fake CPU
+devices."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import traced_mesh_run as run
+
+import specdec_jax as sd
+
+SUPPORT = pathlib.Path(run.__file__).parent
+CASES = [f"{mesh}, {kind}" for mesh in ("2x2", "slices") for kind in ("chain", "tree", "beams")]
+CASES += ["1x4, sampled", "1x4, six heads, chain", "none, chain"]
+MORE = [case for case in run.CASES if case not in CASES]
+
+
+def ran(cases: list[str], *more: str) -> dict:
+    path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": path}
+    command = [sys.executable, SUPPORT / "traced_mesh_run.py", *more, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def few() -> dict:
+    return ran(CASES)
+
+
+@pytest.fixture(scope="module")
+def all_others() -> dict:
+    return ran(MORE)
+
+
+@pytest.fixture(scope="module")
+def with_the_cpus_kernels() -> dict:
+    return ran(list(run.CASES), "native")
+
+
+def expected(kind: str, heads: int):
+    """What one device decodes; sampled tokens too do not depend on the layout."""
+    target = run.model(heads=heads)
+    decoder = run.decoders(target, sd.ModelDrafter(run.model(0.1, heads)))[kind]
+    return run.decode(decoder, target.params, None)
+
+
+def check(found: dict, case: str) -> None:
+    mesh, *heads, kind = case.split(", ")
+    assert found[case]["tokens"] == expected(kind, 6 if heads else 4)
+    assert len(np.unique(found[case]["tokens"])) >= 4  # not one token again and again
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_device(few, case):
+    check(few, case)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("case", MORE)
+def test_other_tokens_are_those_of_one_device(all_others, case):
+    check(all_others, case)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("case", run.CASES)
+def test_tokens_with_the_cpus_kernels_are_those_of_one_device(with_the_cpus_kernels, case):
+    check(with_the_cpus_kernels, case)
+
+
+def test_networks_are_laid_out_for_the_programs_devices(few):
+    """The target is divided, the drafter whole on each; on devices that are not known, or that do
+    not divide the heads, neither has an accelerator's layout."""
+    networks = {case: found["networks"] for case, found in few.items()}
+    assert networks["2x2, chain"] == [[False, "tpu", [2, 2]], [True, "tpu", [2, 1]]]
+    assert networks["1x4, sampled"] == [[False, "tpu", [1, 4]], [True, "tpu", [1, 1]]]
+    assert networks["1x4, six heads, chain"] == [[False, "cpu", None], [True, "tpu", [1, 1]]]
+    assert networks["slices, chain"] == networks["none, chain"] == [[False, "cpu", None], [True, "cpu", None]]
+
+
+def test_one_device_has_its_own_layout():
+    from specdec_jax.decoding import surroundings
+
+    network = run.model().network
+    network = network.replace(module=network.config.module(), platform="tpu")
+    found = surroundings.laid_out(network, 4)
+    assert (found.platform, found.rules) == (jax.default_backend(), None) and surroundings.alone()
