@@ -24,10 +24,13 @@ from absl import app, flags
 from specdec_jax.analysis import machine, rounding
 from specdec_jax.analysis.quality import quality
 from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.jobs import decode_all
 from specdec_jax.decoding.progress import track, waiting
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models import panels
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -58,6 +61,9 @@ _PRESET_INPUT, _PRESET_ROWS = 64, 64  # ids in an input of a preset; inputs
 def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
     """Returns the full model, its rounded form, and the drafter."""
     if _PRESET.value:
+        panels.check_quantize(
+            _QUANTIZE.value, loader.choose_dtype(_DTYPE.value, _PRESET.value, lambda line: None), False
+        )
         config = PRESETS[_PRESET.value].replace(dtype=loader.choose_dtype(_DTYPE.value, _PRESET.value))
         if not config.decoder_only:
             config = config.replace(num_encoder_layers=1)
@@ -66,20 +72,37 @@ def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
             return full, rounding.rounded(full, _QUANTIZE.value), None
     full = loader.load(_TARGET.value, _DTYPE.value, quantize="none")
     drafter = loader.load(_DRAFTER.value, _DTYPE.value) if _DRAFTER.value else None
+    if drafter is not None:
+        check_pair(full, ModelDrafter(drafter))
+        if drafter.config.vocab_size < full.config.vocab_size:
+            raise ValueError(
+                f"drafter: got {drafter.config.vocab_size} ids, expected at least the model's "
+                f"{full.config.vocab_size}, all of which it is fed"
+            )
     if not _MOVE.value:
         return full, loader.load(_TARGET.value, _DTYPE.value, quantize=_QUANTIZE.value), drafter
     full = rounding.moved(full)
     return full, rounding.rounded(full, _QUANTIZE.value), drafter
 
 
-def inputs_of(model: LanguageModel) -> tuple[list[list[int]], list[str] | None]:
-    """Returns ids of the inputs, and the references, None if the file has none."""
-    if _PRESET.value:
-        shape = _LIMIT.value or _PRESET_ROWS, _PRESET_INPUT
-        return np.random.default_rng(0).integers(2, model.config.vocab_size, shape).tolist(), None
-    lines = [line.split("\t") for line in text_files.read_lines(_FILE.value)][: _LIMIT.value or None]
+def texts_of(path: str) -> tuple[list[str], list[str] | None]:
+    """Returns the inputs of a file and the references, None if it has none.
+
+    Raises:
+      ValueError: no such file, one without lines, some lines with a reference and others without, or
+        references without sacrebleu.
+    """
+    try:
+        lines = [line.split("\t") for line in text_files.read_lines(path)][: _LIMIT.value or None]
+    except OSError as error:
+        raise ValueError(f"input_file: got {path} ({error.strerror}), expected a file of inputs") from None
     references = [line[1] for line in lines if len(line) > 1]
-    return encode(model, [line[0] for line in lines], 512), references if len(references) == len(lines) else None
+    if not lines or len(references) not in (0, len(lines)):
+        got = f"{len(references)} references for {len(lines)} lines" if lines else "no lines"
+        raise ValueError(f"input_file: got {got}, expected inputs, and one reference for each or none")
+    if references and importlib.util.find_spec("sacrebleu") is None:
+        raise ValueError("input_file: got references without sacrebleu, expected it (`pip install '.[test]'`)")
+    return [line[0] for line in lines], references or None
 
 
 def decoded(model: LanguageModel, inputs, what: str) -> list:
@@ -100,11 +123,17 @@ def main(argv) -> None:
         raise app.UsageError("got --drafter, --move_weights or --input_file with --preset, expected them with --target")
     if _TARGET.value and _FILE.value is None:
         raise app.UsageError("got --target without --input_file, expected a file of inputs")
+    if _PRESET.value and _TEMPERATURE.present:
+        raise app.UsageError("got --temperature with --preset, expected none: its outputs are drawn at temperature 1")
     check_output(_OUTPUT.value)
-    full, other, drafter = models()
-    inputs, references = inputs_of(full)
-    if references is not None and importlib.util.find_spec("sacrebleu") is None:
-        raise app.UsageError("input_file: got references without sacrebleu, expected it (`pip install '.[test]'`)")
+    try:
+        texts, references = ([], None) if _PRESET.value else texts_of(_FILE.value)
+        full, other, drafter = models()
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
+    shape = _LIMIT.value or _PRESET_ROWS, _PRESET_INPUT
+    drawn = np.random.default_rng(0).integers(2, full.config.vocab_size, shape).tolist()
+    inputs = drawn if _PRESET.value else encode(full, texts, 512)
     scores = lambda outputs: {} if references is None else quality(outputs, references)
     outputs = decoded(full, inputs, "decoding with all precision")
     found = rounding.Divergence(full, other, drafter)
@@ -118,7 +147,8 @@ def main(argv) -> None:
     differ = sum(one.tokens != two.tokens for one, two in zip(outputs, again, strict=True))
     record = {
         "machine": machine.machine(), "model": machine.model(full), "quantize": _QUANTIZE.value,
-        "moved_weights": _MOVE.value, "drafter": _DRAFTER.value, "inputs": len(inputs), **found.record(),
+        "moved_weights": _MOVE.value, "drafter": _DRAFTER.value, "input_file": _FILE.value, "inputs": len(inputs),
+        "max_new_tokens": _NEW.value, "temperature": 1.0 if _PRESET.value else _TEMPERATURE.value, **found.record(),
         "outputs_that_differ": differ, "full": scores(outputs), "rounded": scores(again),
     }  # fmt: skip
     print(json.dumps(record, indent=1))

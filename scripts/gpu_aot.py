@@ -77,6 +77,8 @@ def like(device) -> jax.sharding.AbstractMesh:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+    if _TREE.value and _BEAMS.value:
+        raise app.UsageError(f"tree: got {_TREE.value} with --num_beams={_BEAMS.value}, expected one of the two")
     # JAX compares the versions of libraries that only a program on a GPU needs, and not every machine can load.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:

@@ -44,11 +44,14 @@ from specdec_jax.analysis.tpu_estimates import (
     times,
     tree_call_seconds,
 )
+from specdec_jax.decoding.beams import BeamOptions
 from specdec_jax.decoding.progress import waiting
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
+from specdec_jax.speculative.trees import DynamicTree
 
+FLAGS = flags.FLAGS
 _CHIP = flags.DEFINE_enum("chip", "v4", [*CHIPS, "all"], "TPU to compile for; all: a table, a line for each.")
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
@@ -130,7 +133,8 @@ def report(case: Case, chip: Chip) -> dict:
 
 def _tree_calls(case: Case, chip: Chip) -> dict:
     """Returns the estimates of a call over a chain as deep as the tree and of one over its nodes."""
-    width, node = case.gamma + 1, tree_call_seconds(case, chip, case.tree)
+    tree = case.tree.fixed() if isinstance(case.tree, DynamicTree) else case.tree
+    width, node = case.gamma + 1, tree_call_seconds(case, chip, tree)
     calls = {
         f"{width} of a chain": round(1e3 * call_seconds(case, chip, case.target, width), 3),
         f"{case.tree.size} nodes": round(1e3 * node, 3),
@@ -160,6 +164,19 @@ def _check(argv: list[str]) -> None:
         raise app.UsageError(f"quantize: got {_QUANTIZE.value} with --mesh={_MESH.value}, expected one device")
     if _TOPOLOGY.value and _TOPOLOGY.value.split(":")[0] != _CHIP.value:
         raise app.UsageError(f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip")
+    if _TREE.value and _BEAMS.value:
+        raise app.UsageError(f"tree: got {_TREE.value} with --num_beams={_BEAMS.value}, expected one of the two")
+    if _WIDTH.value and not _BEAMS.value:
+        raise app.UsageError(f"beam_width: got {_WIDTH.value} without --num_beams, expected it too")
+    if _TREE.value and FLAGS["gamma"].present:
+        raise app.UsageError(f"gamma: got {_GAMMA.value} with --tree={_TREE.value}, expected one of the two")
+    try:
+        if _TREE.value:
+            read_tree(_TREE.value)
+        if _BEAMS.value:
+            BeamOptions(_BEAMS.value, beam_width=_WIDTH.value)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
     one = {
         "times": _TIMES, "hlo": _TEXT, "memory_gb": _MEMORY, "clock_ghz": _CLOCK, "tree": _TREE, "num_beams": _BEAMS,
     }  # fmt: skip

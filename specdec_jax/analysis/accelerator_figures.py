@@ -41,10 +41,10 @@ class Setup:
     Attributes:
       targets, drafter: shapes of T5s. Encoders have one layer, since only decoding is measured.
       dtype: dtype of weights and caches.
-      tiny: whether every shape is shrunk to a width of 64 and two layers, for a test.
+      tiny: whether every shape is shrunk to a width of 128 and two layers, for a test.
       input_length, max_new_tokens: lengths of all inputs and outputs.
       gamma: γ of all chains.
-      widths: numbers of positions of target calls, 1 among them.
+      widths: numbers of positions of target calls; 1 and γ + 1 are among them.
       alphas: acceptance rates that a coin forces.
       batches: numbers of rows.
       num_beams, levels: beams of a search, and levels that are drafted for it.
@@ -64,6 +64,9 @@ class Setup:
     num_beams: int = 4
     levels: int = 3
     tree: str = "dynamic:8,8,64"
+
+    def __post_init__(self):
+        object.__setattr__(self, "widths", tuple(sorted({*self.widths, 1, self.gamma + 1})))
 
     def config(self, preset: str) -> ModelConfig:
         """Returns the shape of a preset in this dtype, with an encoder of one layer."""

@@ -21,7 +21,12 @@ def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
 
     Rounding a model again that is stored in 8 bits changes nothing. The model with moved weights is
     one of those that the stored integers may have come from.
+
+    Raises:
+      ValueError: a model in bfloat16, whose numbers are further apart than half a step.
     """
+    if model.config.dtype != "float32":
+        raise ValueError(f"dtype: got {model.config.dtype}, expected float32 for weights that are moved by half a step")
     params = model.params
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
 

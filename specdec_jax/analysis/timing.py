@@ -153,8 +153,7 @@ def tree_arm(
 ) -> Callable[[], object]:
     """Returns a call that runs `STEPS` steps over the nodes of a tree; in the place of one whose shape
     the drafter's law decides stands one of as many nodes, as deep, whose call takes as long."""
-    if isinstance(tree, DynamicTree):
-        tree = Tree((*range(tree.depth), *(0,) * (tree.size - 1 - tree.depth)))
+    tree = tree.fixed() if isinstance(tree, DynamicTree) else tree
     inputs, lengths = _inputs(network, batch, input_length)
     cache = network.node_cache(prefill_cache(network, inputs, lengths, slots=slots), slots, slots)
     tokens, positions = jnp.ones((batch, tree.size), jnp.int32), jnp.full(batch, (slots - tree.size) // 2, jnp.int32)

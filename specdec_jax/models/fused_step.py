@@ -146,22 +146,14 @@ def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
 
 
 def knows(module: FamilyModule) -> bool:
-    """Returns whether there is a kernel at all, for such a module in the layout for one accelerator."""
+    """Returns whether there is a kernel for such a module."""
     off = pltpu is None or os.environ.get(native.SETTING) == "off"
     return not off and module.config.family == "t5" and not module.config.matmul_dtype and module.fused
 
 
 def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
-    """Returns whether on a TPU a call runs as this kernel.
-
-    It does for a T5 in the layout for one accelerator, of few rows, if VMEM has room for a layer.
-
-    Args:
-      module, params: the network's.
-      shape: B and T.
-      cache: the decoder's cache.
-      layers: number of decoder layers to run; None: all.
-    """
+    """Returns whether on a TPU a call over B × T tokens runs as this kernel: of a T5 in the layout for
+    one accelerator, of few rows, if VMEM has room for a layer. Arguments as for `decode_states`."""
     if not knows(module):
         return False
     first = cache.layers[0]
@@ -178,9 +170,11 @@ def decode_states(
     """Does what `FamilyModule.decode_states` does, where `fits`.
 
     Args:
+      module, params: the network's.
       x: embeddings of the tokens.
+      cache: the decoder's cache.
+      layers: number of decoder layers to run; None: all.
       interpret: as for `pallas_call`: how a CPU runs the kernel, in tests.
-      The others are as for `fits`.
     """
     call = _Call.of(module, params, x.shape[:2], cache, layers)
     scalars, vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY))

@@ -324,6 +324,10 @@ class DynamicTree(Kinds):
         check_integers(self.depth + 1, min(self.drafted + 1, MAX_NODES), nodes=self.nodes)
         self.check_kinds()
 
+    def fixed(self) -> Tree:
+        """Returns a tree of fixed shape with as many nodes, as deep, whose call takes as long."""
+        return Tree((*range(self.depth), *(0,) * (self.size - 1 - self.depth)))
+
     @property
     def size(self) -> int:
         """N, the positions of the target's call: the last committed token and the nodes kept."""

@@ -131,8 +131,35 @@ def test_the_script(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [([], "expected one of them"), (["--target=x", "--preset=t5_1_0/small"], "expected one of them"),
-     (["--preset=t5_1_0/small", "--move_weights"], "with --target"), (["--target=x"], "expected a file of inputs")],
+     (["--preset=t5_1_0/small", "--move_weights"], "with --target"), (["--target=x"], "expected a file of inputs"),
+     (["--preset=t5_1_0/small", "--temperature=0"], "drawn at temperature 1"),
+     (["--preset=t5_1_0/small", "--dtype=bfloat16"], "quantize: got 'int8'"),
+     (["--target=x", "--input_file=no/such/file"], "input_file: got no/such/file")],
 )  # fmt: skip
 def test_usage(flags, message, run):
     with pytest.raises(app.UsageError, match=message):
         run(*flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "got no lines"), ("A house.\tEin Haus.\n\n", "got 1 references for 2 lines")],
+)
+def test_files_that_say_too_little_are_refused_before_a_model_is_loaded(run, tmp_path, text, message):
+    path = tmp_path / "text"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(app.UsageError, match=message):
+        run("--target=no/such/model", f"--input_file={path}")
+
+
+def test_references_need_sacrebleu(run, tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_text("A house.\tEin Haus.\n", encoding="utf-8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(app.UsageError, match="references without sacrebleu"):
+        run("--target=no/such/model", f"--input_file={path}")
+
+
+def test_only_float32_is_moved():
+    with pytest.raises(ValueError, match="dtype: got bfloat16, expected float32"):
+        rounding.moved(tiny_t5(0, V, dtype="bfloat16"))
