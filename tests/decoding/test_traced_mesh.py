@@ -6,13 +6,23 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import traced_mesh_run as run
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from toy_models import tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.analysis.compiled_text import collectives, loop_copies
+from specdec_jax.decoding import surroundings
+from specdec_jax.decoding.traced import Decoder
+from specdec_jax.models import panels
+from specdec_jax.models.parameters import flatten, unflatten
+from specdec_jax.models.sharding import AXES, ShardingRules
 
 SUPPORT = pathlib.Path(run.__file__).parent
 CASES = [f"{mesh}, {kind}" for mesh in ("2x2", "slices") for kind in ("chain", "tree", "beams")]
@@ -88,9 +98,36 @@ def test_networks_are_laid_out_for_the_programs_devices(few):
 
 
 def test_one_device_has_its_own_layout():
-    from specdec_jax.decoding import surroundings
-
     network = run.model().network
     network = network.replace(module=network.config.module(), platform="tpu")
     found = surroundings.laid_out(network, 4)
     assert (found.platform, found.rules) == (jax.default_backend(), None) and surroundings.alone()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 4), (4, 1)])
+def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
+    """With the drafter's step as one kernel on every device, which no compiler could divide; and no
+    cache is copied in a loop."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: the extra tpu-aot")
+    from jax.experimental import topologies
+
+    monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
+    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
+    devices = Mesh(np.array(topology.devices[: mesh[0] * mesh[1]]).reshape(mesh), AXES)
+    rules, rows = ShardingRules(devices), NamedSharding(devices, PartitionSpec("data"))
+    shape = dict(num_heads=8, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
+    target, drafter = tiny_t5(0, 256, **shape), tiny_t5(1, 256, **shape, decoder_layers=1)
+    of = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    params = {name: of(leaf, rules.of_parameter(name, leaf.shape)) for name, leaf in flatten(target.params).items()}
+    decoder = Decoder(target.config, sd.ModelDrafter(drafter), gamma=7)
+    ids = of(jnp.zeros((4, 128), jnp.int32), rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with devices:
+            call = jax.jit(lambda params, inputs, prompts: decoder.decode(params, inputs, prompts, 1, prompted=False))
+            text = call.lower(unflatten(params), ids, ids).compile().as_text()
+    assert "tpu_custom_call" in text and loop_copies(text) == []
+    assert bool(collectives(text)) == (mesh != (1, 1))

@@ -286,10 +286,10 @@ def program(rows, int8, optimised, monkeypatch) -> str:
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
     shape = dict(num_heads=6, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
     monkeypatch.setattr(panels, "accelerated", lambda: True)
-    target = laid_out(tiny_t5(0, 256, **shape), 2)
+    target = laid_out(tiny_t5(0, 256, **shape), "tpu")
     if int8:
-        target = laid_out(sd.LanguageModel.random(target.config, quantize="int8"), 2)
-    drafter = sd.ModelDrafter(laid_out(tiny_t5(1, 256, **shape, decoder_layers=1), 2), int8=int8)
+        target = laid_out(sd.LanguageModel.random(target.config, quantize="int8"), "tpu")
+    drafter = sd.ModelDrafter(laid_out(tiny_t5(1, 256, **shape, decoder_layers=1), "tpu"), int8=int8)
 
     inputs = np.full((rows, 128), 3, np.int32)
     state, request = sd.prepare(target, inputs, drafter=drafter, gamma=7, max_new_tokens=128)
