@@ -241,7 +241,7 @@ def begin(
       inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each
         input.
     """
-    batch, prefix = tokens.shape
+    (batch, prefix), program = tokens.shape, program._replace(mode=program.mode.of(target.skips))
     positions = longest + program.gamma
     # The first term leaves room for the prefix but for its last token, which the live beams feed. K
     # more slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K

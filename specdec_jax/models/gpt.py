@@ -178,7 +178,7 @@ class GPTDecoder(nn.Module):
         config = self.config
         self.position_embedder = Embedder(config.num_positions, config.emb_dim, 0.02, config.dtype, self.native)
         self.layers = [GPTLayer(config, self.native) for _ in range(config.num_decoder_layers)]
-        self.decoder_norm = LayerNorm(jnp.dtype(config.dtype))
+        self.decoder_norm = LayerNorm(jnp.dtype(config.dtype), self.native)
         self.dropout = nn.Dropout(config.dropout_rate)
         if not config.logits_via_embedding:
             self.logits_dense = Dense(
@@ -210,7 +210,7 @@ class GPTDecoder(nn.Module):
             x, live = x.reshape(-1, shape[-1]), None if live is None else live.reshape(-1)
         for i, layer in enumerate(self.layers[:layers]):
             x, written[i] = layer(x, cache.layers[i], positions, mask, live=live, nodes=nodes)
-        return self.decoder_norm(x).reshape(shape), GPTCache(tuple(written))
+        return self.decoder_norm(x, live).reshape(shape), GPTCache(tuple(written))
 
     def __call__(self, x: States, deterministic: bool = True) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""

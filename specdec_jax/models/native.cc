@@ -4,6 +4,8 @@
 //                       scale for each column, [ceil(F/16), ceil(K/2), 16, 2] for inputs of 16 bits, [ceil(F/16), ceil(K/4), 16, 4]
 //                       for inputs of 8
 //   head                of such a product the greatest column of each row and its log-probability; y itself is never stored
+//   norm                f(x), the norm alone
+//   log-sums            log Σ exp of rows, in the order of the head
 //   rows                of a table [N, D], by their numbers
 //   attention           of queries over cached keys and values, of an encoder over its own
 //
@@ -439,6 +441,17 @@ static Peak peak_of(const float* columns, const float* scales, int64_t count, in
   return peak;
 }
 
+// Of a row the peak, of the peaks of its panels, with log Σ exp(column − greatest) in the place of the sum.
+static Peak whole(const Peak* own, int64_t panels, bool summed) {
+  Peak found = own[0];
+  for (int64_t p = 1; p < panels && found.column >= 0; p++)
+    if (own[p].column < 0 || own[p].greatest > found.greatest) found = own[p];
+  double sum = 0;
+  for (int64_t p = 0; summed && p < panels; p++) sum += own[p].sum * std::exp((double)own[p].greatest - found.greatest);
+  found.sum = std::log(sum);
+  return found;
+}
+
 // P panels from this one on for all rows, in blocks of kLeast to kMost; where fewer are left one takes the place of all P.
 template <int P, int kLeast, int kMost, typename W>
 static void columns(const Product<W>& of, int64_t panel, bool whole) {
@@ -692,14 +705,9 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   if (!to.y) of.peaks = room(own_peaks, M * panels);
   product<W>(pool, of);
   for (int64_t i = 0; !to.y && i < M; i++) {
-    const Peak* own = of.peaks + i * panels;
-    Peak found = own[0];
-    for (int64_t p = 1; p < panels && found.column >= 0; p++)
-      if (own[p].column < 0 || own[p].greatest > found.greatest) found = own[p];
-    double sum = 0;
-    for (int64_t p = 0; to.summed && p < panels; p++) sum += own[p].sum * std::exp((double)own[p].greatest - found.greatest);
+    const Peak found = whole(of.peaks + i * panels, panels, to.summed);
     to.tokens[rows[i]] = found.column;
-    to.log_probs[rows[i]] = found.column < 0 ? NAN : to.summed ? -std::log(sum) : 0.0f;
+    to.log_probs[rows[i]] = found.column < 0 ? NAN : to.summed ? 0.0f - found.sum : 0.0f;
   }
   return ffi::Error::Success();
 }
@@ -730,6 +738,54 @@ static ffi::Error HeadOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, F
   if (columns < 1 || !has(*tokens, rows) || !has(*log_probs, rows)) return unfit("head: shapes do not fit");
   return multiply<kType, W>(pool, x, w, scales, columns, live, {kNothing, kLinear, kLinear, nullptr, nullptr},
                             {nullptr, nullptr, nullptr, tokens->typed_data(), log_probs->typed_data(), summed, true});
+}
+
+// What `before`, a norm, makes of the rows of x that are live; 0 for the others.
+static ffi::Error Norm(ffi::ThreadPool pool, Floats x, Floats scale, Floats bias, Flags live, Out<ffi::F32> y, int64_t before) {
+  const auto xs = x.dimensions();
+  const int64_t K = xs.size() ? xs[xs.size() - 1] : 0, rows = xs.size() ? count(xs, 0, xs.size() - 1) : 0;
+  const bool some = live.element_count() > 0, centred = before == kMeanAndVariance;
+  if ((before != kRootMeanSquare && !centred) || !has(*y, rows * K) || !has(scale, K) || !has(bias, centred ? K : 0) ||
+      !may_have(live, rows))
+    return unfit("norm: shapes do not fit");
+  const Before norm{before, 0, 0, scale.typed_data(), or_none(bias)};
+  const float* from = x.typed_data();
+  const bool* counts = live.typed_data();
+  float* to = y->typed_data();
+  in_parallel(pool, rows, 1 + (1 << 13) / (K + 1), rows * K / (1 << 14), [=](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      if (!some || counts[i]) prepared(norm, from + i * K, K, to + i * K);
+      else std::memset(to + i * K, 0, sizeof(float) * K);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Of each row of x the greatest number and log Σ exp(x − greatest), in the order in which `HeadOf` adds; a row without a number
+// above −∞ has the log 0, and one with something that is not a number has none.
+static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest, Out<ffi::F32> log_sums) {
+  const auto xs = x.dimensions();
+  const int64_t V = xs.size() ? xs[xs.size() - 1] : 0, rows = xs.size() ? count(xs, 0, xs.size() - 1) : 0;
+  if (!V || V > INT32_MAX || !has(*greatest, rows) || !has(*log_sums, rows)) return unfit("log-sums: shapes do not fit");
+  const float* from = x.typed_data();
+  float *most = greatest->typed_data(), *logs = log_sums->typed_data();
+  in_parallel(pool, rows, 1, rows * V / (1 << 13), [=](int64_t first, int64_t last) {
+    static thread_local std::vector<Peak> own_peaks;
+    const int64_t panels = (V + kPanel - 1) / kPanel;
+    Peak* own = room(own_peaks, panels);
+    for (int64_t i = first; i < last; i++) {
+      for (int64_t p = 0; p < panels; p++) {
+        const float* columns = from + i * V + p * kPanel;
+        const int64_t count = V - p * kPanel;
+        float last_ones[kPanel] = {};
+        if (count < kPanel) std::memcpy(last_ones, columns, sizeof(float) * count), columns = last_ones;
+        own[p] = peak_of(columns, nullptr, count < kPanel ? count : kPanel, p * kPanel, true);
+      }
+      const Peak found = whole(own, panels, true);
+      most[i] = found.greatest, logs[i] = found.greatest == -INFINITY ? 0.0f : found.sum;
+    }
+  });
+  return ffi::Error::Success();
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention
@@ -1021,6 +1077,11 @@ static auto head_binding() {
       .template Attr<bool>("summed");
 }
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecNorm, Norm,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Flags>()
+                                  .Ret<Floats>().Attr<int64_t>("before"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecLogSums, LogSums,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Ret<Floats>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, (ProductOf<ffi::F32, float>), product_binding<ffi::F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, (ProductOf<ffi::S8, int8_t>), product_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductW8A8, (ProductOf<ffi::S8, Quad>), product_binding<ffi::S8>());

@@ -38,6 +38,8 @@ TARGETS = {
     "specdec_product_s8": "SpecdecProductS8",
     "specdec_product_w8a8": "SpecdecProductW8A8",
     "specdec_rows": "SpecdecRows",
+    "specdec_norm": "SpecdecNorm",
+    "specdec_log_sums": "SpecdecLogSums",
     "specdec_head_f32": "SpecdecHeadF32",
     "specdec_head_s8": "SpecdecHeadS8",
     "specdec_head_w8a8": "SpecdecHeadW8A8",
@@ -57,9 +59,8 @@ _FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 # for ARM know only the second.
 _NATIVE = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
-_FORGOTTEN = (
-    86_400  # seconds that a failure is remembered: a full disk or memory, or a slow machine, may have been the cause
-)
+# Seconds that a failure is remembered: a full disk or memory, or a slow machine, may have been its cause.
+_FORGOTTEN = 86_400
 # Macros that a compiler defines for instructions it may use, widest first.
 _VECTORS = {
     "__AVX512F__": "avx512", "__AVX2__": "avx2", "__AVX__": "avx", "__SSE2__": "sse2", "__ARM_FEATURE_SVE": "sve",

@@ -1,23 +1,31 @@
-"""The two normalisations: T5's and GPT's."""
+"""The two normalisations: T5's and GPT's.
+
+With `native` the CPU's own kernels compute them (`panels.py`), `live` as for `layers.apply_kernel`:
+XLA adds up a row in one order in small calls and in another from some thousand numbers on, and what
+comes after the last norm would see the width of the call.
+"""
 
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from specdec_jax.models.panels import Before
+from specdec_jax.models.panels import Before, normalize
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation in float32, without mean or bias; ε = 1e-6."""
 
     dtype: Any = jnp.float32
+    native: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if self.native:
+            return normalize(x, self.before(), live)
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
         return x.astype(self.dtype) * scale.astype(self.dtype)
@@ -31,11 +39,14 @@ class LayerNorm(nn.Module):
     """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2."""
 
     dtype: Any = jnp.float32
+    native: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        if self.native:
+            return normalize(x, self.before(), live)
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)

@@ -210,6 +210,22 @@ def rows(
     return call(table, numbers.astype(jnp.int32), _flags(live))
 
 
+def normalize(x: Float32[Array, "*N D"], norm: Before, live: Bool[Array, "*N"] | None = None) -> Float32[Array, "*N D"]:
+    """Returns what `norm` makes of each row, 0 where `live` is False."""
+    call = jax.ffi.ffi_call("specdec_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential")
+    return call(x, _or_none(norm.scale), _or_none(norm.bias), _flags(live), before=norm.attributes()["before"])
+
+
+def log_sums(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[Array, "*N"]]:
+    """Returns the greatest number of each row, and log Σ exp(x − greatest), added up as by
+    `Panels.peak`.
+
+    The second is 0 where all numbers are −∞, and NaN where one is NaN or +∞.
+    """
+    result = [jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)] * 2
+    return tuple(jax.ffi.ffi_call("specdec_log_sums", result, vmap_method="sequential")(x))
+
+
 def attend_to_cache(
     qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
     bias: Float32[Array, "S H S"] | None, positions: Int32[Array, " B"], divisor: float, live: Live = None,

@@ -70,6 +70,15 @@ def _products(rng) -> list[tuple]:
     gate = {"before": np.int64(4), "first": np.int64(2), "second": np.int64(0), "clear": True}
     table, numbers = make(7, K), np.array([3, 0, 9, -2], np.int32)
     cases: list[tuple] = [("specdec_rows", (table, numbers, all_live), {}, [((4, K), np.float32)], table[[3, 0, 6, 0]])]
+    centred = x - x.mean(axis=1, keepdims=True)
+    normed = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * table[0] + table[1]
+    most, x = x.max(axis=1), np.ascontiguousarray(given[:, :K])
+    sums = np.log(np.exp(x - most[:, None]).sum(axis=1))
+    cases += [
+        ("specdec_norm", (x, *table[:2], live), {"before": np.int64(2)}, [((M, K), np.float32)],
+         normed * live[:, None]),
+        ("specdec_log_sums", (x,), {}, [((M,), np.float32)] * 2, most, sums),
+    ]  # fmt: skip
     times, same = quantised * scales.astype(np.float64), lambda x: x.astype(np.float64)
     for kind, weights, w, rounded in (
         ("f32", (panels(w), none), w, same), ("s8", (groups(2), scales), times, same),

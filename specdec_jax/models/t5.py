@@ -220,7 +220,7 @@ class Encoder(nn.Module):
         x = drop(x, deterministic)
         for i in range(config.num_encoder_layers):
             x = EncoderLayer(config, self.fused, self.native, name=f"layers_{i}")(x, mask, bias, deterministic)
-        return drop(RMSNorm(dtype, name="encoder_norm")(x), deterministic)
+        return drop(RMSNorm(dtype, self.native, name="encoder_norm")(x, mask), deterministic)
 
 
 class DecoderLayer(nn.Module):
@@ -267,7 +267,7 @@ class Decoder(nn.Module):
         if not config.relative_bias_per_layer:
             self.relpos_bias = _relative_bias(config, bidirectional=False)
         self.layers = [DecoderLayer(config, self.fused, self.native) for _ in range(config.num_decoder_layers)]
-        self.decoder_norm = RMSNorm(jnp.dtype(config.dtype))
+        self.decoder_norm = RMSNorm(jnp.dtype(config.dtype), self.native)
         if not config.logits_via_embedding:
             self.logits_dense = Dense(
                 config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
@@ -320,7 +320,7 @@ class Decoder(nn.Module):
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
             more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, live=live, nodes=nodes, count=count)
             x, written[i] = layer(x, cache.layers[i], positions, mask, bias, **more)
-        states = self.decoder_norm(x).reshape(batch, count + room, width)
+        states = self.decoder_norm(x, live).reshape(batch, count + room, width)
         return states[:, :count] if room else states, cache.replace(layers=tuple(written))
 
     def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:

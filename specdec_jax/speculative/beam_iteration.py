@@ -121,7 +121,7 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
     T5X's form, which has no processors of its own, they change logits, as in the rest of this
     package.
     """
-    program, own = state.program, jax.nn.log_softmax(logits, axis=-1)
+    program, own = state.program, laws.log_softmax(logits, state.program.mode.native)
     if not program.mode.processes:
         return own, None
     batch, count, vocab = logits.shape
@@ -135,7 +135,7 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
         given.reshape(batch * count, 1, vocab), context, state.sampling.repeated(count), program.mode
     )
     processed = processed.reshape(batch, count, vocab)
-    return own, processed if huggingface else jax.nn.log_softmax(processed, axis=-1)
+    return own, processed if huggingface else laws.log_softmax(processed, program.mode.native)
 
 
 def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Array:

@@ -151,7 +151,7 @@ def _judged(
         else:
             logits = target.head(states, live[:, :width])
             verified, adjusted = verify(narrow, part, logits)
-            after = commit(narrow, part, verified, Law.of(logits).log_prob, adjusted)
+            after = commit(narrow, part, verified, laws.log_prob_under(logits, target.skips), adjusted)
         return after.replace(program=program, last_draft=draft.tokens), (states, logits) if watched else ()
 
     widths, needed = state.program.widths, jnp.max(draft.num_drafted) + 1

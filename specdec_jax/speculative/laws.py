@@ -4,6 +4,7 @@ filters.
 The draw itself is in `draws.py`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
+from specdec_jax.models import panels
 from specdec_jax.speculative import processors
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
@@ -31,7 +33,11 @@ class Law(NamedTuple):
     log_normalizer: Float[Array, "*N"]
 
     @classmethod
-    def of(cls, logits: Float[Array, "*N V"]) -> "Law":
+    def of(cls, logits: Float[Array, "*N V"], native: bool = False) -> "Law":
+        """Makes the law of these logits; with `native`, for float32 on one CPU, its own kernel adds
+        up each row in one order, whereas XLA's order depends on how many rows there are."""
+        if native:
+            return cls(logits, sum(panels.log_sums(logits)))
         return cls(logits, jax.nn.logsumexp(logits, axis=-1))
 
     def log_prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
@@ -56,6 +62,23 @@ class Law(NamedTuple):
         logits = jnp.take_along_axis(self.logits, position[:, None, None], axis=1)[:, 0]
         log_normalizer = jnp.take_along_axis(self.log_normalizer, position[:, None], axis=1)
         return jnp.exp(logits - log_normalizer)
+
+
+def log_softmax(logits: Float[Array, "*N V"], native: bool) -> Float[Array, "*N V"]:
+    """Returns the logarithms of all probabilities; `native` as for `Law.of`."""
+    if not native:
+        return jax.nn.log_softmax(logits, axis=-1)
+    greatest, log_sums = panels.log_sums(logits)
+    return logits - greatest[..., None] - log_sums[..., None]
+
+
+def log_prob_under(logits: Float[Array, "*N V"], native: bool) -> Callable[[Int[Array, "*N"]], Float[Array, "*N"]]:
+    """Returns the function that gives the log-probability of one token per position; `native` as
+    for `Law.of`, and the bits are then those of `Network.peak`."""
+    if not native:
+        return Law.of(logits).log_prob
+    greatest, log_sums = panels.log_sums(logits)
+    return lambda tokens: jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - greatest - log_sums
 
 
 class PointMass(NamedTuple):
@@ -132,13 +155,13 @@ def standardize(
     if mode.top_k:
         adjusted = _keep_top_k(adjusted, rows.top_k)
     if mode.top_p:
-        adjusted = _keep_top_p(adjusted, rows.top_p)
+        adjusted = _keep_top_p(adjusted, rows.top_p, mode.native)
     if mode.min_p:
         adjusted = jnp.where(adjusted >= jnp.log(rows.min_p)[:, None, None], adjusted, -jnp.inf)  # the greatest is 0
     if soften:
-        return Law.of(adjusted)
+        return Law.of(adjusted, mode.native)
     one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
-    return Law.of(jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)))
+    return Law.of(jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)), mode.native)
 
 
 def argmax(logits: Num[Array, "*N V"]) -> Int[Array, "*N"]:
@@ -180,15 +203,22 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
     return jax.lax.platform_dependent(logits, cpu=by_either, default=by_bisection)
 
 
-def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
+def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"], native: bool) -> Float[Array, "B T V"]:
     """Sets logits outside the nucleus to −inf: the fewest most probable ids whose mass reaches
-    `top_p`."""
-    probs = jax.nn.softmax(logits, axis=-1)
+    `top_p`.
+
+    With `native`, as for `Law.of`, probabilities are rounded to multiples of 2⁻³¹, whose sums are
+    exact in any order.
+    """
+    probs = jax.nn.softmax(logits, axis=-1) if not native else jnp.exp(log_softmax(logits, native))
+    goal, all_kept = top_p[:, None, None], top_p[:, None, None] >= 1
+    if native:
+        probs = jnp.where(jnp.isnan(probs), 0, jnp.round(probs * 2.0**31)).astype(jnp.uint32)
+        goal = jnp.ceil(goal * 2.0**31).astype(jnp.uint32)
     ordered = _ordered_bits(logits)
-    mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
+    mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True, dtype=probs.dtype)
     # Rounding may leave the whole mass below p = 1; then everything is kept.
-    threshold = _largest_threshold(lambda t: mass(t) >= top_p[:, None, None], ordered)
-    keep = (ordered >= threshold) | (top_p[:, None, None] >= 1)
+    keep = (ordered >= _largest_threshold(lambda t: mass(t) >= goal, ordered)) | all_kept
     return jnp.where(keep, logits, -jnp.inf)
 
 

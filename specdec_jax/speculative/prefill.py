@@ -33,7 +33,7 @@ def prefill(
       rows: traced parameters of sampling.
       keys, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
-    batch, prefix = tokens.shape
+    (batch, prefix), program = tokens.shape, program._replace(mode=program.mode.of(target.skips))
     shared = {}
     if drafter is not None and drafter.reads_encoder:
         shared = {"encoded": target.encode(inputs, input_lengths)}

@@ -173,7 +173,12 @@ def _checked(name: str, token: int, vocab_size: int) -> int:
 
 class SamplingMode(NamedTuple):
     """The static part of a `SamplingConfig`: which processors and filters the compiled loop
-    contains."""
+    contains.
+
+    Attributes:
+      native: whether the CPU's own kernels add up probabilities over the vocabulary, as for
+        `laws.Law.of`: whether the target `skips`, which `prefill` fills in.
+    """
 
     greedy: bool = True
     top_k: bool = False
@@ -185,6 +190,11 @@ class SamplingMode(NamedTuple):
     bias: bool = False
     forced: bool = False
     processor: Processor | None = None
+    native: bool = False
+
+    def of(self, native: bool) -> "SamplingMode":
+        """Returns the same mode with `native`."""
+        return self._replace(native=native)
 
     @property
     def processes(self) -> bool:

@@ -74,7 +74,7 @@ def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[D
         logits = target.head(states, draft.live)
         verified, law = verify_tree(state, draft, logits)
         logits = along(logits, verified.path)
-        log_prob = Law.of(logits).log_prob
+        log_prob = laws.log_prob_under(logits, target.skips)
         adjusted = (
             None if law is None else Law(along(law.logits, verified.path), along(law.log_normalizer, verified.path))
         )

@@ -43,6 +43,56 @@ def times(stored, x, live=None):
     return np.asarray(stored.product(jnp.asarray(x), jnp.float32, live))
 
 
+# Norms and sums over a row.
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("D", [1, 7, 640, 4096])
+def test_norms(kind, D):
+    """Against float64, and: a row's bits are those it has alone, also before a product."""
+    x, scale, bias = normal(200, D), normal(D, seed=1), normal(D, seed=2) if kind == "layer" else None
+    norm = panels.Before(kind, jnp.asarray(scale), None if bias is None else jnp.asarray(bias))
+    run = jax.jit(lambda x, live=None: panels.normalize(x, norm, live))
+    whole, live = np.asarray(run(x)), np.arange(200) % 3 > 0
+    wide = x.astype(np.float64)
+    wide -= 0 if bias is None else wide.mean(axis=1, keepdims=True)
+    factor = 1 / np.sqrt((wide**2).mean(axis=1, keepdims=True) + (1e-6 if bias is None else 1e-5))
+    expected = wide * factor * scale + (0 if bias is None else bias)
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
+    for count in (1, 2, 7, 64):
+        same(np.asarray(run(x[:count])), whole[:count])
+    same(np.asarray(run(x.reshape(8, 25, D), live.reshape(8, 25))).reshape(200, D), np.where(live[:, None], whole, 0))
+    once = Panels.of(jnp.eye(D, 16, dtype=jnp.float32))
+    same(np.asarray(once.product(jnp.asarray(x), jnp.float32, before=norm))[:, : min(D, 16)], whole[:, :16])
+
+
+@pytest.mark.parametrize("V", [1, 16, 33, 384, 5000])
+def test_log_sums(V):
+    """Against float64, and: bit for bit what `peak` finds, whatever the number of rows."""
+    x = 3 * normal(64, V)
+    run = jax.jit(panels.log_sums)
+    greatest, sums = (np.asarray(part) for part in run(x))
+    same(greatest, x.max(axis=1))
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(sums, np.log(np.exp(wide - greatest[:, None]).sum(axis=1)), atol=3e-7)
+    for count in (1, 2, 7):
+        same(np.asarray(run(x[:count])[1]), sums[:count])
+    same(np.asarray(run(x.reshape(4, 16, V))[1]).reshape(-1), sums)
+    once = Panels.of(jnp.eye(64, V, dtype=jnp.float32))
+    logits = np.zeros((64, V), np.float32)
+    logits[:, : min(64, V)] = 5 * normal(64, 64)[:, :V]
+    _, found = once.peak(5 * normal(64, 64), normalize=True)
+    same(np.asarray(found), 0 - np.asarray(run(logits)[1]))
+
+
+def test_log_sums_of_rows_that_are_no_law():
+    inf, nan = np.inf, np.nan
+    x = np.array([[nan, 1], [inf, 1], [-inf, 1], [-inf, -inf]], np.float32)
+    greatest, sums = (np.asarray(part) for part in panels.log_sums(x))
+    same(greatest, np.float32([nan, inf, 1, -inf]))
+    same(sums, np.float32([nan, nan, 0, 0]))
+
+
 # Products.
 
 

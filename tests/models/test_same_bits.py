@@ -1,0 +1,258 @@
+"""Plain and speculative decoding see the same numbers with the CPU's own kernels: log-probabilities are compared bit
+for bit, and with heads of twin columns every token hangs on a last bit.
+
+XLA adds up rows in one order in calls of less than 4,096 numbers and in another in larger ones, so models are wide. The
+programs are compiled as users' are.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_heads_of import random_heads
+from toy_models import noisy_copy
+from twins import V, gpt, t5, twins
+
+import specdec_jax as sd
+from specdec_jax.models import native
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.processors import Context
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.state())
+slow = pytest.mark.slow
+ROWS, NEW = 64, 12
+RNG = np.random.default_rng(0)
+INPUTS = [RNG.integers(2, V, count).tolist() for count in (1, 9, 4, 14, 2, 7)]
+TOKENS = RNG.integers(2, V, (ROWS, ROWS), dtype=np.int32)
+FAMILIES = {"t5": t5, "t5 1.0": functools.partial(t5, scale_decoder_outputs=True), "gpt": gpt}
+
+
+@functools.cache
+def model(family: str, width: int, quantize: str | None = None) -> sd.LanguageModel:
+    return twins(FAMILIES[family](width), quantize=quantize)
+
+
+# Calls of a network.
+
+
+@jax.jit
+def call(network, tokens, positions, cache):
+    states, cache = network.decode_states(tokens, positions, cache)
+    logits = network.head(states)
+    peak, log_probs = network.peak(states)
+    log_prob = laws.log_prob_under(logits, network.skips)
+    every = laws.log_softmax(logits, network.skips)
+    return (states, logits, peak, log_probs, log_prob(peak), log_prob(tokens), every), cache
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def cache_of(network, rows: int):
+    length = 0 if network.config.decoder_only else 7
+    inputs = jnp.broadcast_to(jnp.arange(2, 2 + length, dtype=jnp.int32), (rows, length))
+    return network.prefill(inputs, jnp.full(rows, length, jnp.int32), ROWS + 8)
+
+
+def equal(got, expected) -> bool:
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(got, expected))
+
+
+def check_calls(network, widths, rows):
+    """Numbers of calls over several positions, and over several rows, against those of a row fed token by token."""
+    expected, cache = [], cache_of(network, 1)
+    for place in range(max(widths)):
+        found, cache = call(network, TOKENS[:1, place : place + 1], np.full(1, place, np.int32), cache)
+        assert equal(found[4:5], found[3:4]), "log-probabilities of the argmax"
+        expected.append(jax.tree.map(np.asarray, found))
+    together = [np.concatenate(part, axis=1) for part in zip(*expected)]
+    for width in widths:
+        found, _ = call(network, TOKENS[:1, :width], np.zeros(1, np.int32), cache_of(network, 1))
+        assert equal(found, [part[:, :width] for part in together]), width
+    for count in rows:
+        fed = np.broadcast_to(TOKENS[:1, :3], (count, 3))
+        found, _ = call(network, fed, np.zeros(count, np.int32), cache_of(network, count))
+        assert all(equal([part[row] for part in found], [part[0, :3] for part in together]) for row in range(count))
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_calls(family):
+    check_calls(model(family, 512).network, (9,), (3,))
+
+
+@slow
+@pytest.mark.parametrize("quantize", [None, "int8", "w8a8"])
+@pytest.mark.parametrize("width", [512, 1024, 4096])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_of_every_width(family, width, quantize):
+    check_calls(model(family, width, quantize).network, range(1, ROWS + 1), range(1, ROWS + 1))
+
+
+@pytest.mark.parametrize("rows, length", [(2, 8), (5, 3)])
+def test_encoders(rows, length):
+    """An input's states do not depend on its padding nor on other inputs, in calls on both sides of 4,096 numbers."""
+    network = model("t5", 512).network
+    encode = jax.jit(lambda network, inputs, lengths: network.encode(inputs, lengths))
+    alone = encode(network, jnp.asarray(TOKENS[:1, :3]), np.full(1, 3))
+    together = encode(network, jnp.asarray(TOKENS[:rows, :length]), np.full(rows, 3))
+    np.testing.assert_array_equal(together[0, :3], alone[0])
+
+
+# Decoding.
+
+
+@functools.cache
+def plainly(family: str, width: int, quantize: str | None, sampling=sd.SamplingConfig(), verifier="block"):
+    """What each input gives alone: tokens and log-probabilities under both laws."""
+    options = dict(max_new_tokens=NEW, sampling=sampling, verifier=verifier)
+    found = [decoded(model(family, width, quantize), [one], key=key(row), **options) for row, one in enumerate(INPUTS)]
+    return [np.concatenate(parts) for parts in zip(*found)]
+
+
+def key(row: int):
+    return jax.random.fold_in(jax.random.key(0), row)[None]
+
+
+def decoded(target, inputs, **options):
+    found = sd.generate(target, inputs, **options)
+    return found.tokens, found.log_probs, found.adjusted_log_probs
+
+
+def bits(x) -> np.ndarray:
+    return np.asarray(x, np.float32).view(np.int32)
+
+
+def check_decoding(family, width, quantize, batch=len(INPUTS), sampling=sd.SamplingConfig(), **options):
+    target = model(family, width, quantize)
+    keys, limit = jnp.concatenate([key(row) for row in range(len(INPUTS))]), dict(max_new_tokens=NEW, sampling=sampling)
+    expected = plainly(family, width, quantize, sampling, options.get("verifier", "block"))
+    for start in range(0, len(INPUTS), batch):
+        rows = slice(start, start + batch)
+        found = decoded(target, INPUTS[rows], key=keys[rows], **limit, **options)
+        for got, wanted in zip(found, expected):
+            np.testing.assert_array_equal(*(x if x.dtype == np.int32 else bits(x) for x in (got, wanted[rows])))
+
+
+def drafter(family, width, quantize=None, kind="model"):
+    target = model(family, width, quantize)
+    if kind == "heads":
+        return random_heads(target, 0.1, share_head=True)
+    return sd.ModelDrafter(noisy_copy(model(family, width), 0.01))
+
+
+@pytest.mark.parametrize("options", [dict(gamma=6), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=["chain", "tree"])
+def test_decoding(options):
+    check_decoding("t5", 512, None, drafter=drafter("t5", 512), **options)
+
+
+DRAFTS = {
+    "plain": {},
+    "chain of 4": dict(gamma=4),
+    "chain of 8": dict(gamma=8),
+    "other lengths": dict(gamma=[1, 2, 8, 4, 7, 3]),
+    "tree": dict(tree=sd.Tree.uniform((3, 2, 1))),
+    "dynamic tree": dict(tree=sd.DynamicTree(3, 3, 9)),
+    **{name: dict(gamma=getattr(sd, name)(8)) for name in ("Confidence", "Heuristic", "Renewal", "Entropy")},
+}
+
+
+@slow
+@pytest.mark.parametrize("family, width, quantize", [
+    ("t5", 512, None), ("t5", 1024, "int8"), ("t5 1.0", 1024, "w8a8"), ("gpt", 1024, None), ("t5", 4096, None),
+])  # fmt: skip
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_way_of_drafting(name, family, width, quantize):
+    options = {} if name == "plain" else dict(drafter=drafter(family, width), **DRAFTS[name])
+    for batch in (1, len(INPUTS)):
+        if batch == len(INPUTS) or not isinstance(options.get("gamma"), list):
+            check_decoding(family, width, quantize, batch, **options)
+
+
+@slow
+@pytest.mark.parametrize("options", [dict(gamma=8), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_drafters_that_read_states(family, options):
+    """Then the target's logits are stored, and log-probabilities come from them."""
+    check_decoding(family, 1024, None, drafter=drafter(family, 1024, kind="heads"), **options)
+
+
+SAMPLING = {
+    "processors": sd.SamplingConfig(repetition_penalty=1.3, min_new_tokens=3, logit_bias={5: 2.0}),
+    "temperature": sd.SamplingConfig(temperature=0.7),
+    "filters": sd.SamplingConfig(temperature=1.3, top_k=20, top_p=0.8, min_p=0.01),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_laws_of_calls(name):
+    """Sums over the vocabulary in a call over many positions, against those of each position alone."""
+    sampling, logits = SAMPLING[name], 3 * RNG.standard_normal((1, 24, V), dtype=np.float32)
+    mode, rows = sampling.mode.of(native=True), sampling.rows(1, V)
+    tokens, starts, eos_ids = np.full((1, 32), 3, np.int32), np.ones(1, np.int32), np.full((1, 1), 5, np.int32)
+
+    @jax.jit
+    def law(logits, length):
+        return laws.standardize(logits, Context(tokens, length, starts, eos_ids), rows, mode)
+
+    whole = law(logits, np.full(1, 4, np.int32))
+    for place in range(24):
+        alone = law(logits[:, place : place + 1], np.full(1, 4 + place, np.int32))
+        assert equal([part[:, 0] for part in alone], [part[:, place] for part in whole])
+
+
+@slow
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_laws(name, shape):
+    """Log-probabilities after processors, temperature and filters too; with Gumbel coupling tokens are plain ones."""
+    options = dict(tree=sd.Tree.uniform((3, 2, 1))) if shape == "tree" else dict(gamma=8)
+    sampling = SAMPLING[name]
+    if not sampling.mode.greedy:
+        if shape == "tree":
+            pytest.skip("plain decoding has the same noise under one verifier of chains")
+        options["verifier"] = "gumbel"
+    check_decoding("t5", 512, None, sampling=sampling, drafter=drafter("t5", 512), **options)
+
+
+@slow
+@pytest.mark.parametrize("options", [{}, dict(gamma=8), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=str)
+def test_continuous_batching(options):
+    target, expected = model("t5", 512), plainly("t5", 512, None)
+    more = {} if not options else dict(drafter=drafter("t5", 512), **options)
+    inputs = INPUTS * 4
+    for number, (output,) in sd.decode_stream(target, inputs, batch_size=5, max_new_tokens=NEW, **more):
+        row = number % len(INPUTS)
+        assert output.tokens == expected[0][row].tolist()
+        np.testing.assert_array_equal(bits(output.log_probs), bits(expected[1][row]))
+
+
+@slow
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_decoder_prefixes(family):
+    """A prefix, or a prompt, that is fed in one call, against the same tokens one by one."""
+    target = model(family, 512)
+    whole = plainly(family, 512, None)
+    for cut in (1, 5, 9):
+        prefixes = whole[0][:, :cut].tolist()
+        if family == "gpt":
+            given, more = [[*one, *prefix] for one, prefix in zip(INPUTS, prefixes)], {}
+        else:
+            given, more = INPUTS, dict(decoder_prefix=prefixes)
+        found = sd.generate(target, given, max_new_tokens=NEW - cut, **more)
+        np.testing.assert_array_equal(found.tokens, whole[0][:, cut:])
+        np.testing.assert_array_equal(bits(found.log_probs), bits(whole[1][:, cut:]))
+
+
+@slow
+@pytest.mark.parametrize("style", ["t5x", "huggingface"])
+def test_beams(style):
+    target, options = model("t5", 512), dict(num_beams=4, num_return_sequences=4, beam_style=style, max_new_tokens=NEW)
+    plain = [sd.generate(target, [one], eos_ids=[5], **options) for one in INPUTS]
+    found = sd.generate(target, INPUTS, eos_ids=[5], drafter=drafter("t5", 512), gamma=3, **options)
+    for row, one in enumerate(plain):
+        rows = slice(4 * row, 4 * row + 4)
+        np.testing.assert_array_equal(found.lengths[rows], one.lengths)
+        np.testing.assert_array_equal(bits(found.scores[rows]), bits(one.scores))
+        width = one.tokens.shape[1]
+        np.testing.assert_array_equal(found.tokens[rows, :width], one.tokens)
+        np.testing.assert_array_equal(bits(found.log_probs[rows, :width]), bits(one.log_probs))

@@ -1,0 +1,33 @@
+"""Wide shallow models of which a last bit decides every token, for tests that compare calls bit for bit."""
+
+import numpy as np
+
+from specdec_jax.models import layouts, panels
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.t5 import T5Config
+
+V = 512
+HEAD = "decoder/logits_dense/kernel"
+
+
+def t5(width: int, vocab: int = V, **shape) -> T5Config:
+    return T5Config(vocab, width, 2, 16, 1, 1, 32, **shape)
+
+
+def gpt(width: int, vocab: int = V, **shape) -> GPTConfig:
+    return GPTConfig(vocab, width, 2, 1, 32, num_positions=128, logits_via_embedding=False, **shape)
+
+
+def twins(config: T5Config | GPTConfig, seed: int = 0, quantize: str | None = None) -> LanguageModel:
+    """Returns a random model the odd columns of whose head equal the even ones up to last bits, so that the greatest
+    two logits all but tie."""
+    params, rng = LanguageModel.random(config, seed).params, np.random.default_rng(seed)
+    kernel = np.array(params["decoder"]["logits_dense"]["kernel"])
+    even = kernel[:, ::2]
+    towards = rng.choice(np.float32([-np.inf, np.inf]), even.shape)
+    kernel[:, 1::2] = np.where(rng.random(even.shape) < 0.5, even, np.nextafter(even, towards))
+    params["decoder"]["logits_dense"]["kernel"] = kernel
+    if quantize is not None:
+        params = layouts.round_params(params, panels.input_bits(quantize))
+    return LanguageModel(config, params, eos_ids=())
