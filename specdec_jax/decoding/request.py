@@ -14,6 +14,7 @@ from specdec_jax.decoding import costs
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_eos_ids,
+    check_input_lengths,
     check_limits,
     check_pair,
     check_per_row,
@@ -292,9 +293,7 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
     tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
-    if max(lengths) > longest:
-        row = int(np.argmax(lengths))
-        raise ValueError(f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {longest}")
+    check_input_lengths("input", lengths.tolist(), longest, target.config.max_positions)
     return inputs, tokens, lengths
 
 

@@ -140,6 +140,11 @@ class LanguageModel:
             params = layouts.round_params(params, panels.input_bits(quantize), config.logits_via_embedding)
         return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
 
+    def __repr__(self) -> str:
+        kind = f"{self.config.dtype}{', weights in int8' * self.quantized}"
+        vocabulary = "none" if self.vocabulary is None else f"{self.vocabulary.size:,} ids"
+        return f"LanguageModel({self.name!r}: {self.network!r}, {kind}, vocabulary: {vocabulary})"
+
     @property
     def params(self) -> dict:
         return layouts.unpack(self.network.params)
