@@ -18,6 +18,7 @@ from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.weights import kernels_of, read_params
 from specdec_jax.models import panels
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules
@@ -81,6 +82,7 @@ def load(
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
         or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
     """
+    check_process()
     if replicate and mesh is None:
         raise ValueError("replicate: got True without a mesh, expected mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)

@@ -26,6 +26,7 @@ from specdec_jax.decoding.checks import (
 from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, pad, prompt_tokens, slots
 from specdec_jax.decoding.keys import row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
+from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import prefill as speculative_prefill
@@ -218,6 +219,7 @@ def plan(
       batch_size: number of inputs that are decoded together; None: all.
       first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
     """
+    check_process()
     if num_beams is not None:
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
