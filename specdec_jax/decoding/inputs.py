@@ -12,6 +12,7 @@ from specdec_jax.models.vocabularies import check_lengths
 # Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
 _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
+
 def bucket(length: int) -> int:
     """Returns the padded length (the bucket) for `length` ids: one of a few up to 512, then
     multiples of 256."""

@@ -39,7 +39,6 @@ def test_every_option_that_is_a_path_begins_at_home(name, home):
     named = [field for field in texts if field not in OTHERS]
     assert named and {*named} <= {*paths.INPUTS, *paths.OUTPUTS}
 
-
     for field in named:
         made = dataclasses.make_dataclass(field, [(field, typing.Any)], frozen=True)
         for given, expected in [("~/a", f"{home}/a"), ("a~", "a~"), (None, None), (("~/a", "b"), (f"{home}/a", "b"))]:

@@ -34,14 +34,14 @@ def test_a_result_is_a_line_for_each_of_its_first_rows(model):
 def test_what_a_search_or_a_stream_gives(model):
     found = sd.generate(model, ["abc"], max_new_tokens=3, num_beams=2, num_return_sequences=2)
     assert f"score {found.scores[0]:.4g})" in str(found) and is_short(str(found))
-    (_, (output,)), = sd.decode_stream(model, ["abc"], max_new_tokens=5, eos_ids=())
+    ((_, (output,)),) = sd.decode_stream(model, ["abc"], max_new_tokens=5, eos_ids=())
     assert str(output) == f"Output({output.text!r} (length, 5 tokens))"
 
 
 def test_a_model_says_what_it_is(model):
     assert str(model) == "LanguageModel('toy': T5Config of 19,616 parameters, float32, vocabulary: 259 ids)"
     assert str(model.vocabulary) == "ByteVocabulary(259 ids)"
-    assert is_short(str(model.network)) and is_short(str(sd.prepare(model, ["abc"])[1]))
+    assert is_short(str(model.network))
 
 
 def test_a_drafter_says_what_it_is(model):

@@ -124,7 +124,6 @@ def run(specdec, target, tmp_path):
     save(target, tmp_path / "model")
     flags = f"--target={tmp_path / 'model'}", "--max_new_tokens=5", f"--forbidden_tokens={BAD}", "--dtype=float32"
 
-
     def call(*more):
         size = "" if "--stream" in more else "--batch_size=2"
         code, out, err = specdec("generate", *flags, *filter(None, [size]), *map(str, more), *TEXTS)
