@@ -191,7 +191,8 @@ class Job:
           ValueError: a metric function failed.
         """
         records = [json.loads(line) for line in lines]
-        found, notes = {}, []
+        lost = sum("error" in record for record in records)
+        found, notes = {}, [f"no output, which metrics take for an empty one: {lost} examples"] if lost else []
         for task in self._tasks:
             members = [number for number, example in enumerate(self.examples) if example.task is task]
             fields = [self.examples[number].fields for number in members]
