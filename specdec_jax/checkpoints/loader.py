@@ -82,7 +82,6 @@ def load(
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
         or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
     """
-    check_process()
     if replicate and mesh is None:
         raise ValueError("replicate: got True without a mesh, expected mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
@@ -147,7 +146,8 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
 
 
 def _known_dtype(dtype) -> str:
-    """Returns the name of `dtype`, or of the machine's default for None."""
+    """Returns the name of `dtype`, or of the machine's default for None; the first that asks JAX of a model."""
+    check_process()
     if dtype is not None:
         return _check_dtype(dtype)
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

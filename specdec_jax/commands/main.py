@@ -57,13 +57,13 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "Shows and times speculative decoding.", "commands.demo", "DemoOptions", arguments="[sentence ...]"
+        "Shows and times speculative decoding.", "commands.demo", "DemoOptions", arguments="[--] [sentence ...]"
     ),
     "generate": Command(
         "Decodes sentences from arguments, a file or standard input, or the examples of a seqio task.",
         "commands.generate",
         "GenerateOptions",
-        arguments="[sentence ...]",
+        arguments="[--] [sentence ...]",
     ),
     "benchmark": Command("Times plain against speculative decoding.", "commands.suite", "BenchmarkOptions"),
     "measure": Command("Measures acceptance and costs, and what they promise.", "commands.measure", "MeasureOptions"),

@@ -65,8 +65,7 @@ def generate(
         reaches into one are part of the result.
       deadline: seconds after the call, compilation included (see `warm_up`), until the rows are returned as they are.
       num_beams: K beams of a beam search; None: none. For what follows it see `beams.BeamOptions`.
-      non_finite: what becomes of NaN and infinite logits, from damaged weights or a processor: "raise", or "report":
-        the row has an entry in `errors` of the result, and no output unless the logits are the drafter's.
+      non_finite: "raise" an error at NaN and infinite logits, or "report" it in the result's `errors`, row by row.
 
     Raises:
       UnsupportedCombination: options that make no sense together (a ValueError).
@@ -82,8 +81,7 @@ def generate(
         num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width,
         early_stopping=early_stopping, num_return_sequences=num_return_sequences, tree=tree,
     )  # fmt: skip
-    result = complete(target, job, None, begun)
-    return result if reports else result.checked()
+    return complete(target, job, None, begun).checked(reports)
 
 
 def warm_up(

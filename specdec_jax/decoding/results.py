@@ -104,10 +104,11 @@ class GenerationResult(NamedTuple):
     scores: np.ndarray | None = None
     errors: Sequence[NotNumbers | None] = ()
 
-    def checked(self) -> "GenerationResult":
-        """Returns the result itself; raises the first of its `errors`, the target's before a drafter's."""
+    def checked(self, reports: bool = False) -> "GenerationResult":
+        """Returns the result itself; unless it `reports`, raises the first of its `errors`, the target's before a
+        drafter's."""
         found = [error for error in self.errors if error is not None]
-        if found:
+        if found and not reports:
             raise min(found, key=lambda error: error.by_drafter)
         return self
 

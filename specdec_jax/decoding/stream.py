@@ -82,9 +82,7 @@ def _pieces(target, state: DecodeState, request: Request, every: int, begun: flo
 def _last_pieces(target, state: DecodeState, request: Request, rows, sent, reports: bool) -> Iterator[Piece]:
     if not rows:
         return
-    result = collect(target, state, request)
-    if not reports:
-        result.checked()
+    result = collect(target, state, request).checked(reports)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
         text, error = _after(target.vocabulary, ids, sent[row]), result.errors[row]

@@ -134,6 +134,7 @@ class LanguageModel:
     @classmethod
     def _made(cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how):
         """Returns a model of the parameters that `make` makes, once it is checked that there can be one."""
+        check_process()
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
