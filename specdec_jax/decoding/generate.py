@@ -68,8 +68,7 @@ def generate(
       non_finite: "raise" an error at NaN and infinite logits, or "report" it in the result's `errors`, row by row.
 
     Raises:
-      UnsupportedCombination: options that make no sense together (a ValueError).
-      NotNumbers: see `non_finite` (a ValueError, found after decoding).
+      UnsupportedCombination: options that make no sense together. NotNumbers: see `non_finite`. Both are ValueErrors.
       ValueError: a bad argument; the message says what was got and what was expected. Raised before anything compiles.
     """
     begun, reports = time.monotonic(), check_non_finite(non_finite)
