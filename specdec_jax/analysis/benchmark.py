@@ -292,10 +292,10 @@ def _problems(record: dict, arms: dict[str, Arm], options, target: LanguageModel
     if target.config.dtype == "float32":
         for arm_record in [*record["speculative"], *record.get("trees", ())]:
             name = f"tree {arm_record['tree']}" if "tree" in arm_record else f"gamma {arm_record['gamma']}"
-            wrong = [item["input"] for item in arm_record["differences"] if not item["near_tie"]]
+            wrong = [str(item["input"] + 1) for item in arm_record["differences"] if not item["near_tie"]]
             if wrong:
                 problems.append(
-                    f"{name}: got other tokens than plain decoding for inputs {wrong}, "
+                    f"{name}: got other tokens than plain decoding for sentences {', '.join(wrong)}, "
                     "expected the same but for near-ties"
                 )
     return problems

@@ -52,10 +52,10 @@ def _differences(theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequen
 
 def problems(record: Mapping[str, Any], dtype: str, margin: float = MARGIN) -> list[str]:
     """Returns a message if float32 tokens differ that are no near-ties."""
-    wrong = [item["input"] for item in record["differences"] if item["margin"] > margin]
+    wrong = [str(item["input"] + 1) for item in record["differences"] if item["margin"] > margin]
     if dtype != "float32" or not wrong:
         return []
     return [
-        f"{record['name']}: got other tokens than plain decoding for inputs {wrong}, expected the same but for "
-        "near-ties"
+        f"{record['name']}: got other tokens than plain decoding for sentences {', '.join(wrong)}, expected the "
+        "same but for near-ties"
     ]

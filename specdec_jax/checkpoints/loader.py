@@ -18,6 +18,7 @@ from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.weights import kernels_of, read_params
 from specdec_jax.models import panels
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules
@@ -145,7 +146,8 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
 
 
 def _known_dtype(dtype) -> str:
-    """Returns the name of `dtype`, or of the machine's default for None."""
+    """Returns the name of `dtype`, or of the machine's default for None; the first that asks JAX of a model."""
+    check_process()
     if dtype is not None:
         return _check_dtype(dtype)
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

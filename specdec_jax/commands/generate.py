@@ -3,28 +3,35 @@ order."""
 
 import dataclasses
 import importlib.metadata
-import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specdec_jax.checkpoints import own
 from specdec_jax.commands.beam_options import BeamFlags
+from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.journal import Journal
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option, same_file
+from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.sentences import check_text, read_sentences
 from specdec_jax.decoding.beams import plan_decoding
-from specdec_jax.decoding.checks import UnsupportedCombination, check_limits, check_prompts, check_stop
+from specdec_jax.decoding.checks import (
+    UnsupportedCombination,
+    check_limits,
+    check_non_finite,
+    check_prompts,
+    check_stop,
+    listed,
+)
 from specdec_jax.decoding.inputs import encode
-from specdec_jax.decoding.jobs import Output, decode_all, decode_stream, refills, rows_for
+from specdec_jax.decoding.jobs import decode_all, decode_stream, refills, rows_for
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import Progress
 from specdec_jax.decoding.request import Plan
-from specdec_jax.decoding.results import Stats
-from specdec_jax.decoding.stream import stream
+from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
@@ -73,6 +80,11 @@ class GenerateOptions(BeamFlags, DecodingOptions):
     json: bool = option(
         False, "print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics"
     )
+    non_finite: str = option(
+        "report",
+        "what becomes of a sentence with logits that are not finite numbers: report (an empty line, with --json a null "
+        "text and the reason; the rest goes on and the exit code is 1) or raise (the command ends)",
+    )
     stream: bool = option(False, "print each output while it is decoded; with --json, one object for each piece")
 
     def check(self) -> None:
@@ -89,6 +101,7 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
         check_text("stop", check_stop(self.stop, self.deadline))
+        check_non_finite(self.non_finite)
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
             raise UnsupportedCombination(
@@ -138,51 +151,35 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         return self.batch_size if self.batch_size is not None else 1 if self.stream else 8
 
 
-def stats_record(stats: Stats) -> dict:
-    """Returns a `Stats` as JSON values, without its rows."""
-    values = stats._replace(per_row=None)._asdict()
-    del values["per_row"]
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+def run(options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], object] = lambda: None) -> str | None:
+    """Runs `specdec generate`; returns what is wrong with the outputs, if anything is.
 
-
-class _Sentences(NamedTuple):
-    """What is decoded; a seqio task's job has the same interface.
-
-    Attributes:
-      inputs: ids of every input.
-      contents: text that identifies each input.
-      as_json: whether lines of output are JSON objects.
+    `begun` is called when the settings are found to be right and a file begins that a kill leaves behind.
     """
-
-    inputs: list[list[int]]
-    contents: Sequence[str]
-    as_json: bool
-
-    def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
-        return [_line(output, self.as_json) for output in outputs]
-
-
-def run(options: GenerateOptions, arguments: Sequence[str]) -> None:
-    """Runs `specdec generate`."""
     options.check()
     if options.task:
-        _run_task(options, arguments)
-        return
+        return _run_task(options, arguments, begun)
     sentences = read_sentences(arguments, options.input_file)
     target, drafter = options.load()
-    job = _Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
+    job = Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
     check_prompts(target, drafter if options.drafts else None, list(map(len, job.inputs)), options.max_new_tokens)
     decoding = _decoding(options, drafter)
+    if options.resumes:
+        return _write_file(target, job, options, decoding, begun)
+    endings = Endings(options.max_new_tokens, _say)
     if options.stream:
-        _print_pieces(target, job.inputs, options, decoding)
-    elif options.resumes:
-        _write_file(target, job, options, decoding)
+        _print_pieces(target, job.inputs, options, decoding, endings)
     else:
-        for _ in _passed_on(_decoded(target, job, options, decoding), options.output_file):
+        for _ in _passed_on(_decoded(target, job, options, decoding, endings), options.output_file):
             pass
+    return endings.tell(len(job.inputs))
 
 
-def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _run_task(options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], object]) -> str | None:
     """Decodes the examples of a seqio task instead of sentences, then computes its metrics."""
     assert options.task
     if arguments:
@@ -202,9 +199,10 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str]) -> None:
     )  # fmt: skip
     decoding = _decoding(options, drafter)
     if options.resumes:
-        _write_file(target, job, options, decoding, job.finish)
-    else:
-        job.finish(list(_passed_on(_decoded(target, job, options, decoding), options.output_file)), None)
+        return _write_file(target, job, options, decoding, begun, job.finish)
+    endings = Endings(options.max_new_tokens, _say)
+    job.finish(list(_passed_on(_decoded(target, job, options, decoding, endings), options.output_file)), None)
+    return endings.tell(len(job.inputs))
 
 
 def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
@@ -216,14 +214,18 @@ def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, An
     )  # fmt: skip
 
 
-def _decoded(target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of all outputs in the order of the inputs."""
+def _decoded(
+    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any], endings: Endings
+) -> Iterator[str]:
+    """Yields the lines of all outputs in the order of the inputs, and counts how they ended."""
     outputs = decode_all(
-        target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples, **decoding
-    )
+        target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples,
+        non_finite=options.non_finite, **decoding,
+    )  # fmt: skip
     by_input = zip(*[outputs] * options.outputs)
     with Progress("sentences", len(job.inputs), lines=False, quiet=sys.stdout.isatty()) as progress:
         for number, rows_of_one in enumerate(by_input):
+            endings.add(number, rows_of_one)
             yield from job.lines(number, rows_of_one)
             progress.advance()
 
@@ -246,20 +248,12 @@ def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
             yield line
 
 
-def _line(output: Output, as_json: bool) -> str:
-    if as_json:
-        record = {**output._asdict(), "stats": stats_record(output.stats)}
-        return _json({name: value for name, value in record.items() if (name, value) != ("score", None)})
-    assert output.text is not None, "the inputs were text"
-    return _one_line(output.text)
-
-
 def _write_file(
-    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any],
+    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any], begun: Callable[[], object],
     finish: Callable[[Iterable[str], str], None] | None = None,
-) -> None:  # fmt: skip
+) -> str | None:  # fmt: skip
     """Writes all outputs to a file, whole or not at all; what a killed run had finished is not
-    decoded again.
+    decoded again. Returns what is wrong with the outputs, if anything is.
 
     `finish` is called with all lines before the file is written, so that it is called even if a
     kill comes in between; the file is written even if `finish` fails.
@@ -272,16 +266,25 @@ def _write_file(
     settings = _deciding(options, target, decoding["drafter"], job.contents)
     found = {"costs": _costs(checked)} if how["gamma"] == "auto" and not options.tree else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:
+        begun()
         if found:  # the costs that the job began with, so that every input gets what it would have got then
             how |= _by_costs(journal.found["costs"], options)
         with Progress("sentences", len(inputs)) as progress:
             if journal.done:
                 progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
                 progress.skip(len(journal.done))
+            endings = Endings(options.max_new_tokens, progress.message)
+            for number, note in journal.notes.items():
+                endings.restore(number, note, options.outputs)
+            if endings.failed and options.non_finite == "raise":
+                got = f"{listed('sentence', endings.failed, len(inputs))} without output"
+                raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
             refill = refills(rows, len(inputs), options.deadline)
-            outputs = decode_stream(target, inputs, batch_size=rows, refill=refill, skip=journal.done, **how)
+            outputs = decode_stream(
+                target, inputs, batch_size=rows, refill=refill, skip=journal.done, non_finite=options.non_finite, **how
+            )
             for number, rows_of_one in outputs:
-                journal.add(number, job.lines(number, rows_of_one))
+                journal.add(number, job.lines(number, rows_of_one), endings.add(number, rows_of_one))
                 progress.advance()
             progress.report()
         try:
@@ -291,6 +294,7 @@ def _write_file(
             journal.finish()
             raise
         journal.finish()
+    return endings.tell(len(inputs))
 
 
 def _costs(job: Plan) -> dict[str, Any]:
@@ -323,7 +327,7 @@ def _deciding(
     sentences."""
     apart = (
         *("target", "drafter", "shortlist", "vocabulary", "dtype", "quantize", "input_file", "output_file", "stream"),
-        *("module_import", "tfds_data_dir"),
+        *("module_import", "tfds_data_dir", "non_finite"),
     )
     settings = {
         field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in apart
@@ -341,34 +345,29 @@ def _deciding(
     }
 
 
-def _print_pieces(target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any]) -> None:
+def _pieces(target: LanguageModel, ids, number: int, keys, non_finite: str, decoding: dict) -> Iterator[Piece]:
+    """Decodes one input as it is committed; an error names its number in the job."""
+    try:
+        yield from stream(target, [ids], key=keys, non_finite=non_finite, **decoding)
+    except NotNumbers as error:
+        raise error.at(number) from None
+
+
+def _print_pieces(
+    target: LanguageModel, inputs, options: GenerateOptions, decoding: dict[str, Any], endings: Endings
+) -> None:
     """Decodes every sentence alone and prints its text as it is committed."""
     keys = fold_keys(seeded(options.seed), np.arange(len(inputs)))
     for number, ids in enumerate(inputs):
         held = ""  # spaces at the end: with a line end after them they become one
-        for piece in stream(target, [ids], key=keys[number : number + 1], **decoding):
+        for piece in _pieces(target, ids, number, keys[number : number + 1], options.non_finite, decoding):
+            if piece.finish_reason:
+                endings.add(number, [piece])
             if options.json:
-                print(_json({**piece._asdict(), "row": number}), flush=True)
+                print(to_json({**piece._asdict(), "row": number}), flush=True)
                 continue
             text = held + piece.text
             held = text[len(text.rstrip()) :]
-            print(_one_line(text.rstrip()), end="", flush=True)
+            print(one_line(text.rstrip()), end="", flush=True)
         if not options.json:
-            print(_one_line(held))
-
-
-def _json(record: dict[str, Any]) -> str:
-    """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, list):
-            return [finite(item) for item in value]
-        return None if isinstance(value, float) and not np.isfinite(value) else value
-
-    return json.dumps({name: finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False)
-
-
-def _one_line(text: str) -> str:
-    """Returns `text` with spaces for line ends, so that there is one line per sentence, whatever
-    the model wrote."""
-    return re.sub(r"\s*[\r\n]+\s*", " ", text)
+            print(one_line(held))

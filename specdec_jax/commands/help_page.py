@@ -33,7 +33,7 @@ GROUPS = {
     "beam search": (
         "num_beams", "beam_style", "length_penalty", "early_stopping", "num_return_sequences", "beam_width",
     ),
-    "batches and limits": ("batch_size", "max_input_length", "deadline", "shard_size"),
+    "batches and limits": ("batch_size", "max_input_length", "deadline", "non_finite", "shard_size"),
     "seqio tasks instead of sentences": ("task", "split", "module_import", "score_targets", "tfds_data_dir"),
     "what is measured": ("repeats", "widths", "compare_alpha", "against", "suite"),
     "random weights instead of models": ("preset", "drafter_preset", "input_length", "forced_alpha"),

@@ -17,15 +17,16 @@ class Journal:
     """Results in `<output>.partial`, in the order in which they were finished, until `finish`
     writes the output file.
 
-    The first line holds the settings; every other line the number of an input and its lines of
-    output, as JSON. If the process is killed, nothing is lost but a line that was being written.
-    The output file appears whole or not at all. If it is a symbolic link, the journal lies beside
-    the file that it leads to.
+    The first line holds the settings; every other line the number of an input, its lines of output
+    and a note on them if there is one, as JSON. If the process is killed, nothing is lost but a line
+    that was being written. The output file appears whole or not at all. If it is a symbolic link, the
+    journal lies beside the file that it leads to.
 
     Attributes:
       path: path of the journal.
       done: numbers of the inputs whose results are there.
       found: what the process that began the journal had measured.
+      notes: of each input that is there, by its number, what `add` was told of it.
     """
 
     def __init__(self, output, settings: Mapping[str, Any], total: int, found: Mapping[str, Any] | None = None):
@@ -46,6 +47,7 @@ class Journal:
         self.path = self._output.with_name(self._output.name + ".partial")
         if passes_through(self.path):
             raise ValueError(f"{self.path}: got no regular file, expected a journal or nothing there")
+        self.notes: dict[int, dict[str, Any]] = {}
         self._places: dict[int, int] = {}  # where in the file the line of each input begins
         self._synced = 0.0
         # Without a buffer, so that closing the file does not try again what could not be written.
@@ -70,9 +72,10 @@ class Journal:
     def __exit__(self, *exception) -> None:
         self._file.close()
 
-    def add(self, number: int, lines: Sequence[str]) -> None:
-        """Keeps the lines of one input, none of which contains a line end."""
-        self._places[number] = self._append([number, list(lines)])
+    def add(self, number: int, lines: Sequence[str], note: Mapping[str, Any] | None = None) -> None:
+        """Keeps the lines of one input, none of which contains a line end, and a note on it, as JSON values."""
+        self.notes[number] = dict(note or {})
+        self._places[number] = self._append([number, list(lines), *([note] if note else [])])
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of all inputs, in order; each input must be there."""
@@ -112,7 +115,7 @@ class Journal:
                     break
                 record = self._record(number, line)
                 if number:
-                    self._places[record[0]] = end
+                    self._places[record[0]], self.notes[record[0]] = end, dict(*record[2:])
                 else:
                     self._compare(record, settings)
                 end += len(line)
@@ -130,11 +133,12 @@ class Journal:
         try:
             record = json.loads(line)
             if number:
-                place, lines = record
+                place, lines, *notes = record
                 if (
                     type(place) is not int
                     or not 0 <= place < self._total
                     or not all(isinstance(text, str) for text in lines)
+                    or not (len(notes) < 2 and all(isinstance(note, dict) for note in notes))
                 ):
                     raise ValueError
         except (ValueError, TypeError, RecursionError):

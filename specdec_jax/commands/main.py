@@ -8,6 +8,7 @@ overrides the default.
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -23,10 +24,10 @@ import gin
 from absl import flags
 
 import specdec_jax
-from specdec_jax.commands import help_page
+from specdec_jax.commands import help_page, paths
 from specdec_jax.commands.benchmark import CheckFailed
 from specdec_jax.decoding.program_cache import keep_programs
-from specdec_jax.files import writing
+from specdec_jax.decoding.results import NotNumbers
 
 
 class Command(NamedTuple):
@@ -56,13 +57,13 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "Shows and times speculative decoding.", "commands.demo", "DemoOptions", arguments="[sentence ...]"
+        "Shows and times speculative decoding.", "commands.demo", "DemoOptions", arguments="[--] [sentence ...]"
     ),
     "generate": Command(
         "Decodes sentences from arguments, a file or standard input, or the examples of a seqio task.",
         "commands.generate",
         "GenerateOptions",
-        arguments="[sentence ...]",
+        arguments="[--] [sentence ...]",
     ),
     "benchmark": Command("Times plain against speculative decoding.", "commands.suite", "BenchmarkOptions"),
     "measure": Command("Measures acceptance and costs, and what they promise.", "commands.measure", "MeasureOptions"),
@@ -120,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         with contextlib.suppress(OSError):  # the error that is printed next matters more
             _flush()
-        _say(f"error: {' '.join(str(error).split())}")
+        # Commands number sentences from 1, like the lines of a file.
+        text = f"sentence {error.input + 1}: {error.reason}" if isinstance(error, NotNumbers) else str(error)
+        _say(f"error: {' '.join(text.split())}")
         return 1 if isinstance(error, CheckFailed) else 2
 
 
@@ -158,28 +161,36 @@ def _main(argv: list[str]) -> int:
     fields = dataclasses.fields(cls) if command.by_flags else ()
     rest, bindings = _split_gin(rest)
     values = _define_flags(cls, fields)
-    arguments = _parsed(values, rest)
+    arguments = _parsed(values, rest, command)
+    paths.expand_flags(values, ("gin_file", "gin_search_paths", "compilation_cache_dir"))
     if values.help:
         print(help_page.page(name, command.summary, command.arguments, cls, [field.name for field in fields], values))
         return 0
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
     given = _given(cls, fields, values)
-    options = _options(name, cls, given, values, bindings)
+    options = paths.expanded(_options(name, cls, given, values, bindings))
     settings = _operative(options, given if values.gin_file or bindings else None)
     keep_programs(values.compilation_cache_dir)
 
-    def record() -> None:
-        if path := _beside_output(options):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            writing.write_file(path, settings)
-
-    if hasattr(options, "output_dir"):  # a training, which may be killed: the settings are recorded before it
-        run(options, begun=record)
-        return 0
-    run(options, *([arguments] if command.arguments else []))
-    record()
+    # What may be killed and resumed records its settings when it begins.
+    begun = {"begun": lambda: paths.record(options, settings, unfinished=True)} if _resumes(run) else {}
+    replaced = list(paths.replaced(options))
+    if replaced and not getattr(options, "suite", None):  # whose options are checked row by row
+        options.check()  # so that an error is the only line
+    for file in replaced:
+        print(f"{file}: this file is there and will be replaced", file=sys.stderr)
+    problem = run(options, *([arguments] if command.arguments else []), **begun)
+    if not hasattr(options, "output_dir"):  # of a training, whose settings were recorded when it began
+        paths.record(options, settings)
+    if isinstance(problem, str):
+        raise CheckFailed(problem)
     return 0
+
+
+def _resumes(run: Callable) -> bool:
+    """Returns whether a command takes `begun`, a function that it calls when its long work begins."""
+    return "begun" in inspect.signature(run).parameters
 
 
 # Flags.
@@ -211,10 +222,14 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     return values
 
 
-def _parsed(values: flags.FlagValues, arguments: list[str]) -> list[str]:
+def _parsed(values: flags.FlagValues, arguments: list[str], command: Command) -> list[str]:
     """Reads the flags; returns the other arguments."""
     try:
         return values(["specdec", *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        if not command.arguments:
+            raise
+        raise UsageError(f"{error}; write -- before sentences that begin with a dash") from None
     except flags.IllegalFlagValueError as error:
         kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
         found = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
@@ -343,18 +358,6 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
         name = found[1] if found else name
         text += "\n# Flags, which override what is above:\n" if given else ""
     return text + "".join(f"{name}.{field} = {value!r}\n" for field, value in given.items())
-
-
-def _beside_output(options: Any) -> pathlib.Path | None:
-    """Returns where a run's settings are written: to `operative.gin` in its folder, or to its
-    output file's name and `.gin`."""
-    if folder := getattr(options, "output_dir", None):
-        return pathlib.Path(folder, "operative.gin")
-    file = getattr(options, "output_file", None) or getattr(options, "output", None)
-    if not file or writing.passes_through(file):
-        return None
-    path = pathlib.Path(file).absolute()  # a folder may end in "/"
-    return path.with_name(f"{path.name}.gin")
 
 
 def _fits(value: Any, kind: Any) -> bool:

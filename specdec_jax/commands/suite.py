@@ -5,7 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +28,15 @@ from specdec_jax.models.language_model import LanguageModel
 SUITES = ("paper",)
 
 
-def run(options: BenchmarkOptions) -> None:
-    """Runs `specdec benchmark`, one comparison or a suite."""
+def run(options: BenchmarkOptions, begun: Callable[[], object] = lambda: None) -> None:
+    """Runs `specdec benchmark`, one comparison or a suite.
+
+    `begun` is called when a suite begins a file that a kill leaves behind.
+    """
     if options.suite is None:
         benchmark_command.run(options)
     else:
-        _run(options)
+        _run(options, begun)
 
 
 def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
@@ -110,7 +113,7 @@ def _names(text: str | None) -> list[str]:
     return [name for name in (text or "").split(",") if name]
 
 
-def _run(options: BenchmarkOptions) -> None:
+def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
     made = rows(options)
     assert options.output, "or it was refused"
     target, contents = _opened(made)
@@ -118,6 +121,7 @@ def _run(options: BenchmarkOptions) -> None:
                 "contents": contents}  # fmt: skip
     failed: list[str] = []
     with Journal(options.output, settings, len(made)) as journal, Progress("rows", len(made), quiet=True) as progress:
+        begun()
         if journal.done:
             progress.message(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
             progress.skip(len(journal.done))

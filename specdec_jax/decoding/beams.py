@@ -11,7 +11,7 @@ import numpy as np
 from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan, plan
-from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, finish, stats_of
+from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, collect, stats_of, target_of
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import search
@@ -267,15 +267,13 @@ def begin(
 
 
 def _result(target: LanguageModel, job: Plan, found: dict, places) -> GenerationResult:
-    """Trims and detokenises the hypotheses of a search.
-
-    Raises:
-      NotNumbers: the search met logits that are not numbers.
-    """
+    """Trims and detokenises the hypotheses of a search; an input whose logits were not finite numbers has none."""
     request, best, there = job.request(places), found["best"], found["there"].reshape(-1)
-    for (row,) in np.argwhere(found["failed"])[:1]:
-        source = f"the target {target.name}" + (" or the processor" if job.program.mode.processor else "")
-        raise NotNumbers(source, int(request.inputs[row * job.samples]), int(found["failed"][row]) - 1)
+    source = target_of(target, job.program)
+    errors = [
+        NotNumbers(source, int(number), int(failed) - 1) if failed else None
+        for number, failed in zip(request.inputs, np.repeat(found["failed"], job.samples))
+    ]
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     lengths = np.where(there & ~request.empty, flat(best.lengths), 0)
     log_probs, adjusted = flat(best.log_probs), best.adjusted_log_probs
@@ -285,8 +283,8 @@ def _result(target: LanguageModel, job: Plan, found: dict, places) -> Generation
         log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else flat(adjusted), draft_failed=none,
         counts=jax.tree.map(lambda x: np.repeat(x, job.samples, axis=0), found["counts"]), program=job.program,
     )  # fmt: skip
-    result = finish(target, committed, request)
-    reasons = [reason if here else "none" for reason, here in zip(result.finish_reasons, there)]
+    result = collect(target, committed, request, errors)
+    reasons = [reason if here or error else "none" for reason, here, error in zip(result.finish_reasons, there, errors)]
     stats = stats_of(found["counts"], found["steps"], token_by_token=True)
     return result._replace(
         stats=stats, scores=np.where(request.empty, 0, flat(best.scores)).astype(np.float32), finish_reasons=reasons

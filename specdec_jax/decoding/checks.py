@@ -14,6 +14,10 @@ from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifier import Verifier
 
+# What may become of a row with logits that are not finite numbers.
+NON_FINITE = ("raise", "report")
+_LISTED = 10  # the most numbers of inputs in a message
+
 
 class UnsupportedCombination(ValueError):
     """Options that are valid one by one but make no sense together."""
@@ -159,6 +163,14 @@ def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str
     return tuple(stop)
 
 
+def check_non_finite(non_finite) -> bool:
+    """Returns whether rows with logits that are not finite numbers are reported; raises ValueError for another word
+    than "raise" and "report"."""
+    if not isinstance(non_finite, str) or non_finite not in NON_FINITE:
+        raise ValueError(f"non_finite: got {non_finite!r}, expected {' or '.join(map(repr, NON_FINITE))}")
+    return non_finite == "report"
+
+
 def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
     """Returns one integer, or one per input, as `[batch]` int32; raises ValueError for any outside
     `least` … `most`."""
@@ -168,3 +180,43 @@ def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.nda
     if array.ndim and array.shape != (batch,):
         raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
     return np.broadcast_to(array.astype(np.int32), (batch,))
+
+
+def check_input_lengths(
+    name: str, lengths: Sequence[int], most: int, positions: int | None, first: int = 0, option="max_input_length"
+) -> None:
+    """Raises ValueError, which says how many inputs are too long, which, and what would do.
+
+    Args:
+      name: what an input is called.
+      lengths: number of tokens of each input.
+      most: the limit, `max_input_length`.
+      positions: the most tokens of a sequence that the model takes; None: any number.
+      first: number of the first input in messages.
+      option: what sets the limit.
+    """
+    numbers = [number for number, length in enumerate(lengths) if length > most]
+    if numbers:
+        worst = max(lengths)
+        takes_all = positions is None or worst < positions
+        advice = f"{option}={worst} takes all" if takes_all else f"the model has {positions:,} positions"
+        raise ValueError(
+            f"{listed(name, numbers, len(lengths), first)}: got {'up to ' * (len(numbers) > 1)}{worst:,} tokens, "
+            f"expected at most max_input_length = {most}; {advice}"
+        )
+
+
+def listed(name: str, numbers: Sequence[int], total: int, first: int = 1) -> str:
+    """Returns numbers in words, "sentence 3" or "sentences 3, 5 (2 of 12)"; long lists are cut.
+
+    Args:
+      name: what is numbered.
+      numbers: the numbers, from 0.
+      total: how many there are.
+      first: number that stands for 0 in the text.
+    """
+    if len(numbers) == 1:
+        return f"{name} {numbers[0] + first}"
+    shown = [str(number + first) for number in sorted(numbers)[:_LISTED]]
+    more = [f"{len(numbers) - _LISTED:,} more"] if len(numbers) > _LISTED else []
+    return f"{name}s {', '.join([*shown, *more])} ({len(numbers):,} of {total:,})"

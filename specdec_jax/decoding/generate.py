@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec_jax.decoding.beams import plan_decoding
+from specdec_jax.decoding.checks import check_non_finite
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance, complete, decode_plan
 from specdec_jax.decoding.request import Plan
@@ -30,7 +31,7 @@ def generate(
     input_lengths=None, max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (), deadline: float | None = None, num_beams: int | None = None,
     length_penalty: float | None = None, beam_style: str = "t5x", early_stopping: bool | str = False,
-    num_return_sequences: int = 1, beam_width: int | None = None,
+    num_return_sequences: int = 1, beam_width: int | None = None, non_finite: str = "raise",
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
@@ -64,13 +65,13 @@ def generate(
         reaches into one are part of the result.
       deadline: seconds after the call, compilation included (see `warm_up`), until the rows are returned as they are.
       num_beams: K beams of a beam search; None: none. For what follows it see `beams.BeamOptions`.
+      non_finite: "raise" an error at NaN and infinite logits, or "report" it in the result's `errors`, row by row.
 
     Raises:
-      UnsupportedCombination: options that make no sense together (a ValueError).
-      NotNumbers: NaN or infinite logits, from damaged weights or a processor (a ValueError, found after decoding).
+      UnsupportedCombination: options that make no sense together. NotNumbers: see `non_finite`. Both are ValueErrors.
       ValueError: a bad argument; the message says what was got and what was expected. Raised before anything compiles.
     """
-    begun = time.monotonic()
+    begun, reports = time.monotonic(), check_non_finite(non_finite)
     job = plan_decoding(
         target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier, lenience=lenience,
         typical_epsilon=typical_epsilon, typical_delta=typical_delta, forced_alpha=forced_alpha,
@@ -79,7 +80,7 @@ def generate(
         num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width,
         early_stopping=early_stopping, num_return_sequences=num_return_sequences, tree=tree,
     )  # fmt: skip
-    return complete(target, job, None, begun)
+    return complete(target, job, None, begun).checked(reports)
 
 
 def warm_up(
@@ -117,7 +118,7 @@ def warm_up(
 def _run_once(target: LanguageModel, job: Plan) -> None:
     """Runs one iteration of a plan, so that its programs are compiled."""
     if job.search is not None:
-        complete(target, job, None, time.monotonic())
+        complete(target, job, None, time.monotonic()).checked()
         return
     # Nothing is to be learned from such inputs.
     request = dataclasses.replace(job.request(), learns=None)

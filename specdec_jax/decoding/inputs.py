@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec_jax.decoding.checks import check_input_lengths
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only, given_lengths
 from specdec_jax.models.vocabularies import check_lengths
@@ -134,9 +135,7 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
     else:
         end = list(target.vocabulary.eos_ids[:1])
         inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
-    for number, ids in enumerate(inputs, 1):
-        if len(ids) > max_input_length:
-            raise ValueError(
-                f"sentence {number}: got {len(ids)} tokens, expected at most max_input_length = {max_input_length}"
-            )
+    check_input_lengths(
+        "sentence", list(map(len, inputs)), max_input_length, target.config.max_positions, 1, "--max_input_length"
+    )
     return inputs

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding.beams import plan_decoding
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, check_non_finite
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.request import Plan, prefill
-from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, Stats, finish
+from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, Stats, collect, in_words
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import pinned, row_parts
@@ -52,13 +52,14 @@ class Output(NamedTuple):
     """The output of one row.
 
     Attributes:
-      text: the text, None without a vocabulary.
+      text: the text, None without a vocabulary or where the row has no output.
       tokens: new token ids, EOS included.
       log_probs, adjusted_log_probs: their log-probabilities under the target's own law and under
         the sampled law.
       finish_reason: why the row ended, as in `GenerationResult`.
       stats: statistics of the row; for a beam search, of its input.
       score: score of the hypothesis in a beam search, else None.
+      error: as in `GenerationResult`.
     """
 
     text: str | None
@@ -68,11 +69,17 @@ class Output(NamedTuple):
     finish_reason: str
     stats: Stats
     score: float | None = None
+    error: NotNumbers | None = None
+
+    def __repr__(self) -> str:
+        what = self.tokens if self.text is None and not self.error else self.text
+        return f"Output({in_words(what, len(self.tokens), self.finish_reason, self.score)})"
 
 
 def decode_stream(
-    target: LanguageModel, inputs, *, batch_size: int = 8, refill: bool = True, skip: Collection[int] = (), **options
-) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    target: LanguageModel, inputs, *, batch_size: int = 8, refill: bool = True, skip: Collection[int] = (),
+    non_finite: str = "raise", **options,
+) -> Iterator[tuple[int, tuple[Output, ...]]]:  # fmt: skip
     """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are
     finished, in any order.
 
@@ -86,6 +93,7 @@ def decode_stream(
       refill: whether finished rows are refilled with the next inputs. False decodes batches of like
         length, each of which runs until its last row is done.
       skip: numbers of inputs that are left out; keys and shapes of the others stay as they are.
+      non_finite: as for `generate`; with "report" one input whose logits are not finite numbers does not end the job.
       options: as for `generate`; they may have one value per input.
 
     Raises:
@@ -98,9 +106,11 @@ def decode_stream(
         raise UnsupportedCombination(
             f"deadline: got {options['deadline']} with refill=True, expected refill=False: only a batch has an end"
         )
+    reports = check_non_finite(non_finite)
     job = plan_decoding(target, inputs, batch_size=batch_size, **options)
     refill &= job.search is None  # a search of the longest row takes few steps more than that of another
-    return (_refilled if refill else _batches)(target, job, batch_size, frozenset(skip))
+    outputs = (_refilled if refill else _batches)(target, job, batch_size, frozenset(skip))
+    return outputs if reports else _checked(outputs)
 
 
 def decode_all(
@@ -129,7 +139,9 @@ def decode_all(
             key=keys, num_samples=num_samples, **options,
         )  # fmt: skip
         try:
-            yield from _in_order(outputs)
+            for output in _in_order(outputs):
+                error = output.error
+                yield output._replace(error=error.at(error.input + start + first)) if error else output
         except NotNumbers as error:
             raise error.at(error.input + start + first) from None
 
@@ -156,6 +168,14 @@ def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Out
         while number in waiting:
             yield from waiting.pop(number)
             number += 1
+
+
+def _checked(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    """Yields what it is given; raises the first error of an output."""
+    for number, found in outputs:
+        for error in (output.error for output in found if output.error):
+            raise error
+        yield number, found
 
 
 def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
@@ -214,7 +234,7 @@ def _through_one_state(target: LanguageModel, job: Plan, size: int, width: int, 
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
     def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
-        for row, output in zip(rows.tolist(), _outputs(finish(target, committed, whole.of(rows))), strict=True):
+        for row, output in zip(rows.tolist(), _outputs(collect(target, committed, whole.of(rows))), strict=True):
             place, sample = divmod(row, samples)
             gathered[place][sample] = output
             if len(gathered[place]) == samples:
@@ -343,5 +363,6 @@ def _outputs(result: GenerationResult) -> list[Output]:
         # A search counts by input, of which it returns as many hypotheses as it was asked for.
         stats = result.stats.per_row[row * len(result.stats.per_row) // len(result.lengths)]
         score = None if result.scores is None else float(result.scores[row])
-        rows.append(Output(texts[row], tokens, log_probs, adjusted, result.finish_reasons[row], stats, score))
+        reason, error = result.finish_reasons[row], result.errors[row]
+        rows.append(Output(texts[row], tokens, log_probs, adjusted, reason, stats, score, error))
     return rows

@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec_jax.decoding.beams import run_search
 from specdec_jax.decoding.request import Plan, Request
-from specdec_jax.decoding.results import Committed, GenerationResult, finish
+from specdec_jax.decoding.results import Committed, GenerationResult, collect
 from specdec_jax.decoding.stop import cut
 from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative import prefill
@@ -59,7 +59,7 @@ def _decode(target, drafter, program, slots, max_iterations, *arguments) -> dict
 
 
 def complete(target, job: Plan, places, begun: float) -> GenerationResult:
-    """Decodes the inputs at `places` to their end.
+    """Decodes the inputs at `places` to their end; returns the errors of rows with the result.
 
     Args:
       target: the target.
@@ -70,11 +70,11 @@ def complete(target, job: Plan, places, begun: float) -> GenerationResult:
     if job.search is not None:
         return run_search(target, job, places)
     if not job.stop and not job.deadline:
-        return finish(target, decode_plan(job, places), job.request(places))
+        return collect(target, decode_plan(job, places), job.request(places))
     state, request = job.start(places)
     for state in advance_by(target, state, request, np.int32(1 if job.deadline else STOP_EVERY), begun):
         pass
-    return finish(target, state, request)
+    return collect(target, state, request)
 
 
 def decode_plan(job: Plan, places=None, max_iterations=FOREVER) -> "Committed":

@@ -86,7 +86,8 @@ class Progress:
         if not self._new:
             return "none yet"
         left = int((self._total - self._done) / speed)
-        return f"{speed:,.1f} a second, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        rate = f"{speed:,.1f} a second" if speed >= 1 else f"{1 / speed:,.1f} seconds each"
+        return f"{rate}, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
 
 def track(

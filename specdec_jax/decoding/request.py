@@ -14,6 +14,7 @@ from specdec_jax.decoding import costs
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_eos_ids,
+    check_input_lengths,
     check_limits,
     check_pair,
     check_per_row,
@@ -25,6 +26,7 @@ from specdec_jax.decoding.checks import (
 from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, pad, prompt_tokens, slots
 from specdec_jax.decoding.keys import row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
+from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import prefill as speculative_prefill
@@ -217,6 +219,7 @@ def plan(
       batch_size: number of inputs that are decoded together; None: all.
       first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
     """
+    check_process()
     if num_beams is not None:
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
@@ -292,9 +295,7 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
     tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
-    if max(lengths) > longest:
-        row = int(np.argmax(lengths))
-        raise ValueError(f"input {row}: got {lengths[row]} tokens, expected at most max_input_length = {longest}")
+    check_input_lengths("input", lengths.tolist(), longest, target.config.max_positions)
     return inputs, tokens, lengths
 
 

@@ -1,5 +1,6 @@
 """Trims and detokenises what the loop committed, and counts what happened."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,8 +9,11 @@ import numpy as np
 from specdec_jax.decoding import costs
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import cut
+from specdec_jax.files.reading import shown
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
+
+_SHOWN = 10  # the most rows of a result that are printed
 
 
 class Stats(NamedTuple):
@@ -39,34 +43,42 @@ class Stats(NamedTuple):
     per_row: tuple["Stats", ...] | None = None
     accepted_per_target_call: float | None = None
 
+    def __repr__(self) -> str:
+        plain = {name: getattr(value, "tolist", lambda value=value: value)() for name, value in self._asdict().items()}
+        plain["per_row"] = self.per_row if self.per_row is None else f"<{len(self.per_row)} rows>"
+        return f"Stats({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
 
 class NotNumbers(ValueError):
     """NaN or infinite logits, from which no output can be drawn.
 
     Attributes:
       source: whose logits they are.
-      input: number of the input.
+      input: number of the input, from 0.
       token: number of the new token, from 0.
+      by_drafter: whether they are a drafter's. The row then has an output, which is the target's.
+      reason: the message without the input's number.
     """
 
-    def __init__(self, source: str, input: int, token: int):
-        self.source, self.input, self.token = source, input, token
-        super().__init__(
-            f"input {input}: got logits from {source} that are not finite numbers, at new token {token}, expected "
-            "numbers: are its weights damaged?"
+    def __init__(self, source: str, input: int, token: int, by_drafter: bool = False):
+        self.source, self.input, self.token, self.by_drafter = source, input, token, by_drafter
+        self.reason = (
+            f"got logits from {source} that are not finite numbers, at new token {token}, expected numbers: are its "
+            "weights damaged?"
         )
+        super().__init__(f"input {input}: {self.reason}")
 
     def at(self, input: int) -> "NotNumbers":
         """Returns the same error with `input` as the number of the input, for inputs that are a
         part of more."""
-        return NotNumbers(self.source, input, self.token)
+        return NotNumbers(self.source, input, self.token, self.by_drafter)
 
 
 class GenerationResult(NamedTuple):
     """What `generate` returns.
 
     Attributes:
-      texts: one string per input, or None without a vocabulary.
+      texts: one string per row, None for a row without output; or None without a vocabulary.
       tokens: `[B, max_new_tokens]` int32 new tokens, EOS included, then 0.
       lengths: `[B]` int32, how many of them count.
       log_probs: `[B, max_new_tokens]` float32, log-probability of each token under the target's own law
@@ -76,11 +88,13 @@ class GenerationResult(NamedTuple):
         (processors, temperature and filters applied), then 0; −inf for a token that this law
         excludes and a lossy verifier accepted.
       finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string), "deadline", or "empty"
-        (nothing to decode); of a beam search also "none" (fewer hypotheses have finished).
+        (nothing to decode); of a beam search also "none" (fewer hypotheses have finished); "error" (no output: see
+        `errors`).
       scores: of a beam search `[B]` float32, by which its hypotheses are ordered; else None.
+      errors: for each row what was wrong with its logits, or None. Not None only if `non_finite="report"`.
     """
 
-    texts: list[str] | None
+    texts: list[str | None] | None
     tokens: np.ndarray
     lengths: np.ndarray
     log_probs: np.ndarray
@@ -88,6 +102,33 @@ class GenerationResult(NamedTuple):
     adjusted_log_probs: np.ndarray
     finish_reasons: list[str]
     scores: np.ndarray | None = None
+    errors: Sequence[NotNumbers | None] = ()
+
+    def checked(self, reports: bool = False) -> "GenerationResult":
+        """Returns the result itself; unless it `reports`, raises the first of its `errors`, the target's before a
+        drafter's."""
+        found = [error for error in self.errors if error is not None]
+        if found and not reports:
+            raise min(found, key=lambda error: error.by_drafter)
+        return self
+
+    def __repr__(self) -> str:
+        rows = []
+        for row, length in enumerate(self.lengths[:_SHOWN].tolist()):
+            what = self.tokens[row, :length].tolist() if self.texts is None else self.texts[row]
+            score = None if self.scores is None else float(self.scores[row])
+            rows.append(f"\n  {row}: {in_words(what, length, *self.finish_reasons[row : row + 1], score)}")
+        more = f"\n  … {len(self.lengths) - _SHOWN:,} more" if len(self.lengths) > _SHOWN else ""
+        per_call = getattr(self.stats, "tokens_per_target_call", None)
+        speed = "" if per_call is None else f", {per_call:.2f} per target call"
+        head = f"GenerationResult({len(self.lengths):,} rows, {self.lengths.sum():,} tokens{speed})"
+        return f"{head}{''.join(rows)}{more}"
+
+
+def in_words(what: str | list[int] | None, length: int, reason: str = "", score: float | None = None) -> str:
+    """Returns a row's text or tokens with their number, the finish reason and the score, on one short line."""
+    scored = "" if score is None else f", score {score:.4g}"
+    return f"{shown(what)} ({reason}{', ' * bool(reason)}{length} token{'s' * (length != 1)}{scored})"
 
 
 class Committed(NamedTuple):
@@ -123,9 +164,24 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     Raises:
       NotNumbers: the target or the drafter gave logits that are not finite numbers.
     """
+    return collect(target, state, request).checked()
+
+
+def collect(
+    target: LanguageModel, state: DecodeState | Committed, request: Request,
+    errors: Sequence[NotNumbers | None] | None = None,
+) -> GenerationResult:  # fmt: skip
+    """Returns what `finish` returns, with the errors of rows in the place of an exception.
+
+    A row whose target gave logits that are not finite numbers has no output.
+
+    Args:
+      target, state, request: as for `finish`.
+      errors: those of each row, if they are known; None: they are looked for.
+    """
     if isinstance(state, DecodeState):
         state = Committed.of(state)
-    _check_numbers(target, state, request)
+    errors = _errors(target, state, request) if errors is None else errors
     tokens, ends, done, log_probs, adjusted, _, counts, program = state
     columns, starts = np.arange(max(request.limits)), request.prefix_lengths
     committed = ends - starts
@@ -134,8 +190,11 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     tokens = np.take_along_axis(tokens, slots, axis=1)
     reasons = _finish_reasons(tokens, committed, done, request)
     lengths, texts = committed.copy(), None
+    lost = [row for row, error in enumerate(errors) if error is not None and not error.by_drafter]
+    for row in lost:
+        lengths[row], reasons[row] = 0, "error"
     for row in range(len(lengths)) if request.stop else ():
-        kept = cut(target.vocabulary, tokens[row, : committed[row]].tolist(), request.stop)
+        kept = cut(target.vocabulary, tokens[row, : lengths[row]].tolist(), request.stop)
         if kept is not None:
             lengths[row], reasons[row] = kept, "stop"
     live = columns < lengths[:, None]
@@ -145,22 +204,33 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
-    if request.learns:
+        for row in lost:
+            texts[row] = None
+    if request.learns and not any(errors):
         costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
     stats = stats_of(counts, committed, token_by_token=program.verifier.has_rate or program.mode.greedy)
-    return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons)
+    return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons, None, errors)
 
 
-def _check_numbers(target: LanguageModel, state: Committed, request: Request) -> None:
-    slots = np.arange(state.tokens.shape[1])
-    committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
-    for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[:1]:
-        source = f"the target {target.name}" + (" or the processor" if state.program.mode.processor else "")
-        raise NotNumbers(source, int(request.inputs[row]), int(slot - request.prefix_lengths[row]))
-    for (row,) in np.argwhere(state.draft_failed)[:1]:
+def _errors(target: LanguageModel, state: Committed, request: Request) -> list[NotNumbers | None]:
+    """Returns of each row the target's first logits that are not finite numbers, else the drafter's, or None."""
+    found: list[NotNumbers | None] = [None] * len(state.lengths)
+    for (row,) in np.argwhere(state.draft_failed):
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
         assert request.drafter is not None
-        raise NotNumbers(f"the drafter {request.drafter.name}", int(request.inputs[row]), token)
+        found[row] = NotNumbers(f"the drafter {request.drafter.name}", int(request.inputs[row]), token, True)
+    slots = np.arange(state.tokens.shape[1])
+    committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
+    for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[::-1]:  # the first of a row last
+        found[row] = NotNumbers(
+            target_of(target, state.program), int(request.inputs[row]), int(slot - request.prefix_lengths[row])
+        )
+    return found
+
+
+def target_of(target: LanguageModel, program: StaticConfig) -> str:
+    """Returns whose logits the target's are, in words: a processor may have changed them."""
+    return f"the target {target.name}" + (" or the processor" if program.mode.processor else "")
 
 
 def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.decoding.checks import check_non_finite
 from specdec_jax.decoding.loop import FOREVER, advance_by
 from specdec_jax.decoding.request import Request, prepare
-from specdec_jax.decoding.results import finish
+from specdec_jax.decoding.results import NotNumbers, collect
 from specdec_jax.decoding.stop import shown
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import DecodeState
@@ -23,15 +24,18 @@ class Piece(NamedTuple):
       text: new text, in whole characters; the pieces of a row joined are its text.
       tokens: new ids; those of all pieces of a row joined are its ids.
       finish_reason: as in `GenerationResult`, with a row's last piece; None before.
+      error: as in `GenerationResult`, with a row's last piece. With the finish reason "error" the row has no output,
+        whatever its pieces before had.
     """
 
     row: int
     text: str
     tokens: list[int]
     finish_reason: str | None
+    error: NotNumbers | None = None
 
 
-def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Iterator[Piece]:
+def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "raise", **options) -> Iterator[Piece]:
     """Decodes a batch and yields the text of its rows as it is committed.
 
     What may turn out to be a part of a character, or of a stop string, is held back. The pieces of
@@ -41,6 +45,7 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Itera
       target, inputs: as for `generate`.
       every: number of iterations after which text is yielded; more make fewer, longer pieces and
         less work for the host.
+      non_finite: as for `generate`.
       options: as for `generate`.
     """
     begun = time.monotonic()
@@ -48,11 +53,12 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, **options) -> Itera
         raise ValueError("stream: got a model without a vocabulary, expected one that has one (text is yielded)")
     if not isinstance(every, int | np.integer) or not 1 <= every <= FOREVER:
         raise ValueError(f"every: got {every!r}, expected an integer of at least 1")
+    reports = check_non_finite(non_finite)
     state, request = prepare(target, inputs, **options)
-    return _pieces(target, state, request, every, begun)
+    return _pieces(target, state, request, every, begun, reports)
 
 
-def _pieces(target, state: DecodeState, request: Request, every: int, begun: float) -> Iterator[Piece]:
+def _pieces(target, state: DecodeState, request: Request, every: int, begun: float, reports: bool) -> Iterator[Piece]:
     vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
     for state in advance_by(target, state, request, np.int32(every), begun):
         tokens, lengths, done = jax.device_get((state.tokens, state.lengths, state.done))
@@ -68,18 +74,19 @@ def _pieces(target, state: DecodeState, request: Request, every: int, begun: flo
         newly = [row for row in np.flatnonzero(done) if row not in closed]
         closed.update(newly)
         if newly:
-            yield from _last_pieces(target, state, request, newly, sent)
+            yield from _last_pieces(target, state, request, newly, sent, reports)
     rest = [row for row in range(len(sent)) if row not in closed]
-    yield from _last_pieces(target, state, request, rest, sent)
+    yield from _last_pieces(target, state, request, rest, sent, reports)
 
 
-def _last_pieces(target, state: DecodeState, request: Request, rows, sent) -> Iterator[Piece]:
+def _last_pieces(target, state: DecodeState, request: Request, rows, sent, reports: bool) -> Iterator[Piece]:
     if not rows:
         return
-    result = finish(target, state, request)
+    result = collect(target, state, request).checked(reports)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
-        yield Piece(row, _after(target.vocabulary, ids, sent[row]), ids[sent[row] :], result.finish_reasons[row])
+        text, error = _after(target.vocabulary, ids, sent[row]), result.errors[row]
+        yield Piece(row, text, ids[sent[row] :], result.finish_reasons[row], error)
 
 
 def _after(vocabulary, ids: list[int], count: int) -> str:

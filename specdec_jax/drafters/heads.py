@@ -108,6 +108,8 @@ class HeadsDrafter(Drafter):
         """Parameters as a nested dict of arrays, made on demand from the decode loop's layout."""
         return heads.unpack(self.network.params)
 
+    __repr__ = Drafter.__repr__  # not the dataclass's, with all arrays
+
     @property
     def name(self) -> str:
         return f"{self.config.num_heads} heads"

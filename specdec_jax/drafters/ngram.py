@@ -20,6 +20,7 @@ from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 from specdec_jax.speculative.trees import CHILDREN, POINTS
 
@@ -93,6 +94,8 @@ class NGramDrafter(ChainDrafter):
                 f"target ({vocabulary.size} pieces)"
             )
         return cls(table, bool(values.get("sampled", False)) if sampled is None else sampled)
+
+    __repr__ = Drafter.__repr__  # not the dataclass's, with all arrays
 
     @property
     def name(self) -> str:

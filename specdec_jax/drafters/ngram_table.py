@@ -71,6 +71,9 @@ class NGramTable:
     continuations: int = flax.struct.field(pytree_node=False)
     fingerprint: str = flax.struct.field(pytree_node=False, default="")
 
+    def __repr__(self) -> str:
+        return f"NGramTable({self.order}-grams of {self.vocab_size:,} ids, {len(self.counts):,} continuations)"
+
     @classmethod
     def count(
         cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token=0, continuations=8,

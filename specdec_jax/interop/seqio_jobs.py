@@ -154,7 +154,8 @@ class Job:
         `aux` has the prediction's log-probability under the target's own law, or its score in a
         beam search. `score`, if targets are scored, is T5X's score in its mode score. `task`, if
         there are several, names the example's task. Several outputs, which come the best first,
-        are listed with the best last, as in T5X.
+        are listed with the best last, as in T5X. An output that is missing, since its logits were not
+        finite numbers, is null, and `error` says why; to metrics it is an empty one.
         """
         example = self.examples[number]
         vocabulary = example.task.output_features["targets"].vocabulary
@@ -164,15 +165,18 @@ class Job:
                 return tokens + [0] * (self._width - len(tokens))
             return _plain(vocabulary.decode(tokens))
 
+        lost = [output.finish_reason == "error" for output in outputs]
         score = lambda output: math.fsum(output.log_probs) if output.score is None else output.score
         listed = lambda values: values[0] if len(outputs) == 1 else values[::-1]
         record: dict[str, Any] = {"task": example.task.name} if len(self._tasks) > 1 else {}
         record |= {
             "inputs": _pretokenized(example.fields),
-            "prediction": listed([prediction(output.tokens) for output in outputs]),
+            "prediction": listed([None if bad else prediction(output.tokens) for output, bad in zip(outputs, lost)]),
             "prediction_tokens": listed([output.tokens for output in outputs]),
-            "aux": {"scores": listed([_finite(score(output)) for output in outputs])},
+            "aux": {"scores": listed([None if bad else _finite(score(output)) for output, bad in zip(outputs, lost)])},
         }
+        if any(lost):
+            record["error"] = next(output.error.reason for output in outputs if output.error)
         if self._scores:
             record["score"] = _finite(self._scores(number))
         return [json.dumps(record, ensure_ascii=False, allow_nan=False)]
@@ -187,7 +191,8 @@ class Job:
           ValueError: a metric function failed.
         """
         records = [json.loads(line) for line in lines]
-        found, notes = {}, []
+        lost = sum("error" in record for record in records)
+        found, notes = {}, [f"no output, which metrics take for an empty one: {lost} examples"] if lost else []
         for task in self._tasks:
             members = [number for number, example in enumerate(self.examples) if example.task is task]
             fields = [self.examples[number].fields for number in members]

@@ -13,6 +13,7 @@ from specdec_jax.models import identity, layouts, panels
 from specdec_jax.models.axes import Logits
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.filling import filled_params
+from specdec_jax.models.forks import check_process
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.network import (
     Network,
@@ -70,6 +71,7 @@ class LanguageModel:
           ValueError: an id without a logit, a shape that the mesh cannot divide, or kernels in 8
             bits where they cannot be used.
         """
+        check_process()
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.encoder_fingerprint = encoder_fingerprint
@@ -132,6 +134,7 @@ class LanguageModel:
     @classmethod
     def _made(cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how):
         """Returns a model of the parameters that `make` makes, once it is checked that there can be one."""
+        check_process()
         panels.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
@@ -139,6 +142,11 @@ class LanguageModel:
         if quantize in panels.INPUT_BITS:
             params = layouts.round_params(params, panels.input_bits(quantize), config.logits_via_embedding)
         return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
+
+    def __repr__(self) -> str:
+        kind = f"{self.config.dtype}{', weights in int8' * self.quantized}"
+        vocabulary = "none" if self.vocabulary is None else f"{self.vocabulary.size:,} ids"
+        return f"LanguageModel({self.name!r}: {self.network!r}, {kind}, vocabulary: {vocabulary})"
 
     @property
     def params(self) -> dict:
@@ -193,6 +201,7 @@ class LanguageModel:
             matter), more ids than it has positions, no inputs for a model with an encoder, or an
             `encoder` that is missing or does not fit.
         """
+        check_process()
         if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
             got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
             raise ValueError(f"encoder: got {got}, expected {_expected_encoder(self.config)}")

@@ -15,6 +15,7 @@ from specdec_jax.models.cache import ROWS, TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.nodes import AnyNodes
 from specdec_jax.models.panels import input_bits
+from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules, pinned, read
 
 
@@ -33,6 +34,9 @@ class Network:
     module: FamilyModule = flax.struct.field(pytree_node=False)
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
     platform: str = flax.struct.field(pytree_node=False, default="cpu")
+
+    def __repr__(self) -> str:
+        return f"{type(self.config).__name__} of {parameter_count(self.config):,} parameters"
 
     @property
     def together(self) -> int | None:

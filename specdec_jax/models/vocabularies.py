@@ -52,6 +52,9 @@ class Vocabulary(abc.ABC):
     size: int
     eos_ids: tuple[int, ...] = (EOS_ID,)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.size:,} ids)"
+
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without EOS."""

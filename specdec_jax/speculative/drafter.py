@@ -147,6 +147,9 @@ class Drafter:
         default 2 · `beams`."""
         return 2 * beams if wanted is None else wanted
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self, 'name', 'under jit')})"  # where a drafter has no model
+
     @property
     def name(self) -> str:
         """The drafter's name in messages and records."""

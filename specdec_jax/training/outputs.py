@@ -2,7 +2,7 @@
 kill."""
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import rich.console
@@ -103,7 +103,7 @@ def write_outputs(
                     progress.skip(min(config.shard_size, len(job.texts) - start) * job.per_source)
                 else:
                     lines = []
-                    for line in _lines(config, target, job, start):
+                    for line in _lines(config, target, job, start, progress.message):
                         lines.append(line)
                         progress.advance()
                         _stop_if_asked(signals, progress)
@@ -122,17 +122,32 @@ def _stop_if_asked(signals: list[int], progress: Progress) -> None:
         raise KeyboardInterrupt(signals[0])
 
 
-def _lines(config: OutputSettings, target: LanguageModel, job: Job, start: int) -> Iterator[str]:
+def _lines(
+    config: OutputSettings, target: LanguageModel, job: Job, start: int, say: Callable[[str], None]
+) -> Iterator[str]:
     """Yields a line for each output of one shard; "" for an output with the id of padding, which
-    training could not read."""
+    training could not read, and for none, where logits were not finite numbers, which is said.
+
+    Raises:
+      NotNumbers: there is no output at all.
+    """
     chosen = slice(start, start + config.shard_size)
     outputs = decode_all(
         target, job.sources[chosen], batch_size=config.batch_size, seed=config.seed, first=job.first + start,
         num_samples=job.per_source, sampling=SamplingConfig(temperature=config.temperature if job.samples else 0.0),
-        max_new_tokens=config.max_new_tokens, max_input_length=config.buckets[-1],
+        max_new_tokens=config.max_new_tokens, max_input_length=config.buckets[-1], non_finite="report",
     )  # fmt: skip
-    texts = (text for text in job.texts[chosen] for _ in range(job.per_source))
+    texts = [text for text in job.texts[chosen] for _ in range(job.per_source)]
+    lost = []
     for text, output in zip(texts, outputs, strict=True):
+        if output.error is not None:
+            lost.append(output.error)
+            yield ""
+            continue
         assert output.text is not None, "the sources were text"
         columns = (text, " ".join(output.text.split()), " ".join(map(str, output.tokens)))
         yield "" if 0 in output.tokens else "\t".join(columns) + "\n"
+    if len(lost) == len(texts):
+        raise lost[0]
+    if lost:
+        say(f"{len(lost):,} of {len(texts):,} outputs are left out: {lost[0].reason}")

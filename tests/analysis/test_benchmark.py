@@ -109,7 +109,7 @@ def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
     listed = record["speculative"][0]["differences"]
     # The first row of each batch: by their places in the input, not among the sorted.
     assert [(item["input"], item["position"], item["near_tie"]) for item in listed] == [(1, 1, False), (2, 1, False)]
-    assert "got other tokens than plain decoding for inputs [1, 2]" in problems[0]
+    assert "got other tokens than plain decoding for sentences 2, 3" in problems[0]
     assert "not a near-tie" in summaries.benchmark_summary(record)
 
 

@@ -124,10 +124,10 @@ def test_wrong_tokens_are_reported(target, batches, options):
     found = record["against"]["differences"]
     assert [(item["input"], item["position"], item["near_tie"]) for item in found] == [(1, 1, False), (2, 1, False)]
     assert problems == [
-        "t5x: got other tokens than plain decoding for inputs [1, 2], expected the same but for near-ties"
+        "t5x: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
     ]
     text = beam_summaries.benchmark_summary(record)
-    assert "t5x differs from plain: input 1, token 1, not a near-tie (margin " in text and "1 of 3" in text
+    assert "t5x differs from plain: sentence 2, token 1, not a near-tie (margin " in text and "1 of 3" in text
     near = record["against"] | {"differences": [item | {"margin": 1e-6} for item in found]}
     assert comparison.problems(near, "float32", analysis_beams.MARGIN) == []
 

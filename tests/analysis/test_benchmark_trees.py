@@ -164,7 +164,7 @@ def test_wrong_tokens_are_reported_where_they_must_be_equal(
     record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, once)
     assert [(item["input"], item["position"]) for item in record["trees"][0]["differences"]] == found
     message = (
-        f"tree {STATIC}: got other tokens than plain decoding for inputs [1, 2], expected the same but for near-ties"
+        f"tree {STATIC}: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
     )
     assert problems == [message] * bool(found)
 

@@ -11,6 +11,8 @@ from absl.flags import FLAGS
 import specdec_jax as sd
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
+from specdec_jax.commands.endings import Endings
+from specdec_jax.commands.output_lines import one_line
 from specdec_jax.decoding import jobs
 from specdec_jax.decoding.stream import Piece
 
@@ -170,8 +172,8 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
     """Also where a piece ends amid the white space around one."""
     stream = lambda *_, **__: (Piece(0, text, [], None) for text in pieces)
     monkeypatch.setattr(generate, "stream", stream)
-    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {})
-    assert capsys.readouterr().out == generate._one_line("".join(pieces)) + "\n"
+    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {}, Endings(64, print))
+    assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
 
 
 def test_stream_decodes_one_at_a_time_unless_told_otherwise():

@@ -225,3 +225,21 @@ def test_ids_that_stand_for_themselves_are_padded_as_t5xs(target):
     (line,) = job.lines(0, [jobs.Output(None, [9, 1], [-1.0, -0.5], [], "eos", None)])
     expected = {"inputs": {}, "prediction": [9, 1, 0, 0], "prediction_tokens": [9, 1], "aux": {"scores": -1.5}}
     assert json.loads(line) == expected
+
+
+@needs_seqio
+def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
+    """The decoding of one example met logits that are not finite numbers."""
+    task = seqio.TaskRegistry.get("toy_more").replace(metric_fns=[seqio_jobs_of.words], metric_objs=[])
+    job = interop.Job([task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2)
+    found = jobs.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)
+    lost = jobs.Output(None, [], [], [], "error", None, None, sd.NotNumbers("the target toy", 1, 0))
+    lines = [line for number in range(len(PAIRS)) for line in job.lines(number, [lost if number == 1 else found])]
+    record = json.loads(lines[1])
+    assert (record["prediction"], record["prediction_tokens"], record["aux"]) == (None, [], {"scores": None})
+    assert record["error"].startswith("got logits from the target toy") and "error" not in json.loads(lines[0])
+    (several,) = job.lines(1, [found, lost])
+    assert json.loads(several)["prediction"][0] is None and json.loads(several)["aux"]["scores"] == [None, -4.0]
+    values, notes = job.evaluate(lines)
+    assert set(values["toy_more"]) == {"words", "kinds"}
+    assert notes == ["no output, which metrics take for an empty one: 1 examples"]

@@ -19,7 +19,8 @@ from specdec_jax.analysis import acceptance, arms, near_ties, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.checkpoints import huggingface, loader
 from specdec_jax.commands import benchmark as benchmark_command
-from specdec_jax.commands import distill, generate, main, measure
+from specdec_jax.commands import distill, main, measure
+from specdec_jax.commands.output_lines import one_line
 from specdec_jax.decoding.request import prepare
 from specdec_jax.models import parameters, t5
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
@@ -181,7 +182,7 @@ def test_specdec_generate(capsys):
     texts = ["The ferry froze", "", " stop"]
     ids = [golden().vocabulary.encode(text) for text in texts]
     assert 8 < max(map(len, ids)) <= 12, "the shapes of the golden batch"
-    expected = [generate._one_line(text) for text in decode_golden(ids, eos_ids=None).texts[:3]]
+    expected = [one_line(text) for text in decode_golden(ids, eos_ids=None).texts[:3]]
     argv = ["generate", f"--target={FOLDER}", "--drafter=exit:1", "--dtype=float32", "--batch_size=4", "--gamma=3"]
     argv += ["--compilation_cache_dir="]
     assert main.main([*argv, "--max_new_tokens=16", *texts, texts[1]]) == 0

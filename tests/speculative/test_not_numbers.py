@@ -197,10 +197,10 @@ def test_on_the_command_line(tmp_path, capsys):
     out = tmp_path / "out.txt"
     flags = f"--target={tmp_path / 'model'}", "--max_new_tokens=4", "--compilation_cache_dir="
     for more in ([], [f"--output_file={out}"], ["--stream"]):
-        assert main.main(["generate", *flags, *more, "one", "two"]) == 2
+        assert main.main(["generate", *flags, "--non_finite=raise", *more, "one", "two"]) == 2
         captured = capsys.readouterr()
         (line,) = [line for line in captured.err.splitlines() if line.startswith("specdec: error")]
-        assert "input 0: got logits from the target" in line and "at new token 0" in line
+        assert "sentence 1: got logits from the target" in line and "at new token 0" in line
     assert not out.exists()
 
 

@@ -34,7 +34,7 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         for item in arm.get("differences", ()):
             kind = "near-tie" if item["near_tie"] else "not a near-tie"
             lines.append(
-                f"  {name} differs from plain: input {item['input']}, token {item['position']}, {kind} "
+                f"  {name} differs from plain: sentence {item['input'] + 1}, token {item['position']}, {kind} "
                 f"(margin {item['margin']:.2e}), scores {item['scores'][0]:.6f} and {item['scores'][1]:.6f}"
             )
     return "\n".join(lines)

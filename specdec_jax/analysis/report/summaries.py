@@ -255,7 +255,7 @@ def tree_prediction(arm: Mapping[str, Any]) -> str:
 
 def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
-        f"  differs from plain: input {item['input']}, token {item['position']}, "
+        f"  differs from plain: sentence {item['input'] + 1}, token {item['position']}, "
         f"{'near-tie' if item['near_tie'] else 'not a near-tie'} "
         f"(margin {item['margin']:.2e}, noise {item['noise']:.2e})"
         for item in differences

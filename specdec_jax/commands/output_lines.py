@@ -1,0 +1,62 @@
+"""The lines that `specdec generate` prints or writes: texts, or JSON objects."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec_jax.decoding.jobs import Output
+from specdec_jax.decoding.results import Stats
+
+
+def stats_record(stats: Stats) -> dict:
+    """Returns a `Stats` as JSON values, without its rows."""
+    values = stats._replace(per_row=None)._asdict()
+    del values["per_row"]
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+class Sentences(NamedTuple):
+    """What is decoded; a seqio task's job has the same interface.
+
+    Attributes:
+      inputs: ids of every input.
+      contents: text that identifies each input.
+      as_json: whether lines of output are JSON objects.
+    """
+
+    inputs: list[list[int]]
+    contents: Sequence[str]
+    as_json: bool
+
+    def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
+        return [_line(output, self.as_json) for output in outputs]
+
+
+def _line(output: Output, as_json: bool) -> str:
+    if as_json:
+        return to_json({**output._asdict(), "stats": stats_record(output.stats)})
+    return one_line(output.text or "")
+
+
+def to_json(record: dict[str, Any]) -> str:
+    """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null. Without an error, or a score, there
+    is no field for it."""
+    record = {name: value for name, value in record.items() if value is not None or name not in ("score", "error")}
+    if "error" in record:
+        record["error"] = record["error"].reason
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not np.isfinite(value) else value
+
+    return json.dumps({name: finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False)
+
+
+def one_line(text: str) -> str:
+    """Returns `text` with spaces for line ends, so that there is one line per sentence, whatever
+    the model wrote."""
+    return re.sub(r"\s*[\r\n]+\s*", " ", text)

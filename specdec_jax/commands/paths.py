@@ -1,0 +1,73 @@
+"""The options that are paths: a home folder in them, files that are replaced, the file with the settings."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags
+
+from specdec_jax.files import writing
+
+# Options that are paths, of all commands; some may have other values too, such as the name of a drafter.
+INPUTS = (
+    "target", "drafter", "shortlist", "vocabulary", "input_file", "source", "records", "source_files",
+    "validation_files", "train_files", "data_dir", "tfds_data_dir", "initialise_from", "teacher",
+)  # fmt: skip
+OUTPUTS = ("output", "output_file", "output_dir", "config", "plot", "picture", "report")
+
+
+def expanded(options: Any) -> Any:
+    """Returns options with the user's home folder for `~` in those that are paths.
+
+    A shell leaves the `~` of `--target=~/model` as it is.
+    """
+    names = [field.name for field in dataclasses.fields(options) if field.name in (*INPUTS, *OUTPUTS)]
+    return dataclasses.replace(options, **{name: _expanded(getattr(options, name)) for name in names})
+
+
+def expand_flags(values: flags.FlagValues, names: Sequence[str]) -> None:
+    """Does what `expanded` does, for flags that are no options of a command."""
+    for name in names:
+        values[name].value = _expanded(values[name].value)
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_expanded, value))
+    if not isinstance(value, str):
+        return value
+    return ",".join(map(os.path.expanduser, value.split(",")))  # a suite takes several drafters
+
+
+def replaced(options: Any) -> Iterator[str]:
+    """Yields the files that a command replaces because an option names them."""
+    for name in OUTPUTS:
+        path = getattr(options, name, None)
+        if isinstance(path, str) and os.path.isfile(path) and not writing.passes_through(path):
+            yield path
+
+
+def record(options: Any, settings: str, unfinished: bool = False) -> None:
+    """Writes the settings of a run as a gin file: to `operative.gin` in its folder, or beside its output file.
+
+    Args:
+      options: the options, which name the folder or the file.
+      settings: contents of the gin file.
+      unfinished: the output file is not there yet. Its settings lie beside the results that a kill would leave
+        (.partial), until they are written with this argument False.
+    """
+    if folder := getattr(options, "output_dir", None):
+        path = pathlib.Path(folder, "operative.gin")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writing.write_file(path, settings)
+        return
+    file = getattr(options, "output_file", None) or getattr(options, "output", None)
+    if not file or writing.passes_through(file):
+        return
+    path = pathlib.Path(file).absolute()  # a folder may end in "/"
+    partial = path.with_name(f"{path.name}.partial.gin")
+    writing.write_file(partial if unfinished else path.with_name(f"{path.name}.gin"), settings)
+    if not unfinished:
+        partial.unlink(missing_ok=True)

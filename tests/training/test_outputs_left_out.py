@@ -1,0 +1,47 @@
+"""Outputs to distil from: one source whose logits are not finite numbers is left out; a damaged target is an error."""
+
+import pathlib
+import types
+
+import jax.numpy as jnp
+import pytest
+from toy_models import tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.models.vocabularies import ByteVocabulary
+from specdec_jax.training import outputs
+
+pytestmark = pytest.mark.usefixtures("quick")
+BAD = 3 + ord("#")
+SETTINGS = types.SimpleNamespace(
+    batch_size=2, seed=0, temperature=1.0, max_new_tokens=3, buckets=(16,), shard_size=10, greedy=True, samples=0
+)
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = tiny_t5(0, 300)
+    params = model.params
+    params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"].at[BAD].set(jnp.nan)
+    head = params["decoder"]["logits_dense"]
+    head["kernel"] = head["kernel"].at[:, jnp.array([0, BAD])].set(0.0)  # never the most probable
+    return sd.LanguageModel(model.config, params, ByteVocabulary(0), name="damaged", eos_ids=())
+
+
+def lines(target, texts, said):
+    ids = [target.vocabulary.encode(text) + [1] for text in texts]
+    job = outputs.Job(pathlib.Path("a.tsv"), ids, texts, 0, 0)
+    return list(outputs._lines(SETTINGS, target, job, 0, said.append))
+
+
+def test_one_source_is_left_out_and_told(target):
+    said = []
+    first, second, third = lines(target, ["one", "t#o", "three"], said)
+    assert first.startswith("one\t") and second == "" and third.startswith("three\t")
+    (line,) = said
+    assert line.startswith("1 of 3 outputs are left out: got logits from the target damaged that are not finite")
+
+
+def test_a_target_without_any_output_is_an_error(target):
+    with pytest.raises(sd.NotNumbers, match="^input 0: got logits from the target damaged"):
+        lines(target, ["#", "t#o"], [])
