@@ -19,13 +19,13 @@ from specdec_jax.commands.options import at_least, option
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone, write_file
-from specdec_jax.models import vocabularies
 from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.training import batches, text_files, train
 from specdec_jax.training.config import TrainConfig
-from specdec_jax.training.corpus import Pairs, check_special
 from specdec_jax.training.losses import DIVERGENCES
 from specdec_jax.training.outputs import plan_jobs, write_outputs
+from specdec_jax.training.run_vocabulary import check_same, of_checkpoint
 
 _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 _RECORD = "distill.json"
@@ -169,11 +169,11 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         got = "no encoder" if target.encoder_dim is not None else f"an encoder of width {target.emb_dim}"
         expected = f"one of width {model.encoder_dim}" if model.encoder_dim else "one of its own"
         raise ValueError(f"target: got {config.target} with {got}, expected {expected}")
-    vocabulary = _vocabulary(config)
+    vocabulary = _vocabulary(config, target.vocab_size)
     parts = {"train": _sources(config, config.paths("source_files"))}
     for number, path in enumerate(config.paths("validation_files"), 1):
         parts[f"validation-{number}"] = _sources(config, [path])
-    jobs = plan_jobs(config, vocabulary, parts)
+    jobs = plan_jobs(config, vocabulary, target.vocab_size, parts)
     training = config.training(
         model, vocabulary.size,
         [job.path.name for job in jobs if job.path.name.startswith("outputs-train")],
@@ -183,8 +183,8 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
     used = sum(len(job.texts) for job in jobs) // kinds
     console.print(
-        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like "
-        "padding",
+        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one that the "
+        "target lacks",
         markup=False,
     )
     output = pathlib.Path(config.output_dir)
@@ -201,23 +201,16 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     return train.fit(training, begun)
 
 
-def _vocabulary(config: DistillConfig) -> vocabularies.Vocabulary:
+def _vocabulary(config: DistillConfig, width: int) -> Vocabulary:
     """Returns the target's vocabulary; raises ValueError for what `train.fit` would refuse hours
     later."""
-    vocabulary, start_token = loader.load_vocabulary(config.target)
-    corpus = Pairs(config.buckets, ())
-    check_special("target", vocabulary, start_token, corpus)
-    assert vocabulary is not None
+    assert config.target
+    ids = of_checkpoint(config.target, "target")
     if config.drafter:
-        pieces, start_token = loader.load_vocabulary(config.drafter)
-        check_special("drafter", pieces, start_token, corpus)
-        assert pieces is not None
-        if pieces.fingerprint() != vocabulary.fingerprint():
-            raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
-        width, expected = (loader.load_shape(path).vocab_size for path in (config.drafter, config.target))
-        if width != expected:
-            raise ValueError(f"drafter: got {width} logits, expected {expected}, as many as the target's")
-    return vocabulary
+        check_same("drafter", of_checkpoint(config.drafter, "drafter"), "the target", ids)
+        if (got := loader.load_shape(config.drafter).vocab_size) != width:
+            raise ValueError(f"drafter: got {got} logits, expected {width}, as many as the target's")
+    return ids.vocabulary
 
 
 def _sources(config: DistillConfig, paths) -> list[str]:

@@ -25,9 +25,9 @@ class TrainConfig:
         parameters a new run begins; None: random ones. The optimiser's state is new in both cases. If
         that model has fewer layers, copies of its own that add little at first make up for the rest
         (`deepening.py`).
-      vocabulary: path of a SentencePiece model; "": `vocabulary.model` in `output_dir`. If there is no
-        such file it is written: the vocabulary of the teacher, else of `initialise_from`, else one
-        trained on the train files.
+      vocabulary: path of a SentencePiece model or a tokenizer.json; "": the vocabulary of the teacher,
+        else of `initialise_from`, else `vocabulary.model` in `output_dir`. If there is no such file it
+        is written: the teacher's, else that of `initialise_from`, else one trained on the train files.
       vocabulary_size: number of ids: the vocabulary's pieces, and the sentinels of the model it comes from.
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
@@ -120,7 +120,8 @@ class TrainConfig:
         expected = f"one of {', '.join(choices)}" if self.teacher else "'loss' without a teacher"
         expect(self.select in choices, "select", self.select, expected)
         pieces = f"at most model.vocab_size = {self.model.vocab_size}"
-        expect(self.vocabulary_size <= self.model.vocab_size, "vocabulary_size", self.vocabulary_size, pieces)
+        fits = self.vocabulary_size <= self.model.vocab_size or bool(self.teacher or self.initialise_from)
+        expect(fits, "vocabulary_size", self.vocabulary_size, pieces)  # some tokenizers have more pieces than logits
         expect(self.dtype in (None, "float32", "bfloat16"), "dtype", self.dtype, "None, float32 or bfloat16")
 
     def _check_lengths(self) -> None:
