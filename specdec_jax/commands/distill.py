@@ -15,6 +15,7 @@ from typing import Any
 import rich.console
 
 from specdec_jax.checkpoints import loader, own
+from specdec_jax.commands import distill_lines
 from specdec_jax.commands.options import at_least, option
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
@@ -74,8 +75,8 @@ class DistillConfig:
         "agreement (at 0)",
     )
     steps: int = option(2000, "optimiser steps in all")
-    warmup_steps: int = option(100, "steps of linear warm-up at the start")
-    decay_steps: int = option(500, "steps of linear decay to zero at the end")
+    warmup_steps: int | None = option(None, "steps of linear warm-up at the start (default: a twentieth of --steps)")
+    decay_steps: int | None = option(None, "steps of linear decay to zero at the end (default: a quarter of --steps)")
     learning_rate: float = option(0.01, "size of a step relative to the root mean square of the array it changes")
     batch_tokens: int = option(4096, "padded pieces on the longer side of a batch")
     buckets: tuple[int, ...] = option(
@@ -187,6 +188,8 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         "target lacks",
         markup=False,
     )
+    for line in distill_lines.needs(config, training, target, jobs):
+        console.print(line, markup=False)
     output = pathlib.Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
@@ -198,7 +201,12 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         if not all(job.path.exists() for job in jobs):
             begun()
             write_outputs(config, target_model, jobs, console)
-    return train.fit(training, begun)
+    params = train.fit(training, begun)
+    held_out = [text for part, texts in parts.items() if part != "train" for text in texts if text.strip()]
+    write_file(output / distill_lines.VALIDATION, "".join(f"{text}\n" for text in held_out))
+    for line in distill_lines.outcome(config):
+        console.print(line, markup=False)
+    return params
 
 
 def _vocabulary(config: DistillConfig, width: int) -> Vocabulary:

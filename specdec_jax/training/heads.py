@@ -25,7 +25,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.training import optimizer, run_vocabulary, train
-from specdec_jax.training.config import TrainConfig
+from specdec_jax.training.config import TrainConfig, follow_steps
 from specdec_jax.training.losses import Metrics, TrainState, fed
 from specdec_jax.training.optimizer import learning_rate
 from specdec_jax.training.run_folder import Checkpoints, changed_settings, record_target
@@ -40,6 +40,7 @@ class HeadsTrainConfig:
       num_heads, num_blocks, share_head: as in `HeadsConfig`.
       output_dir: the heads are written to `heads` in it; the target, if it is trained too, to
         `target`.
+      warmup_steps, decay_steps: as in `TrainConfig`. None: a twentieth and a half of `steps`.
       label_smoothing: probability mass that is spread over the vocabulary.
       soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head). The target's law is the one
         after the pieces in between, which a head does not see.
@@ -60,8 +61,8 @@ class HeadsTrainConfig:
     num_blocks: int = 1
     share_head: bool = True
     steps: int = 1000
-    warmup_steps: int = 50
-    decay_steps: int = 500
+    warmup_steps: int | None = None
+    decay_steps: int | None = None
     learning_rate: float = 0.001
     batch_tokens: int = 4096
     buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
@@ -78,6 +79,7 @@ class HeadsTrainConfig:
     matmul_dtype: str | None = None
 
     def __post_init__(self):
+        follow_steps(self, 2)
         run = self.run(T5Config(1, 1, 1, 1, 1, 1, 1))  # which checks what it shares with other runs
         for name in ("train_files", "validation_files", "buckets", "target_buckets"):
             object.__setattr__(self, name, getattr(run, name))

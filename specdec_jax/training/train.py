@@ -81,7 +81,9 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
 
         state = go_on(run, console, config, record)
         export(output, output / "model")
-    console.print(f"wrote {output / 'model'}", markup=False)
+    kept = saved.best.best_step()
+    which = "the newest parameters" if kept is None else f"those of step {kept}, the best by {config.select}"
+    console.print(f"wrote {output / 'model'}: {which}", markup=False)
     return state.params
 
 
@@ -306,6 +308,13 @@ def abstract_state(init) -> TrainState:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
+
+
+def saved_bytes(config: TrainConfig) -> int:
+    """Returns the bytes of a run's files: the two newest states, the best parameters, the model."""
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    state = _abstract_state(config)
+    return 2 * size(state) + size(state.params) * 3 // 2
 
 
 def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
