@@ -44,7 +44,8 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
 
     @jax.jit
     def laws(target, params):
-        apply = functools.partial(T5(TINY).apply, {"params": target}, np.maximum(inputs, 0), inputs >= 0, np.maximum(shifted, 0))
+        fed, before = np.maximum(inputs, 0), np.maximum(shifted, 0)
+        apply = functools.partial(T5(TINY).apply, {"params": target}, fed, inputs >= 0, before)
         ahead = Heads(config).apply({"params": params}, apply(method="states").reshape(-1, 16))
         return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
 
