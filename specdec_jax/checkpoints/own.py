@@ -63,7 +63,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
-    vocabulary = None if entry is None else _open_vocabulary(folder, entry)
+    vocabulary = None if entry is None else open_vocabulary(folder, entry)
     return Checkpoint(
         config, {}, vocabulary, content.get("start_token"), None if eos_ids is None else tuple(eos_ids), encoder
     )
@@ -89,7 +89,8 @@ def _read_record(folder: pathlib.Path) -> dict:
     return content
 
 
-def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
+def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
+    """Returns the vocabulary of an entry in config.json, from `folder` or the one above."""
     kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
     if kind == "bytes":
         return ByteVocabulary(check_extra_ids(extra_ids, file))
@@ -108,12 +109,12 @@ def _open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
 def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:
     """Returns bytes that hold everything that decides how text becomes ids and ids become text; the
     pieces alone do not."""
-    entry, contents = _describe_vocabulary(vocabulary)
+    entry, contents = describe_vocabulary(vocabulary)
     return json.dumps(entry).encode() + contents
 
 
-def _describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, bytes]:
-    """Returns the vocabulary's entry in config.json and the contents of its file."""
+def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, bytes]:
+    """Returns a vocabulary's entry in config.json, and the contents of its file (b"": it has none)."""
     if vocabulary is None:
         return None, b""
     if isinstance(vocabulary, SentencePieceVocabulary):
@@ -140,7 +141,7 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
     """Writes config.json with everything but the parameters, and the vocabulary's file unless the
     folder above holds the same."""
     assert checkpoint.eos_ids is not None
-    entry, contents = _describe_vocabulary(checkpoint.vocabulary)
+    entry, contents = describe_vocabulary(checkpoint.vocabulary)
     described = describe(checkpoint.config)
     record = {
         **_head(kind), "architecture": described.pop("architecture"), "model": described,

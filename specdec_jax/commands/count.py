@@ -11,6 +11,7 @@ from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.files.writing import check_output
 from specdec_jax.training import text_files
+from specdec_jax.training.corpus import with_eos
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +54,10 @@ def run(options: CountOptions) -> None:
             f"target: got {options.target} without a vocabulary, expected one (spiece.model or tokenizer.json)"
         )
     lines = [line for path in options.input_file for line in _outputs(path)]
-    end = list(vocabulary.eos_ids[:1])
-    sequences = [vocabulary.encode(line) + end for line in track(lines, len(lines), "lines")]
+    sequences = [with_eos(vocabulary, line) for line in track(lines, len(lines), "lines")]
+    size = min(vocabulary.size, loader.load_shape(options.target).vocab_size)
     drafter = NGramDrafter.count(
-        sequences, vocabulary.size, options.order, start_token=start_token, continuations=options.continuations,
+        sequences, size, options.order, start_token=start_token, continuations=options.continuations,
         sampled=options.sampled, vocabulary=vocabulary,
     )  # fmt: skip
     assert options.output

@@ -15,17 +15,18 @@ from typing import Any
 import rich.console
 
 from specdec_jax.checkpoints import loader, own
+from specdec_jax.commands import distill_lines
 from specdec_jax.commands.options import at_least, option
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone, write_file
-from specdec_jax.models import vocabularies
 from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.training import batches, text_files, train
 from specdec_jax.training.config import TrainConfig
-from specdec_jax.training.corpus import Pairs, check_special
 from specdec_jax.training.losses import DIVERGENCES
 from specdec_jax.training.outputs import plan_jobs, write_outputs
+from specdec_jax.training.run_vocabulary import check_same, of_checkpoint
 
 _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 _RECORD = "distill.json"
@@ -74,8 +75,8 @@ class DistillConfig:
         "agreement (at 0)",
     )
     steps: int = option(2000, "optimiser steps in all")
-    warmup_steps: int = option(100, "steps of linear warm-up at the start")
-    decay_steps: int = option(500, "steps of linear decay to zero at the end")
+    warmup_steps: int | None = option(None, "steps of linear warm-up at the start (default: a twentieth of --steps)")
+    decay_steps: int | None = option(None, "steps of linear decay to zero at the end (default: a quarter of --steps)")
     learning_rate: float = option(0.01, "size of a step relative to the root mean square of the array it changes")
     batch_tokens: int = option(4096, "padded pieces on the longer side of a batch")
     buckets: tuple[int, ...] = option(
@@ -169,11 +170,11 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         got = "no encoder" if target.encoder_dim is not None else f"an encoder of width {target.emb_dim}"
         expected = f"one of width {model.encoder_dim}" if model.encoder_dim else "one of its own"
         raise ValueError(f"target: got {config.target} with {got}, expected {expected}")
-    vocabulary = _vocabulary(config)
+    vocabulary = _vocabulary(config, target.vocab_size)
     parts = {"train": _sources(config, config.paths("source_files"))}
     for number, path in enumerate(config.paths("validation_files"), 1):
         parts[f"validation-{number}"] = _sources(config, [path])
-    jobs = plan_jobs(config, vocabulary, parts)
+    jobs = plan_jobs(config, vocabulary, target.vocab_size, parts)
     training = config.training(
         model, vocabulary.size,
         [job.path.name for job in jobs if job.path.name.startswith("outputs-train")],
@@ -183,10 +184,12 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
     used = sum(len(job.texts) for job in jobs) // kinds
     console.print(
-        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one like "
-        "padding",
+        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one that the "
+        "target lacks",
         markup=False,
     )
+    for line in distill_lines.needs(config, training, target, jobs):
+        console.print(line, markup=False)
     output = pathlib.Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
@@ -198,26 +201,24 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         if not all(job.path.exists() for job in jobs):
             begun()
             write_outputs(config, target_model, jobs, console)
-    return train.fit(training, begun)
+    params = train.fit(training, begun)
+    held_out = [text for part, texts in parts.items() if part != "train" for text in texts if text.strip()]
+    write_file(output / distill_lines.VALIDATION, "".join(f"{text}\n" for text in held_out))
+    for line in distill_lines.outcome(config):
+        console.print(line, markup=False)
+    return params
 
 
-def _vocabulary(config: DistillConfig) -> vocabularies.Vocabulary:
+def _vocabulary(config: DistillConfig, width: int) -> Vocabulary:
     """Returns the target's vocabulary; raises ValueError for what `train.fit` would refuse hours
     later."""
-    vocabulary, start_token = loader.load_vocabulary(config.target)
-    corpus = Pairs(config.buckets, ())
-    check_special("target", vocabulary, start_token, corpus)
-    assert vocabulary is not None
+    assert config.target
+    ids = of_checkpoint(config.target, "target")
     if config.drafter:
-        pieces, start_token = loader.load_vocabulary(config.drafter)
-        check_special("drafter", pieces, start_token, corpus)
-        assert pieces is not None
-        if pieces.fingerprint() != vocabulary.fingerprint():
-            raise ValueError(f"drafter: got {config.drafter} with another vocabulary, expected the target's pieces")
-        width, expected = (loader.load_shape(path).vocab_size for path in (config.drafter, config.target))
-        if width != expected:
-            raise ValueError(f"drafter: got {width} logits, expected {expected}, as many as the target's")
-    return vocabulary
+        check_same("drafter", of_checkpoint(config.drafter, "drafter"), "the target", ids)
+        if (got := loader.load_shape(config.drafter).vocab_size) != width:
+            raise ValueError(f"drafter: got {got} logits, expected {width}, as many as the target's")
+    return ids.vocabulary
 
 
 def _sources(config: DistillConfig, paths) -> list[str]:

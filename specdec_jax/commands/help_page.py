@@ -73,7 +73,7 @@ EXAMPLES = {
     "convert": ("specdec convert --source=ende/target --output=target-t5x --format=t5x",),
     "distill": (
         f"specdec distill {_PAIR} --source_files=configs/examples/train.tsv "
-        "--validation_files=configs/examples/validation.tsv --output_dir=runs/drafter --steps=20",
+        "--validation_files=configs/examples/validation.tsv --output_dir=runs/drafter --steps=20 --batch_tokens=512",
     ),
     "train": (r"specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"",),
     "train_heads": (r"specdec train_heads --gin_file=configs/examples/heads.gin --gin.OUTPUT_DIR=\"runs/heads\"",),

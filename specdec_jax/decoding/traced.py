@@ -165,7 +165,7 @@ class Decoder:
         mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
         network, drafter = network_of(params, self.config, batch), None
         if self.width:
-            drafter = laid_out_drafter(self.drafter, batch)
+            drafter = on_network(self.drafter, network, batch)
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
         adapts = self.width and self.tree is None and (varies or policy is not None)
@@ -191,6 +191,12 @@ class Decoder:
         scores = jnp.where(sound, jnp.sum(log_probs, axis=1), jnp.nan)
         # Where no token could be drawn the id is negative, which T5X cannot take.
         return Decoded(jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted)
+
+
+def on_network(drafter: Drafter, network: Network, rows: int) -> Drafter:
+    """Returns a drafter laid out for the program's devices; a part of the target lies as the target does."""
+    part = drafter.on(network)
+    return laid_out_drafter(drafter, rows) if part is drafter else part
 
 
 def check_models(drafter: Drafter | None, config: T5Config) -> None:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding.beams import LEVELS, BeamOptions, begin, check_tree
-from specdec_jax.decoding.surroundings import laid_out_drafter
-from specdec_jax.decoding.traced import Decoded, check_models, ends, known, lengths_of, network_of, traced
+from specdec_jax.decoding.traced import Decoded, check_models, ends, known, lengths_of, network_of, on_network, traced
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beams import BeamState, best_first
@@ -82,7 +81,8 @@ class BeamDecoder:
         if prompted:
             tokens, prefix_lengths = _prefixes(prompts, length, most)
         limits = most + 1 - prefix_lengths
-        network, drafter = network_of(params, self.config, batch), laid_out_drafter(drafter, batch)
+        network = network_of(params, self.config, batch)
+        drafter = None if drafter is None else on_network(drafter, network, batch)
         state = begin(
             network, drafter, program, length, length + 1, inputs, lengths_of(inputs), tokens, prefix_lengths, limits,
             eos_ids, jnp.asarray(penalty, jnp.float32), sampling.rows(batch, vocab), limits == 0,

@@ -17,6 +17,7 @@ from specdec_jax.checkpoints import leaves, own
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law
 from specdec_jax.drafters.tree_levels import draft_tree
 from specdec_jax.models import heads, parameters
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
@@ -66,7 +67,7 @@ class HeadsDrafter(Drafter):
         Raises:
           ValueError: their widths are not the target's.
         """
-        _check_widths(target, config)
+        check_widths(target.config, config)
         config = dataclasses.replace(config, dtype=target.config.dtype, matmul_dtype=None)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), params)
         head = target.network.head_alone() if config.share_head else None
@@ -152,13 +153,14 @@ class HeadsDrafter(Drafter):
 
 
 def _check(target: LanguageModel, config: HeadsConfig, fingerprint: str) -> None:
-    _check_widths(target, config)
+    check_widths(target.config, config)
     if not target.has(fingerprint):
         raise ValueError("heads: got heads of a target with other weights, expected heads trained on this one")
 
 
-def _check_widths(target: LanguageModel, config: HeadsConfig) -> None:
+def check_widths(target: ModelConfig, config: HeadsConfig) -> None:
+    """Raises ValueError for heads with other widths than the target's."""
     for name in ("emb_dim", "vocab_size"):
-        got, expected = getattr(config, name), getattr(target.config, name)
+        got, expected = getattr(config, name), getattr(target, name)
         if got != expected:
             raise ValueError(f"heads: got {name} {got}, expected the target's {expected}")

@@ -3,7 +3,7 @@ table, a folder."""
 
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec_jax.checkpoints import loader, own
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
@@ -14,6 +14,8 @@ from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.drafters.traced_target import TracedExit, TracedHeads, TracedSelf
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
@@ -61,16 +63,41 @@ def named_drafter(
     if name in WITHOUT_FILES:
         return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
-        layers, most = _exit_layer(name), target.config.num_decoder_layers - 1
-        if not 1 <= layers <= most:
-            expected = f"exit:K with K from 1 to {most}" if most else "a target with more than one decoder layer"
-            raise ValueError(f"drafter: got {name!r}, expected {expected} (the target has {most + 1} decoder layers)")
-        return EarlyExitDrafter(target, layers)
+        return EarlyExitDrafter(target, _exit_layer(name, target.config.num_decoder_layers))
     if name.endswith(".npz"):
         return NGramDrafter.load(name, target.vocabulary)
     if own.is_folder(pathlib.Path(name), "heads"):
         return HeadsDrafter.load(name, target)
     return reduced(load(name))
+
+
+class _Traced(NamedTuple):
+    """As much of a traced target as a drafter without files asks for."""
+
+    config: ModelConfig
+
+
+def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDrafter]) -> Drafter:
+    """Returns the drafter that `--drafter=name` means, for a target whose parameters are traced.
+
+    Args:
+      name: as for `named_drafter`.
+      config: the target's configuration; its sequences begin with 0.
+      load: loads a model, and makes a drafter of it.
+    """
+    check_drafter_name(name)
+    if name == SELF_INT8:
+        return TracedSelf()
+    if name in WITHOUT_FILES:
+        made: Any = _Traced(config)
+        return WITHOUT_FILES[name].make(made)
+    if name.startswith("exit:"):
+        return TracedExit(_exit_layer(name, config.num_decoder_layers), config)
+    if name.endswith(".npz"):
+        drafter = NGramDrafter.load(name)
+        drafter.check_ids(config.vocab_size, 0)
+        return drafter
+    return TracedHeads(name, config) if own.is_folder(pathlib.Path(name), "heads") else load(name)
 
 
 def check_drafter_name(name: str) -> None:
@@ -86,8 +113,12 @@ def check_drafter_name(name: str) -> None:
         raise ValueError(f"drafter: {missing}, {others}{stop}{advice}") from None
 
 
-def _exit_layer(name: str) -> int:
+def _exit_layer(name: str, num_layers: int) -> int:
     try:
-        return int(name.removeprefix("exit:"))
+        layers, most = int(name.removeprefix("exit:")), num_layers - 1
     except ValueError:
         raise ValueError(f"drafter: got {name!r}, expected exit:K with a number of decoder layers K") from None
+    if not 1 <= layers <= most:
+        expected = f"exit:K with K from 1 to {most}" if most else "a target with more than one decoder layer"
+        raise ValueError(f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder layers)")
+    return layers

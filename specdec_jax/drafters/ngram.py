@@ -109,12 +109,15 @@ class NGramDrafter(ChainDrafter):
                 f"drafter: got a table of {table.vocab_size} ids of another vocabulary, expected that of the target "
                 f"({ours.size} pieces)"
             )
+        self.check_ids(width, target.start_token)
+
+    def check_ids(self, width: int, start_token: int) -> None:
+        """Raises ValueError for a target with fewer ids than the table, or another start token."""
+        table = self.table
         if table.vocab_size > width:
             raise ValueError(f"drafter: got a table of {table.vocab_size} ids, expected at most the target's {width}")
-        if table.start_token != target.start_token:
-            raise ValueError(
-                f"drafter: got start token {table.start_token}, expected the target's {target.start_token}"
-            )
+        if table.start_token != start_token:
+            raise ValueError(f"drafter: got start token {table.start_token}, expected the target's {start_token}")
 
     def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
         return ()

@@ -23,6 +23,8 @@ from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.traced import Decoder
 from specdec_jax.decoding.traced_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.named import traced_drafter
+from specdec_jax.interop import t5x_run
 from specdec_jax.interop.vocabularies import difference
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
@@ -52,7 +54,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         gamma: int | Policy | None = None, verifier: str = "block", sampling: SamplingConfig | None = None,
         lenience: float | None = None, typical_epsilon: float | None = None, typical_delta: float | None = None,
         drafter_dtype: str | None = None, drafter_vocabulary: str | None = None, rescale_log_probs: bool = True,
-        counts: bool = False, decode_fn: Callable | None = None, feature_converter_cls: Callable | None = None,
+        counts: bool = False, report: bool = True, decode_fn: Callable | None = None,
+        feature_converter_cls: Callable | None = None,
         label_smoothing: float = 0.0, z_loss: float = 0.0, loss_normalizing_factor: Any = None,
         default_decoder_params: models.DecoderParams | None = None, beam_width: int | None = None,
         tree: str | Tree | DynamicTree | None = None,
@@ -61,9 +64,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
 
         Args:
           module: `t5x.examples.t5.network.Transformer`, with separate layers, not scanned.
-          drafter: what `load` takes (a folder, a checkpoint, a bundled name), loaded once; or a
-            drafter that needs nothing of the target, such as `PromptLookupDrafter()`; None decodes
-            plainly.
+          drafter: a name that `specdec generate --drafter` takes (a folder, a checkpoint, a bundled
+            name, "lookup", "exit:2", a table …), loaded once; or a drafter that needs nothing of
+            the target, such as `PromptLookupDrafter()`; None decodes plainly.
           gamma: as for `generate`; None: 4 tokens, 3 levels of a beam search's tree, all nodes of `tree`.
           tree: as for `generate`, or a text that `specdec generate --tree` takes, for gin.
           verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for `generate`.
@@ -74,6 +77,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             which is T5X's default; else they are under the model's own law.
           counts: whether `predict_batch_with_aux` returns `target_calls`, `drafted` and `accepted`,
             `[B]` each, beside the scores.
+          report: whether a line at the start says what decodes, and one at the end of the process
+            counts target calls, drafted and accepted tokens. The program then calls the host once a
+            batch, so that JAX's persistent compilation cache does not keep it.
           decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or `functools.partial`
             bind to it, in place of `sampling` and `rescale_log_probs`; None: as these say.
 
@@ -81,7 +87,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           ValueError: something that cannot be decoded speculatively, a drafter of another
             vocabulary, or as for `load`.
         """
-        self._bound, searches = {}, False
+        self._bound, searches, function = {}, False, None
         if decode_fn is not None:
             function, self._bound = bound(decode_fn)
             searches = function is decoding.beam_search
@@ -98,7 +104,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             loss_normalizing_factor=loss_normalizing_factor, default_decoder_params=default_decoder_params,
         )  # fmt: skip
         config = config_of(module)
-        drafter = _drafter(drafter, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary)
+        drafter = _drafter(drafter, config, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary)
         levels: Any = LEVELS if gamma is None else gamma
         self._counts = counts
         beams = lambda: BeamDecoder(config, drafter, levels, beam_width)
@@ -107,6 +113,10 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             read_tree(tree) if isinstance(tree, str) else tree, sampling or SamplingConfig(), verifier, lenience,
             typical_epsilon, typical_delta, rescale_log_probs,
         )  # fmt: skip
+        self._report = report
+        if report:
+            name, most = function and function.__name__, self._decoder.gamma
+            t5x_run.say(t5x_run.describe(drafter, most, verifier, name, self._bound, sampling or SamplingConfig()))
 
     def predict_batch_with_aux(
         self,
@@ -144,6 +154,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         decoded = self._decoder.decode(
             params, batch["encoder_input_tokens"], prompts, eos_id, rng, given, prompted=prompt_with_targets, **options
         )
+        if self._report:
+            t5x_run.count(decoded, "levels" if options else "tokens")
         tokens, scores = decoded.tokens, decoded.scores
         if not options:
             tokens, scores = tokens[:, None], scores[:, None]
@@ -218,15 +230,19 @@ def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
     return loader.load(path, dtype, vocabulary=vocabulary)
 
 
-def _drafter(given: Any, dtype: str, vocabulary: str | None, output_vocabulary) -> Drafter | None:
-    """The drafter that `given` is, or that is loaded from there."""
-    if isinstance(given, str):
-        model = _load(given, dtype, vocabulary)
+def _drafter(given: Any, config: T5Config, dtype: str, vocabulary: str | None, output_vocabulary) -> Drafter | None:
+    """The drafter that `given` is, or that it names."""
+
+    def load(path: str) -> ModelDrafter:
+        model = _load(path, dtype, vocabulary)
         _check_model(model, output_vocabulary)
         return ModelDrafter(model)
+
+    if isinstance(given, str):
+        return traced_drafter(given, config, load)
     if given is not None and (not isinstance(given, Drafter) or given.needs_target_state):
         # The target's parameters exist only while T5X's program is traced.
-        expected = "a model's folder, or a drafter that needs nothing of the target"
+        expected = "a name as for --drafter, or a drafter that needs nothing of the target"
         raise ValueError(f"drafter: got {type(given).__name__}, expected {expected}")
     return given
 

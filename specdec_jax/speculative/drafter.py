@@ -142,6 +142,11 @@ class Drafter:
 
     # On the host.
 
+    def on(self, network: Network) -> "Drafter":
+        """Returns the drafter for a target of which only the traced `network` is there: itself,
+        unless it stands for a part of the target."""
+        return self
+
     def beam_width(self, beams: int, wanted: int | None) -> int:
         """Returns u, how many nodes it drafts in each level of a beam search's tree: `wanted`, by
         default 2 · `beams`."""

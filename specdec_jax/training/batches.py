@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+PADDING = -1  # no id: in many vocabularies 0 is an ordinary piece
+
 
 def check_buckets(buckets: Sequence[int], batch_tokens: int, target_buckets: Sequence[int] = ()) -> None:
     """Raises ValueError if `BucketedBatches` cannot be made with these lengths."""
@@ -20,8 +22,8 @@ class Batch:
     """One padded batch.
 
     Attributes:
-      inputs: `[B, L]` int32, 0 is padding.
-      targets: `[B, T]` int32, EOS included, 0 is padding.
+      inputs: `[B, L]` int32, then `PADDING`.
+      targets: `[B, T]` int32, EOS included, then `PADDING`.
     """
 
     inputs: np.ndarray
@@ -93,7 +95,8 @@ class BucketedBatches:
         if epoch != self._epoch:
             self._plan_epoch(epoch)
         bucket, members = self._plan[index]
-        batch = Batch(*(np.zeros((self._rows[bucket], length), np.int32) for length in self._shapes[bucket]))
+        rows = self._rows[bucket]
+        batch = Batch(*(np.full((rows, length), PADDING, np.int32) for length in self._shapes[bucket]))
         for row, member in enumerate(members):
             source, target = self._pairs[member]
             batch.inputs[row, : len(source)] = source

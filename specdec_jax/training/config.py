@@ -25,12 +25,13 @@ class TrainConfig:
         parameters a new run begins; None: random ones. The optimiser's state is new in both cases. If
         that model has fewer layers, copies of its own that add little at first make up for the rest
         (`deepening.py`).
-      vocabulary: path of a SentencePiece model; "": `vocabulary.model` in `output_dir`. If there is no
-        such file it is written: the vocabulary of the teacher, else of `initialise_from`, else one
-        trained on the train files.
+      vocabulary: path of a SentencePiece model or a tokenizer.json; "": the vocabulary of the teacher,
+        else of `initialise_from`, else `vocabulary.model` in `output_dir`. If there is no such file it
+        is written: the teacher's, else that of `initialise_from`, else one trained on the train files.
       vocabulary_size: number of ids: the vocabulary's pieces, and the sentinels of the model it comes from.
       steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
-      warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant between.
+      warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant
+        between. None: a twentieth and a quarter of `steps`.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
       batch_tokens: number of padded pieces on the longer side of a batch.
       sequence_length: for a decoder-only model, and only there: number of pieces in the blocks into
@@ -62,8 +63,8 @@ class TrainConfig:
     vocabulary: str = ""
     vocabulary_size: int = 6144
     steps: int = 2000
-    warmup_steps: int = 100
-    decay_steps: int = 500
+    warmup_steps: int | None = None
+    decay_steps: int | None = None
     learning_rate: float = 0.01
     batch_tokens: int = 4096
     sequence_length: int | None = None
@@ -97,6 +98,7 @@ class TrainConfig:
         expect(self.model.dtype == "float32", "model.dtype", self.model.dtype, "float32: TrainConfig.dtype sets it")
         for name in ("steps", "log_every", "save_every", "evaluate_every", "vocabulary_size"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        follow_steps(self, 4)
         for name in ("warmup_steps", "decay_steps", "seed"):
             expect(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         self._check_lengths()
@@ -120,7 +122,8 @@ class TrainConfig:
         expected = f"one of {', '.join(choices)}" if self.teacher else "'loss' without a teacher"
         expect(self.select in choices, "select", self.select, expected)
         pieces = f"at most model.vocab_size = {self.model.vocab_size}"
-        expect(self.vocabulary_size <= self.model.vocab_size, "vocabulary_size", self.vocabulary_size, pieces)
+        fits = self.vocabulary_size <= self.model.vocab_size or bool(self.teacher or self.initialise_from)
+        expect(fits, "vocabulary_size", self.vocabulary_size, pieces)  # some tokenizers have more pieces than logits
         expect(self.dtype in (None, "float32", "bfloat16"), "dtype", self.dtype, "None, float32 or bfloat16")
 
     def _check_lengths(self) -> None:
@@ -147,6 +150,17 @@ class TrainConfig:
     def paths(self, name: str) -> list[pathlib.Path]:
         """Returns the paths of `train_files` or `validation_files`, within `data_dir`."""
         return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
+
+
+def follow_steps(config, share: int) -> None:
+    """Sets the warm-up of a frozen configuration to a twentieth of its steps, and the decay to one of `share` parts.
+
+    What is given stays, and a part that is not gives way to it.
+    """
+    for name, other, parts in (("warmup_steps", "decay_steps", 20), ("decay_steps", "warmup_steps", share)):
+        if getattr(config, name) is None:
+            room = config.steps - (getattr(config, other) or 0)
+            object.__setattr__(config, name, max(0, min(config.steps // parts, room)))
 
 
 def expect(condition: bool, name: str, got, expected: str) -> None:

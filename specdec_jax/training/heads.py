@@ -24,9 +24,9 @@ from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kern
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.training import optimizer, train
-from specdec_jax.training.config import TrainConfig
-from specdec_jax.training.losses import Metrics, TrainState
+from specdec_jax.training import optimizer, run_vocabulary, train
+from specdec_jax.training.config import TrainConfig, follow_steps
+from specdec_jax.training.losses import Metrics, TrainState, fed
 from specdec_jax.training.optimizer import learning_rate
 from specdec_jax.training.run_folder import Checkpoints, changed_settings, record_target
 
@@ -40,6 +40,7 @@ class HeadsTrainConfig:
       num_heads, num_blocks, share_head: as in `HeadsConfig`.
       output_dir: the heads are written to `heads` in it; the target, if it is trained too, to
         `target`.
+      warmup_steps, decay_steps: as in `TrainConfig`. None: a twentieth and a half of `steps`.
       label_smoothing: probability mass that is spread over the vocabulary.
       soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head). The target's law is the one
         after the pieces in between, which a head does not see.
@@ -60,8 +61,8 @@ class HeadsTrainConfig:
     num_blocks: int = 1
     share_head: bool = True
     steps: int = 1000
-    warmup_steps: int = 50
-    decay_steps: int = 500
+    warmup_steps: int | None = None
+    decay_steps: int | None = None
     learning_rate: float = 0.001
     batch_tokens: int = 4096
     buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
@@ -78,6 +79,7 @@ class HeadsTrainConfig:
     matmul_dtype: str | None = None
 
     def __post_init__(self):
+        follow_steps(self, 2)
         run = self.run(T5Config(1, 1, 1, 1, 1, 1, 1))  # which checks what it shares with other runs
         for name in ("train_files", "validation_files", "buckets", "target_buckets"):
             object.__setattr__(self, name, getattr(run, name))
@@ -147,7 +149,7 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
 
     Args:
       params: {"heads": …}, and {"target": …} if the target is trained.
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding.
+      batch: (inputs `[B, L]`, targets `[B, T]`), int32, padded with `PADDING`.
       objective: what is minimised.
       target_params: parameters of a target that is not trained.
       dropout_key: not used; nothing is dropped.
@@ -155,7 +157,8 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
     inputs, targets = batch
     target = Network(params.get("target", target_params), objective.model)
     decoder_tokens = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=objective.start_token)
-    states = objective.model.apply({"params": target.params}, inputs, inputs > 0, decoder_tokens, method="states")
+    variables, shown = {"params": target.params}, fed(decoder_tokens)
+    states = objective.model.apply(variables, fed(inputs), inputs >= 0, shown, method="states")
     heads = HeadsNetwork(params["heads"], target, objective.heads)
     logits = heads.logits(states.reshape(-1, states.shape[-1])).reshape(*targets.shape, -1, target.vocab_size)
     own = target.head(states) if objective.soft_weight or objective.backbone_weight else None
@@ -178,8 +181,8 @@ def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
 
     `soft` are the target's logits at the same pieces.
     """
-    log_q, weights = jax.nn.log_softmax(logits), (targets > 0).astype(jnp.float32)
-    nll = -jnp.take_along_axis(log_q, targets[..., None], axis=-1)[..., 0]
+    log_q, weights = jax.nn.log_softmax(logits), (targets >= 0).astype(jnp.float32)
+    nll = -jnp.take_along_axis(log_q, fed(targets)[..., None], axis=-1)[..., 0]
     loss = (1 - objective.label_smoothing) * nll - objective.label_smoothing * jnp.mean(log_q, axis=-1)
     if soft is not None:
         log_p = jax.nn.log_softmax(jax.lax.stop_gradient(soft))
@@ -227,7 +230,7 @@ class HeadsRun(train.Run):
         if settings.trains_backbone:
             backbone = optimizer.make_optimizer(settings.run(self.shape, learning_rate=settings.backbone_learning_rate))
             self.optimizer = optax.partition({"heads": self.optimizer, "target": backbone}, _owners)
-        self.read(target.vocabulary)
+        self.read(run_vocabulary.of_model(target, "target"))
 
     def init(self, key) -> TrainState:
         original = self.target.params
@@ -283,8 +286,7 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     dtype = "float32" if settings.trains_backbone else settings.dtype
     target = loader.load(settings.target, dtype)
-    if target.vocabulary is None:
-        raise ValueError(f"target: got {settings.target} without a vocabulary, expected one")
+    run_vocabulary.of_model(target, "target")  # refused before there is a folder
     output.mkdir(parents=True, exist_ok=True)
     with alone(output):
         saved = Checkpoints(output, resume=True)

@@ -65,6 +65,7 @@ class Objective:
       divergence: name of the divergence in `DIVERGENCES`.
       distill_temperature: temperature of the teacher's law in the divergence; the student's stays
         at 1. Below 1 the teacher's argmax counts more.
+      start_token: id that every sequence of a decoder with an encoder begins with.
     """
 
     model: FamilyModule
@@ -73,6 +74,7 @@ class Objective:
     distill_weight: float = 0.0
     divergence: str = "forward_kl"
     distill_temperature: float = 1.0
+    start_token: int = 0
 
 
 class Metrics(NamedTuple):
@@ -101,15 +103,21 @@ class TeacherAgreement(NamedTuple):
     agreement: jax.Array
 
 
+def fed(ids: jax.Array) -> jax.Array:
+    """Returns ids that a network can be fed: 0 where there is padding, which is masked."""
+    return jnp.maximum(ids, 0)
+
+
 def _logits(params, batch, objective: Objective, teacher_params, dropout_key=None):
     """Returns the student's logits `[B, T, V]`, and the teacher's or None, after the prefixes of
     the targets."""
     inputs, targets = batch
     teacher, variables = objective.teacher, {"params": teacher_params}
-    arguments: tuple = (inputs,)
+    arguments: tuple = (fed(inputs),)
     own, teachers = {}, {}
     if not objective.model.config.decoder_only:
-        arguments, encoded = (inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))), None
+        before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=objective.start_token)
+        arguments, encoded = (fed(inputs), inputs >= 0, fed(before)), None
         if teacher is not None:
             encoded = jax.lax.stop_gradient(teacher.apply(variables, *arguments[:2], method="encode"))
         own = {"encoded": encoded if objective.model.config.encoder_dim is not None else None}
@@ -122,9 +130,9 @@ def _logits(params, batch, objective: Objective, teacher_params, dropout_key=Non
 
 
 def _metrics(logits, teacher_logits, targets, objective: Objective) -> Metrics:
-    weights = (targets > 0).astype(jnp.float32)
+    weights = (targets >= 0).astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    nll = log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    nll = log_z - jnp.take_along_axis(logits, fed(targets)[..., None], axis=-1)[..., 0]
     smooth = log_z - jnp.mean(logits, axis=-1)
     loss = (1 - objective.label_smoothing) * nll + objective.label_smoothing * smooth
     if teacher_logits is not None:
@@ -138,7 +146,7 @@ def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
     accepted = jnp.sum(jnp.minimum(jax.nn.softmax(teacher_logits), jax.nn.softmax(logits)), axis=-1)
     agreeing = laws.argmax(teacher_logits) == laws.argmax(logits)
     return TeacherAgreement(
-        jnp.sum(accepted, where=targets > 0), jnp.sum(agreeing, where=targets > 0, dtype=jnp.float32)
+        jnp.sum(accepted, where=targets >= 0), jnp.sum(agreeing, where=targets >= 0, dtype=jnp.float32)
     )
 
 
@@ -151,7 +159,7 @@ def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_ke
 
     Args:
       params: the student's parameters.
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, 0 is padding. For a decoder-only model L =
+      batch: (inputs `[B, L]`, targets `[B, T]`), int32, padded with `PADDING`. For a decoder-only model L =
         T, and the inputs are the pieces that stand before the targets.
       objective: what is minimised.
       teacher_params: parameters of `objective.teacher`; no gradient flows to them.

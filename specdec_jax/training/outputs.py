@@ -12,6 +12,7 @@ from specdec_jax.decoding.progress import Progress
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.training.corpus import with_eos
 from specdec_jax.training.run_folder import deferred_signals
 
 
@@ -66,25 +67,25 @@ class Job(NamedTuple):
         return self.path.with_suffix(f".{start:09}.tsv")
 
 
-def plan_jobs(config: OutputSettings, vocabulary, parts: dict[str, list[str]]) -> list[Job]:
+def plan_jobs(config: OutputSettings, vocabulary, ids: int, parts: dict[str, list[str]]) -> list[Job]:
     """Returns the files of outputs to write, one for each part and kind of output.
 
-    Sources that are too long, or have an id that would read as padding, are left out.
+    Sources that are too long, or have pieces beyond the `ids` that the target knows, are left out.
 
     Raises:
       ValueError: no source of a part is left.
     """
     assert config.output_dir
-    output, end, first, jobs = pathlib.Path(config.output_dir), list(vocabulary.eos_ids[:1]), 0, []
+    output, first, jobs = pathlib.Path(config.output_dir), 0, []
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
     for part, texts in parts.items():
-        sources = [(vocabulary.encode(text) + end, text) for text in texts if text.strip()]
-        sources = [(ids, text) for ids, text in sources if len(ids) <= config.buckets[-1] and 0 not in ids]
+        sources = [(with_eos(vocabulary, text), text) for text in texts if text.strip()]
+        sources = [(row, text) for row, text in sources if len(row) <= config.buckets[-1] and max(row) < ids]
         if not sources:
             raise ValueError(f"{part}: got no source of at most {config.buckets[-1]} pieces, expected at least one")
-        ids, kept = map(list, zip(*sources))
-        jobs += [Job(output / f"outputs-{part}-{kind}.tsv", ids, kept, first, n) for kind, n in kinds.items()]
+        rows, kept = map(list, zip(*sources))
+        jobs += [Job(output / f"outputs-{part}-{kind}.tsv", rows, kept, first, n) for kind, n in kinds.items()]
         first += len(sources)
     return jobs
 
@@ -125,8 +126,8 @@ def _stop_if_asked(signals: list[int], progress: Progress) -> None:
 def _lines(
     config: OutputSettings, target: LanguageModel, job: Job, start: int, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yields a line for each output of one shard; "" for an output with the id of padding, which
-    training could not read, and for none, where logits were not finite numbers, which is said.
+    """Yields a line for each output of one shard; "" for none, where logits were not
+    finite numbers, which is said.
 
     Raises:
       NotNumbers: there is no output at all.
@@ -146,7 +147,7 @@ def _lines(
             continue
         assert output.text is not None, "the sources were text"
         columns = (text, " ".join(output.text.split()), " ".join(map(str, output.tokens)))
-        yield "" if 0 in output.tokens else "\t".join(columns) + "\n"
+        yield "\t".join(columns) + "\n"
     if len(lost) == len(texts):
         raise lost[0]
     if lost:

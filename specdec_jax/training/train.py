@@ -17,12 +17,11 @@ from specdec_jax.checkpoints import converter, loader, own
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone
-from specdec_jax.models import vocabularies
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
-from specdec_jax.training import corpus, losses
+from specdec_jax.training import corpus, losses, run_vocabulary
 from specdec_jax.training.batches import BucketedBatches
 from specdec_jax.training.config import TrainConfig, expect
 from specdec_jax.training.deepening import deepen
@@ -37,6 +36,7 @@ from specdec_jax.training.run_folder import (
     record_settings,
     record_target,
 )
+from specdec_jax.training.run_vocabulary import RunVocabulary
 
 # Files in a run's folder with the fingerprint of the teacher: if its encoder output is read, or if it is not.
 _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
@@ -73,9 +73,17 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
         saved = Checkpoints(output, resume=True, select=config.select)
         for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
             console.print(line, markup=False)
-        state = go_on(Run(config, saved), console, config, begun)
+        run = Run(config, saved)
+
+        def record() -> None:
+            run.ids.write(output)
+            begun()
+
+        state = go_on(run, console, config, record)
         export(output, output / "model")
-    console.print(f"wrote {output / 'model'}", markup=False)
+    kept = saved.best.best_step()
+    which = "the newest parameters" if kept is None else f"those of step {kept}, the best by {config.select}"
+    console.print(f"wrote {output / 'model'}: {which}", markup=False)
     return state.params
 
 
@@ -132,11 +140,9 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     else:
         raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
     network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
-    vocabulary = corpus.recorded_vocabulary(_vocabulary_path(config), config.vocabulary_size)
-    fingerprint = output / _ENCODER
+    ids, fingerprint = RunVocabulary.read(output), output / _ENCODER
     model = LanguageModel(
-        network, params, vocabulary, start_token=config.corpus.start_token(vocabulary), eos_ids=vocabulary.eos_ids,
-        name=path.name,
+        network, params, ids.vocabulary, start_token=ids.start_token, eos_ids=ids.eos_ids, name=path.name,
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
     )  # fmt: skip
     converter.save(model, path, dtype=dtype)
@@ -161,10 +167,10 @@ class Run:
     def __init__(self, config: TrainConfig, saved: Checkpoints):
         self.config, self.saved = config, saved
         teacher = _teacher(config)
-        vocabulary = _vocabulary(config, teacher)
+        ids = _vocabulary(config, teacher)
         self._initial = _initial_params(config) if saved.newest.latest_step() is None else None
         network = computing(config, config.model)
-        self.objective = Objective(network.module(), config.label_smoothing)
+        self.objective = Objective(network.module(), config.label_smoothing, start_token=ids.start_token)
         self.teacher_params = None
         if teacher is not None:
             name = _TEACHER if config.model.encoder_dim is None else _ENCODER
@@ -176,14 +182,14 @@ class Run:
             )  # fmt: skip
             self.teacher_params = teacher.params
         self.optimizer = make_optimizer(config)
-        self.read(vocabulary)
+        self.read(ids)
 
-    def read(self, vocabulary) -> None:
+    def read(self, ids: RunVocabulary) -> None:
         """Reads the training and validation files."""
-        config, batches = self.config, lambda path: _batches(self.config, vocabulary, [path])
-        self.batches = _batches(config, vocabulary, config.paths("train_files"))
+        config, batches = self.config, lambda path: _batches(self.config, ids, [path])
+        self.batches = _batches(config, ids, config.paths("train_files"))
         self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
-        self.vocabulary = vocabulary
+        self.ids = ids
 
     def record(self) -> list[str]:
         """Records what the run reads; returns lines for the user about what was different for the
@@ -191,7 +197,7 @@ class Run:
         config, names = self.config, ("train_files", "validation_files")
         files = {file: path for name in names for file, path in zip(getattr(config, name), config.paths(name))}
         output, step = pathlib.Path(config.output_dir), self.saved.newest.latest_step()
-        return record_contents(output, step, digest([own.vocabulary_contents(self.vocabulary)]), files)
+        return record_contents(output, step, digest([own.vocabulary_contents(self.ids.vocabulary)]), files)
 
     def initial_state(self) -> TrainState:
         """Returns the state to begin with: the saved one, else given or random parameters."""
@@ -304,6 +310,13 @@ def abstract_state(init) -> TrainState:
     return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
 
 
+def saved_bytes(config: TrainConfig) -> int:
+    """Returns the bytes of a run's files: the two newest states, the best parameters, the model."""
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    state = _abstract_state(config)
+    return 2 * size(state) + size(state.params) * 3 // 2
+
+
 def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
     """Returns `shape` with the dtype of the computation, and without a `matmul_dtype` that is the
     same, which would round nothing."""
@@ -354,7 +367,6 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     expect(teacher.config.encoder_dim is None, "teacher", config.teacher, "a model with an encoder of its own")
     width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
     expect(width == expected, "teacher", f"an encoder of width {width}", f"model.encoder_dim = {expected}")
-    corpus.check_special("teacher", teacher.vocabulary, teacher.start_token, config.corpus)
     return teacher
 
 
@@ -376,21 +388,17 @@ def _initial_params(config: TrainConfig) -> dict | None:
     return params
 
 
-def _vocabulary_path(config: TrainConfig) -> pathlib.Path:
-    return pathlib.Path(config.vocabulary or pathlib.Path(config.output_dir, "vocabulary.model"))
-
-
-def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> vocabularies.SentencePieceVocabulary:
+def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> RunVocabulary:
     given = {}
     if teacher is not None:
-        given["the teacher"] = teacher.vocabulary
+        given["the teacher"] = run_vocabulary.of_model(teacher, "teacher")
     if config.initialise_from is not None:
-        pieces, start_token = loader.load_vocabulary(config.initialise_from)
-        corpus.check_special("initialise_from", pieces, start_token, config.corpus)
-        given[config.initialise_from] = pieces
+        given[config.initialise_from] = run_vocabulary.of_checkpoint(config.initialise_from, "initialise_from")
     make = lambda: corpus.trained_vocabulary(config.corpus, config.paths("train_files"), config.vocabulary_size)
-    return corpus.vocabulary_at(_vocabulary_path(config), config.vocabulary_size, given, make)
+    output = pathlib.Path(config.output_dir)
+    return run_vocabulary.choose(config.vocabulary, output, config.vocabulary_size, given, config.corpus, make)
 
 
-def _batches(config: TrainConfig, vocabulary, paths) -> BucketedBatches:
-    return config.corpus.batches(vocabulary, paths, config.model.vocab_size, config.batch_tokens, config.seed)
+def _batches(config: TrainConfig, ids: RunVocabulary, paths) -> BucketedBatches:
+    width, start = config.model.vocab_size, ids.start_token
+    return config.corpus.batches(ids.vocabulary, paths, width, config.batch_tokens, config.seed, start)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(2, 64, (2, 3, 5)).astype(np.int32)
-    inputs[0, 4:], targets[1, 3:], targets[2, 1:] = 0, 0, 0
+    inputs[0, 4:], targets[1, 3:], targets[2, 1:] = -1, -1, -1
     target, config = random_params(), HeadsConfig(6, 16, 64)  # more heads than there are pieces
     params = jax.tree.map(
         lambda x: x + rng.normal(size=x.shape, scale=0.3), heads_module.init_params(config, jax.random.key(0))
@@ -44,7 +44,8 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
 
     @jax.jit
     def laws(target, params):
-        apply = functools.partial(T5(TINY).apply, {"params": target}, inputs, inputs > 0, shifted)
+        fed, before = np.maximum(inputs, 0), np.maximum(shifted, 0)
+        apply = functools.partial(T5(TINY).apply, {"params": target}, fed, inputs >= 0, before)
         ahead = Heads(config).apply({"params": params}, apply(method="states").reshape(-1, 16))
         return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
 

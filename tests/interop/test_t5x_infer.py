@@ -68,10 +68,10 @@ network.T5Config:
 """
 
 
-def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
-    """What `python -m t5x.infer` writes, in the order of the inputs."""
+def program(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.CompletedProcess:
+    """Runs `python -m t5x.infer`."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    return subprocess.run(
         [
             sys.executable, "-m", "t5x.infer", f"--gin_search_paths={folder},{ROOT / 'configs'}",
             "--gin_file=settings.gin", *argv, f"--gin.INFER_OUTPUT_DIR='{output}'",
@@ -80,7 +80,13 @@ def infer(folder: pathlib.Path, output: pathlib.Path, *argv) -> list:
         | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths, "JAX_NUMPY_DTYPE_PROMOTION": "standard"},
         capture_output=True, text=True,
     )  # fmt: skip
+
+
+def infer(folder: pathlib.Path, output: pathlib.Path, *argv, says: tuple[str, ...] = ()) -> list:
+    """What `python -m t5x.infer` writes, in the order of the inputs; `says` is on standard error."""
+    done = program(folder, output, *argv)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert all(part in done.stderr for part in says), done.stderr[-3000:]
     (path,) = output.glob("*.jsonl-*-of-?????")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -95,8 +101,14 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     ours = infer(
         tmp_path, tmp_path / "ours", checkpoint, "--gin_file=t5x/speculative.gin",
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
+        says=(f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the argmax, where",
+            "of no effect here: models.EncoderDecoderModel.decode_fn", "specdec_jax: 2 batches", "(100.0% of them)"),
     )  # fmt: skip
     assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain
+    for name in ("lookup", "exit:1", "self:int8"):
+        drafting = "--gin_file=t5x/speculative.gin", f"--gin.DRAFTER='{name}'"
+        says = (", gamma 4; verifier block; decodes the argmax", "specdec_jax: 2 batches")
+        assert infer(tmp_path, tmp_path / name, checkpoint, *drafting, says=says) == plain
     monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
     flags = ["--task=specdec_ids", "--module_import=t5x_task", "--max_input_length=12", "--max_new_tokens=16"]
     path = tmp_path / "lines"
@@ -108,6 +120,17 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     sd.convert(folder, tmp_path / "exported", "t5x")
     exported = f"--gin.CHECKPOINT_PATH='{tmp_path / 'exported' / 'checkpoint_7'}'"
     assert infer(tmp_path, tmp_path / "again", exported) == plain
+
+
+def test_a_file_before_the_models_is_refused(golden, tmp_path):
+    """`MODEL` would be T5X's own again."""
+    folder, _, _ = golden
+    (tmp_path / "first.gin").write_text("from __gin__ import dynamic_registration\ninclude 't5x/speculative.gin'\n")
+    settings = (tmp_path / "settings.gin").read_text()
+    (tmp_path / "settings.gin").write_text(settings.replace('include "t5x/ex', 'include "first.gin"\ninclude "t5x/ex'))
+    checkpoint = f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'"
+    done = program(tmp_path, tmp_path / "plain", checkpoint, "--gin.DRAFTER='lookup'")
+    assert done.returncode and "but no MODEL that is one, so that T5X would decode without it" in done.stderr
 
 
 BEAMS = """

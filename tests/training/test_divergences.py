@@ -81,13 +81,14 @@ def test_total_variation_is_one_minus_the_acceptance_probability():
 def random_batch():
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(2, 64, (2, 3, 6)).astype(np.int32)
-    inputs[0, 4:], targets[1, 3:], targets[2, 5:] = 0, 0, 0
+    inputs[0, 4:], targets[1, 3:], targets[2, 5:] = -1, -1, -1
     return inputs, targets
 
 
 @functools.partial(jax.jit, static_argnames="shape")
 def forward(params, inputs, targets, shape):
-    return T5(shape).apply({"params": params}, inputs, inputs > 0, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))))
+    before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    return T5(shape).apply({"params": params}, jnp.maximum(inputs, 0), inputs >= 0, jnp.maximum(before, 0))
 
 
 def logits_of(params, batch, shape=TINY):
@@ -102,7 +103,7 @@ def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
     q, p = law(logits_of(params, batch)), law(logits_of(teacher, batch) / temperature)
     expected = sum(
         weight * SLOW[name](p[at], q[at]) - (1 - weight) * np.log(q[at][batch[1][at]])
-        for at in zip(*np.nonzero(batch[1]))
+        for at in zip(*np.nonzero(batch[1] >= 0))
     )
     assert metrics.pieces == 14
     np.testing.assert_allclose([metrics.loss, loss], [expected, expected / 14], rtol=1e-5)
@@ -117,13 +118,13 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
     batches = training_batches.BucketedBatches(pairs, (8,), 16)
     objective = losses.Objective(T5(SMALL), 0.1, T5(TINY), 0.5, distill_temperature=0.3)
     metrics, likeness = losses.evaluate(student, batches, objective, teacher)
-    batch = np.zeros((2, 5, 8), np.int32)  # all at once, padded
+    batch = np.full((2, 5, 8), -1, np.int32)  # all at once, padded
     for row, pair in enumerate(pairs):
         for side, ids in zip(batch, pair):
             side[row, : len(ids)] = ids
     mine, other = logits_of(student, batch, SMALL), logits_of(teacher, batch)
     accepted, agreeing = 0.0, 0
-    for at in zip(*np.nonzero(batch[1])):
+    for at in zip(*np.nonzero(batch[1] >= 0)):
         accepted += sum(min(p, q) for p, q in zip(law(mine[at]), law(other[at])))
         agreeing += int(np.argmax(mine[at]) == np.argmax(other[at]))
     assert metrics.pieces == 22
@@ -175,7 +176,7 @@ def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path)
     [
         (dict(model=TINY), "initialise_from: got T5Config.*emb_dim=8, .* expected the shape T5Config.*emb_dim=16"),
         (dict(initialise_from="nowhere"), "nowhere: got no such path"),
-        (dict(initialise_from="STRANGER", teacher="TARGET", distill_weight=1.0), "expected .*stranger's pieces"),
+        (dict(initialise_from="STRANGER", teacher="TARGET", distill_weight=1.0), "expected the teacher's pieces"),
     ],
 )
 def test_a_start_that_does_not_fit(models, language, tmp_path, monkeypatch, settings, message):

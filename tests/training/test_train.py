@@ -23,13 +23,14 @@ pytestmark = pytest.mark.usefixtures("quick")
 def random_batch(rows=3, length=6, seed=0):
     rng = np.random.default_rng(seed)
     inputs, targets = rng.integers(2, 64, (2, rows, length)).astype(np.int32)
-    inputs[0, 4:], targets[1, 3:], targets[2, 5:] = 0, 0, 0
+    inputs[0, 4:], targets[1, 3:], targets[2, 5:] = -1, -1, -1
     return inputs, targets
 
 
 @jax.jit
 def forward(params, inputs, tokens):
-    return jax.nn.log_softmax(T5(TINY).apply({"params": params}, inputs, inputs > 0, tokens))
+    fed = jnp.maximum(inputs, 0), inputs >= 0, jnp.maximum(tokens, 0)
+    return jax.nn.log_softmax(T5(TINY).apply({"params": params}, *fed))
 
 
 def laws(params, batch):
@@ -47,7 +48,7 @@ def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher if weight else None)
     log_q, log_p = laws(params, batch), laws(teacher, batch)
     expected, nll, pieces = 0.0, 0.0, 0
-    for b, t in zip(*np.nonzero(batch[1])):
+    for b, t in zip(*np.nonzero(batch[1] >= 0)):
         reference = np.full(64, smoothing / 64)
         reference[batch[1][b, t]] += 1 - smoothing
         entropy = -np.sum(reference * log_q[b, t])
@@ -205,13 +206,16 @@ def test_bad_files_are_told_before_anything_compiles(language, tmp_path, setting
         train.fit(config_of(language, tmp_path, **settings))
 
 
-def test_a_piece_that_would_count_as_padding_is_refused(language, tmp_path):
+def test_a_piece_with_id_0_is_learnt(language, tmp_path):
+    """It is none that pads a batch."""
     texts = (language / "train.tsv").read_text().split("\n")
     (tmp_path / "vocabulary.model").write_bytes(make_checkpoints.sentencepiece_model(texts, 40))  # unknown is 0
     (tmp_path / "more.tsv").write_text("bara\tQ\n")
     settings = dict(vocabulary=str(tmp_path / "vocabulary.model"), validation_files=str(tmp_path / "more.tsv"))
-    with pytest.raises(ValueError, match=r"more.tsv: got the piece '<unk>' with id 0, expected none: 0 is padding"):
-        train.fit(config_of(language, tmp_path / "run", **settings))
+    config = config_of(language, tmp_path / "run", **settings)
+    run = train.Run(config, train.Checkpoints(tmp_path / "run"))
+    (batches,) = run.validation.values()
+    assert run.ids.vocabulary.encode("Q")[-1] == 0 and 0 in batches[0].targets
 
 
 # The configurations.

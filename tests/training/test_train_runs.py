@@ -119,7 +119,7 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, langua
         train.fit(dataclasses.replace(config, steps=12))
     with pytest.raises(ValueError, match="model: got .*, expected that of the run"):
         train.fit(dataclasses.replace(config, model=dataclasses.replace(TINY, mlp_dim=48)))
-    with pytest.raises(ValueError, match="vocabulary: got '40 pieces in .*', expected vocabulary_size = 39"):
+    with pytest.raises(ValueError, match="vocabulary: got 40 pieces of .*, expected vocabulary_size = 39"):
         train.fit(dataclasses.replace(config, vocabulary_size=39))
 
 
@@ -159,12 +159,12 @@ def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path,
     assert student.vocabulary.fingerprint() == vocabulary.fingerprint() and student.vocabulary.extra_ids == 5
     assert student.eos_ids == student.vocabulary.eos_ids == (2,)
     with pytest.raises(
-        ValueError, match="got '40 pieces in .* and 5 sentinels of the teacher', expected vocabulary_size"
+        ValueError, match="got 40 pieces of the teacher and 5 sentinels, expected vocabulary_size"
     ):
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "other"), vocabulary_size=40))
-    converter.save(LanguageModel(TINY, finished[2], vocabulary, start_token=2), tmp_path / "teacher")
-    with pytest.raises(ValueError, match="teacher: got 'start token 2', expected 0"):
-        train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "another")))
+    converter.save(LanguageModel(TINY, finished[2], vocabulary, start_token=3), tmp_path / "teacher")
+    train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "another")))
+    assert loader.load(tmp_path / "another/model").start_token == 3
 
 
 @pytest.mark.parametrize("loss, scale, step", [(np.nan, 1.0, 4), (1.0, np.inf, 3)])

@@ -1,0 +1,78 @@
+"""Drafters that are parts of a target whose parameters exist only while a program is traced, as inside T5X.
+
+Each takes the place of a drafter of the same name until `on` makes that of the traced network.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.checkpoints import leaves, own
+from specdec_jax.drafters.early_exit import EarlyExitDrafter, ExitNetwork
+from specdec_jax.drafters.heads import HeadsDrafter, check_widths
+from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.models import layouts, parameters
+from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.heads import Heads, HeadsNetwork
+from specdec_jax.models.network import Network
+from specdec_jax.speculative.drafter import Drafter
+
+
+class TracedExit(EarlyExitDrafter):
+    """The first `layers` decoder layers of a traced target."""
+
+    models: ClassVar[Any] = ()
+
+    def __init__(self, layers: int, config: ModelConfig):
+        self.layers, self._of = layers, config.num_decoder_layers
+
+    @property
+    def name(self) -> str:
+        return f"the first {self.layers} of {self._of} decoder layers"
+
+    def on(self, network: Network) -> Drafter:
+        parts = network.params, network.module, network.rules, network.platform
+        return EarlyExitDrafter.tree_unflatten(None, (ExitNetwork(*parts, layers=self.layers),))
+
+
+class TracedSelf(SelfDrafter):
+    """The weights of a traced target in 8 bits, rounded anew in every call of the program."""
+
+    models: ClassVar[Any] = ()
+    name: ClassVar[Any] = "the target in 8 bits"
+    scorable: ClassVar[Any] = False
+
+    def __init__(self):
+        pass
+
+    def on(self, network: Network) -> Drafter:
+        return SelfDrafter.tree_unflatten(None, (network.in_int8(), None))
+
+
+class TracedHeads(Drafter):
+    """Heads on a traced target; whether they were trained on it cannot be checked."""
+
+    needs_target_state: ClassVar[bool] = True
+    observes: ClassVar[bool] = True
+    drafts_trees: ClassVar[bool] = True
+
+    def __init__(self, path, config: ModelConfig):
+        """Reads the heads; raises ValueError if they have other widths than a target of this `config`."""
+        shape, self._fingerprint, stored = own.open_heads(pathlib.Path(path))
+        leaves.check_shapes(stored, shape.parameter_shapes, path, "of these heads")
+        check_widths(config, shape)
+        self._heads = Heads(dataclasses.replace(shape, dtype=config.dtype, matmul_dtype=None))
+        read = {name: jnp.asarray(leaf.load(jnp.dtype(config.dtype))) for name, leaf in stored.items()}
+        self._params = parameters.unflatten(read)
+
+    @property
+    def name(self) -> str:
+        return f"{self._heads.config.num_heads} heads"
+
+    def on(self, network: Network) -> Drafter:
+        params = layouts.pack(jax.tree.map(lambda leaf: leaf, self._params), network.module.native)
+        head = network.head_alone() if self._heads.config.share_head else None
+        return HeadsDrafter(HeadsNetwork(params, head, self._heads), self._fingerprint)

@@ -1,0 +1,131 @@
+"""Says what a run inside T5X decodes with and what came of it, and refuses gin files that decode without it."""
+
+import atexit
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gin
+import jax
+import numpy as np
+
+CLASS = "SpeculativeEncoderDecoderModel"
+_THEIRS = "models.EncoderDecoderModel"
+# What T5X's class is told about decoding; a model's own gin file tells it the rest.
+_DECODING = ("decode_fn", "default_decoder_params", "num_decodes", "return_all_decodes")
+_ignored: list[str] = []
+
+
+def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
+    """Checks a whole gin configuration; gin calls it when the last file is read.
+
+    Raises:
+      ValueError: this package's model is configured, but nothing makes it.
+    """
+    bound = [name for (_, selector), values in config.items() for name in values if _is_of(selector, CLASS)]
+    if bound and not any(_is_of(selector, CLASS) for selector in _references(config)):
+        raise ValueError(
+            f"{CLASS}: got values for {', '.join(sorted(set(bound)))}, but no MODEL that is one, so that T5X would "
+            "decode without it; expected --gin_file=t5x/speculative.gin after the model's own file, which sets MODEL "
+            "too"
+        )
+    _ignored[:] = sorted(
+        f"{_THEIRS}.{name}"
+        for (_, selector), values in config.items()
+        for name in values
+        if bound and _is_of(selector, "EncoderDecoderModel") and name in _DECODING
+    )
+
+
+def _is_of(selector: str, name: str) -> bool:
+    """Returns whether a gin selector names the class `name` or one of its methods."""
+    return name in selector.split(".")
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Yields the selectors of all configurables that a configuration's values refer to."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _references(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _references(inner)
+    elif isinstance(value, gin.config.ConfigurableReference):
+        yield value.configurable.selector
+
+
+@functools.cache
+def say(text: str) -> None:
+    """Prints a line to standard error, once in a process, and only in the first of several processes."""
+    if jax.process_index() == 0:
+        print(f"specdec_jax: {text}", file=sys.stderr, flush=True)
+
+
+def describe(drafter: Any, gamma: Any, verifier: str, decode_fn: str | None, bound: Mapping[str, Any], sampling) -> str:
+    """Returns the line about what decodes.
+
+    Args:
+      drafter: the drafter, or None.
+      gamma, verifier, sampling: as for `generate`.
+      decode_fn: name of T5X's function that is meant, with the arguments that are `bound` to it; None: none was named.
+    """
+    what = "nothing drafts" if drafter is None else f"drafter {drafter.name}, gamma {gamma}"
+    parts = [what] if decode_fn == "beam_search" or drafter is None else [what, f"verifier {verifier}"]
+    given = ", ".join(f"{name}={value!r}" for name, value in bound.items() if not callable(value))
+    if decode_fn is not None:
+        parts.append(f"decodes as T5X's {decode_fn}({given})")
+    else:
+        how = "the argmax" if sampling.temperature == 0 else f"samples at temperature {sampling.temperature:g}"
+        parts.append(
+            f"decodes {how}, where T5X's default is a beam search with one beam, which may prefer another output "
+            "(decode_fn = @decoding.beam_search does so here)"
+        )
+    if _ignored:
+        parts.append(f"of no effect here: {', '.join(_ignored)}, which is T5X's own class's (bind it to {CLASS})")
+    return "; ".join(parts)
+
+
+@dataclasses.dataclass
+class Totals:
+    """What all batches of a process came to; printed when it ends."""
+
+    what: str = "tokens"
+    batches: int = 0
+    counts: tuple[int, int, int] = (0, 0, 0)
+
+    def add(self, target_calls: Any, drafted: Any, accepted: Any) -> None:
+        """Adds the sums of one batch."""
+        if not self.batches:
+            atexit.register(self.finish)
+        self.batches += 1
+        added = (int(np.asarray(count)) for count in (target_calls, drafted, accepted))
+        self.counts = tuple(old + new for old, new in zip(self.counts, added))  # type: ignore[assignment]
+
+    def finish(self) -> None:
+        """Prints the line about the end, once all batches are counted."""
+        jax.effects_barrier()
+        say(self.text())
+
+    def text(self) -> str:
+        """Returns the line about the end."""
+        calls, drafted, accepted = self.counts
+        rate = f"{accepted / drafted:.1%} of them" if drafted else "none"
+        each = f"{(calls + accepted) / max(calls, 1):.2f} {self.what} a call"
+        return (
+            f"{self.batches} batches, rows that fill them up included: {calls:,} target calls, {each}; "
+            f"{drafted:,} drafted {self.what}, {accepted:,} accepted ({rate})"
+        )
+
+
+TOTALS = {what: Totals(what) for what in ("tokens", "levels")}
+
+
+def count(decoded: Any, what: str) -> None:
+    """Adds what a traced batch came to, when it runs, to the totals of `what`."""
+    sums = (jax.numpy.sum(counts) for counts in (decoded.target_calls, decoded.drafted, decoded.accepted))
+    jax.debug.callback(TOTALS[what].add, *sums)
+
+
+gin.config.register_finalize_hook(check_gin)

@@ -1,0 +1,141 @@
+"""The vocabulary and special ids of a training run: a model's, a file's, or trained on its texts."""
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from specdec_jax.checkpoints import loader, own
+from specdec_jax.files import reading
+from specdec_jax.files.writing import write_file
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.training.corpus import Corpus
+
+TRAINED, _RECORD = "vocabulary.model", "vocabulary.json"  # files in a run's folder
+
+
+class RunVocabulary(NamedTuple):
+    """What makes ids of a run's texts, and the special ids of its model.
+
+    Attributes:
+      vocabulary: maps text to ids.
+      start_token: id that every sequence of the decoder begins with.
+      eos_ids: ids that end a sequence of the model.
+    """
+
+    vocabulary: Vocabulary
+    start_token: int
+    eos_ids: tuple[int, ...]
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes a record, and the vocabulary's file, from which `read` makes the same."""
+        entry, contents = own.describe_vocabulary(self.vocabulary)
+        assert entry is not None
+        if entry["kind"] == "sentencepiece":
+            entry |= {"file": TRAINED}
+        if contents:
+            write_file(folder / entry["file"], contents)
+        record = {"vocabulary": entry, "start_token": self.start_token, "eos_ids": list(self.eos_ids)}
+        write_file(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> "RunVocabulary":
+        """Returns what `write` wrote; raises ValueError for anything else."""
+        record = reading.read_json(folder / _RECORD)
+        try:
+            entry, start, ends = (record[name] for name in ("vocabulary", "start_token", "eos_ids"))
+            return cls(own.open_vocabulary(folder, entry), int(start), tuple(map(int, ends)))
+        except (KeyError, TypeError, AttributeError) as error:
+            expected = "the vocabulary and special ids of a training run"
+            raise ValueError(f"{folder / _RECORD}: got {reading.shown(record)}, expected {expected}") from error
+
+
+def of_checkpoint(path: str, name: str) -> RunVocabulary:
+    """Returns the vocabulary and special ids of a checkpoint, whose parameters are not read.
+
+    Args:
+      path: path or bundled name of the checkpoint.
+      name: what it is called in messages.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it has no vocabulary.
+    """
+    folder = loader.resolve(path)
+    return _special(loader.complete(loader.open_checkpoint(folder, None), None, folder), path, name)
+
+
+def of_model(model: LanguageModel, name: str) -> RunVocabulary:
+    """Returns the vocabulary and special ids of a model; raises ValueError if it has none."""
+    return _special(model, model.name, name)
+
+
+def _special(model, path: str, name: str) -> RunVocabulary:
+    if model.vocabulary is None:
+        expected = "one with a vocabulary (spiece.model or tokenizer.json)"
+        raise ValueError(f"{name}: got {path} without a vocabulary, expected {expected}")
+    return RunVocabulary(model.vocabulary, model.start_token, tuple(model.eos_ids))
+
+
+def check_same(name: str, got: RunVocabulary, other: str, expected: RunVocabulary) -> None:
+    """Raises ValueError unless both models read and write the same ids."""
+    if got.vocabulary.fingerprint() != expected.vocabulary.fingerprint():
+        raise ValueError(f"{name}: got another vocabulary, expected {other}'s pieces")
+    if got.start_token != expected.start_token:
+        raise ValueError(f"{name}: got start token {got.start_token}, expected {other}'s, {expected.start_token}")
+
+
+def choose(
+    path: str, output: pathlib.Path, size: int, given: Mapping[str, RunVocabulary], corpus: Corpus,
+    make: Callable[[], bytes],
+) -> RunVocabulary:  # fmt: skip
+    """Returns the vocabulary of a run: that of the models it begins with, else of a file, else a new one.
+
+    Args:
+      path: file of a SentencePiece model or a tokenizer.json; written if there is none; "": in `output`.
+      output: the run's folder.
+      size: number of ids, sentinels included.
+      given: what the models have that a run begins with, by the models' names in messages. All must
+        have the same pieces, and the file too.
+      corpus: says what a sequence begins with if no model does.
+      make: trains a SentencePiece model if there is neither a model nor a file.
+
+    Raises:
+      ValueError: there are other pieces at `path`, or another number of them.
+    """
+    owner = next(iter(given), None)
+    for name, special in given.items():
+        check_same(name, special, str(owner), given[owner])
+    file = pathlib.Path(path or output / TRAINED)
+    kept = None if owner is None else given[owner].vocabulary
+    if file.exists() and (path or kept is None or isinstance(kept, SentencePieceVocabulary)):
+        found = _load(file, kept)
+        if kept is not None and kept.fingerprint() != found.fingerprint():
+            raise ValueError(f"vocabulary: got {file}, expected {owner}'s pieces")
+    elif kept is None or isinstance(kept, SentencePieceVocabulary) or path:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, make() if kept is None else _contents(kept, file, str(owner)))
+    vocabulary = _load(file, None) if kept is None else kept
+    if vocabulary.size != size:
+        extra = getattr(vocabulary, "extra_ids", 0)
+        got = f"{vocabulary.size - extra} pieces of {owner or file}" + (f" and {extra} sentinels" if extra else "")
+        raise ValueError(f"vocabulary: got {got}, expected vocabulary_size = {size}")
+    if owner is not None:
+        return given[owner]
+    return RunVocabulary(vocabulary, corpus.start_token(vocabulary), vocabulary.eos_ids)
+
+
+def _load(file: pathlib.Path, kept: Vocabulary | None) -> Vocabulary:
+    if file.suffix == ".json":
+        return TokenizerJsonVocabulary.load(file)
+    return SentencePieceVocabulary.load(file, kept.extra_ids if isinstance(kept, SentencePieceVocabulary) else 0)
+
+
+def _contents(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
+    """Returns what to write to a file of the vocabulary's kind."""
+    entry, contents = own.describe_vocabulary(vocabulary)
+    assert entry is not None
+    if not contents or (file.suffix == ".json") != (entry["kind"] == "tokenizer_json"):
+        expected = "none: bytes need no file" if not contents else f"a name like {entry['file']}"
+        raise ValueError(f"vocabulary: got {str(file)!r} for {owner}'s vocabulary, expected {expected}")
+    return contents

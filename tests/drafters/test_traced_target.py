@@ -1,0 +1,80 @@
+"""Every name that `--drafter` takes drafts for a target whose parameters are traced, with the counts of `generate`."""
+
+import jax
+import numpy as np
+import pytest
+from toy_models import tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.decoding.traced import Decoder
+from specdec_jax.drafters.named import named_drafter, traced_drafter
+from specdec_jax.models.heads import HeadsConfig, init_params
+from specdec_jax.models.panels import usable
+
+pytestmark = pytest.mark.usefixtures("quick")
+INPUTS = np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0]], np.int32)
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_t5(0)
+
+
+@pytest.fixture(scope="module")
+def names(target, tmp_path_factory):
+    """Names of drafters by kind; heads, a table and a model lie in a folder."""
+    folder = tmp_path_factory.mktemp("drafters")
+    config = HeadsConfig(2, target.config.emb_dim, target.config.vocab_size, share_head=True)
+    params = init_params(config, jax.random.key(3))
+    sd.HeadsDrafter.of(target, config, params).save(folder / "heads")
+    outputs = sd.generate(target, INPUTS, max_new_tokens=LENGTH).tokens.tolist()
+    sd.NGramDrafter.count(outputs, target.config.vocab_size, 2).save(folder / "table.npz")
+    sd.save(tiny_t5(1), folder / "model")
+    found = {"heads": "heads", "table": "table.npz", "model": "model"}
+    return {kind: str(folder / name) for kind, name in found.items()} | {"exit": "exit:1"}
+
+
+@pytest.mark.parametrize("kind", ["exit", "heads", "self:int8", "table", "lookup", "assisted", "random", "model"])
+def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
+    name, load = names.get(kind, kind), lambda path: sd.load(path, "float32")
+    given = named_drafter(name, target, load, sd.ModelDrafter)
+    drafter = traced_drafter(name, target.config, lambda path: sd.ModelDrafter(load(path)))
+    assert kind == "self:int8" or drafter.name == given.name or kind == "exit" and "first 1 of 2" in drafter.name
+    decoder = Decoder(target.config, drafter, gamma=2)
+    prompts = np.zeros((2, LENGTH), np.int32)
+    run = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, -1, prompted=False))
+    found = jax.tree.map(np.asarray, run(target.params))
+    expected = sd.generate(target, INPUTS, drafter=given, gamma=2, max_new_tokens=LENGTH, eos_ids=())
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.drafted.sum() == expected.stats.drafted and found.target_calls.sum() == expected.stats.target_calls
+    if kind == "self:int8" and usable("float32"):
+        assert found.accepted.sum() == expected.stats.accepted > 0
+    assert expected.stats.drafted > 0
+
+
+def test_the_8_bits_of_a_traced_target_search(target):
+    from specdec_jax.decoding.traced_beams import BeamDecoder
+
+    prompts = np.zeros((2, LENGTH), np.int32)
+    decoders = (BeamDecoder(target.config, traced_drafter(name, target.config, None), 2) for name in ("self:int8",))
+    for decoder in (*decoders, BeamDecoder(target.config)):
+        run = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, 1, prompted=False, num_decodes=2))
+        found = jax.tree.map(np.asarray, run(target.params))
+        expected = sd.generate(target, INPUTS, num_beams=2, max_new_tokens=LENGTH, beam_style="t5x", eos_ids=(1,))
+        np.testing.assert_array_equal(found.tokens[:, -1], expected.tokens)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("exit:2", "drafter: got 'exit:2', expected exit:K with K from 1 to 1"),
+        ("exit:x", "drafter: got 'exit:x', expected exit:K with a number"),
+        ("nowhere", "drafter: nowhere: got no such path, expected .*lookup"),
+        ("HEADS", "heads: got emb_dim 16, expected the target's 24"),
+    ],
+)
+def test_a_name_that_does_not_fit_is_refused(name, message, names, target):
+    config = target.config.replace(emb_dim=24) if name == "HEADS" else target.config
+    with pytest.raises(ValueError, match=message):
+        traced_drafter(names["heads"] if name == "HEADS" else name, config, None)

@@ -1,0 +1,86 @@
+"""What a run inside T5X says, and misplaced gin files, without T5X; `test_t5x_infer.py` runs T5X's program."""
+
+import gin
+import numpy as np
+import pytest
+
+import specdec_jax as sd
+from specdec_jax.decoding.traced import Decoded
+from specdec_jax.interop import t5x_run
+
+HEAD = "from __gin__ import dynamic_registration\nimport gin_models\n"
+MODEL = HEAD + "MODEL = @gin_models.EncoderDecoderModel()\ngin_models.EncoderDecoderModel.module = 3\n"
+OURS = HEAD + (
+    "DRAFTER = %gin.REQUIRED\nMODEL = @gin_models.SpeculativeEncoderDecoderModel()\n"
+    "gin_models.SpeculativeEncoderDecoderModel:\n  drafter = %DRAFTER\n  module = 3\n"
+)
+RUN = HEAD + "gin_models.infer.model = %MODEL\n"
+BEAMS = HEAD + "gin_models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4\n"
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    gin.clear_config()
+    t5x_run._ignored.clear()
+    t5x_run.say.cache_clear()
+
+
+def parse(folder, *texts):
+    """Reads gin files in this order, as T5X does with `--gin_file`, and a drafter from the command line."""
+    paths = [folder / f"{number}.gin" for number in range(len(texts))]
+    for path, text in zip(paths, texts):
+        path.write_text(text)
+    given = any(text == OURS for text in texts)
+    gin.parse_config_files_and_bindings([str(path) for path in paths], ["DRAFTER='lookup'"] if given else [])
+
+
+@pytest.mark.parametrize("texts", [(MODEL, OURS, RUN), (MODEL, RUN, OURS), (RUN, MODEL, OURS)])
+def test_after_the_models_file_it_is_used(texts, tmp_path):
+    parse(tmp_path, *texts)
+    assert gin.query_parameter("%MODEL").configurable.selector.endswith(t5x_run.CLASS)
+
+
+@pytest.mark.parametrize("texts", [(OURS, MODEL, RUN), (OURS, RUN, MODEL), (RUN, OURS, MODEL)])
+def test_before_the_models_file_it_is_refused(texts, tmp_path):
+    """`MODEL` would be T5X's own, which decodes without a word and without a drafter."""
+    with pytest.raises(ValueError, match="got values for drafter, module, but no MODEL that is one.*after the model's"):
+        parse(tmp_path, *texts)
+
+
+def test_without_it_nothing_is_checked(tmp_path):
+    parse(tmp_path, MODEL, RUN, BEAMS)
+    assert not t5x_run._ignored
+
+
+def test_what_has_no_effect_is_named(tmp_path):
+    parse(tmp_path, MODEL, RUN, BEAMS, OURS)
+    line = t5x_run.describe(sd.PromptLookupDrafter(), 4, "block", None, {}, sd.SamplingConfig())
+    assert "of no effect here: models.EncoderDecoderModel.num_decodes" in line
+
+
+def test_the_line_at_the_start():
+    how = dict(sampling=sd.SamplingConfig(), decode_fn=None, bound={})
+    line = t5x_run.describe(sd.RandomDrafter(24), 4, "block", **how)
+    for part in ("drafter ", "gamma 4", "verifier block", "the argmax, where T5X's default is a beam search"):
+        assert part in line
+    assert t5x_run.describe(None, 4, "block", **how).startswith("nothing drafts; decodes the argmax")
+    line = t5x_run.describe(None, 3, "block", "beam_search", {"alpha": 0.6}, sd.SamplingConfig())
+    assert line == "nothing drafts; decodes as T5X's beam_search(alpha=0.6)"
+    assert "samples at temperature 0.7" in t5x_run.describe(None, 4, "token", None, {}, sd.SamplingConfig(0.7))
+
+
+def test_the_line_at_the_end(capsys, monkeypatch):
+    import jax
+
+    monkeypatch.setattr(t5x_run.atexit, "register", lambda function: None)
+    totals = t5x_run.Totals()
+    monkeypatch.setitem(t5x_run.TOTALS, "tokens", totals)
+    counts = np.array([5, 7], np.int32), np.array([12, 8], np.int32), np.array([9, 6], np.int32)
+    run = jax.jit(lambda counts: t5x_run.count(Decoded(None, None, *counts), "tokens"))
+    run(counts), run(counts)
+    totals.finish()
+    assert capsys.readouterr().err == (
+        "specdec_jax: 2 batches, rows that fill them up included: 24 target calls, 2.25 tokens a call; 40 drafted "
+        "tokens, 30 accepted (75.0% of them)\n"
+    )
