@@ -162,7 +162,7 @@ def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     expected = f"ids from 0 to {vocab_size - 1}"
     ids = (eos_ids,) if arguments.is_integer(eos_ids) else arguments.check_list("eos_ids", eos_ids, expected)
-    if any(not arguments.is_integer(token) or not 0 <= token < vocab_size for token in ids):
+    if any(not arguments.is_integer(token) or not 0 <= int(token) < vocab_size for token in ids):
         raise ValueError(f"eos_ids: got {arguments.quoted(ids)}, expected {expected}")
     return tuple(map(int, ids))
 

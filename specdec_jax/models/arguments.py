@@ -63,10 +63,11 @@ def check_model(name: str, value) -> None:
 
 def check_integer(name: str, value, least: int, most: int | None = None, what: str = "") -> int:
     """Returns an integer from `least` to `most`; `what` says in a message what `most` is."""
-    if not is_integer(value) or value < least or (most is not None and value > most):
+    found = operator.index(value) if is_integer(value) else None
+    if found is None or found < least or (most is not None and found > most):
         bound = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name}: got {quoted(value)}, expected an integer {bound}{what}")
-    return operator.index(value)
+    return found
 
 
 def check_flag(name: str, value) -> bool:

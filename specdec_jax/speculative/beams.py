@@ -279,9 +279,7 @@ def _finish(state: BeamState, continued: Hypotheses, finishing: jax.Array) -> tu
 def _penalized(lengths: jax.Array, state: BeamState) -> jax.Array:
     """Returns the length penalty at `lengths`, by which a sum of log-probabilities is divided."""
     lengths = lengths.astype(jnp.float32)
-    penalized = (lengths if state.program.style == "huggingface" else (5 + lengths) / 6) ** state.penalty
-    # Past these bounds it, or its reciprocal, is 0 or infinite, which makes NaN of a sum that is −∞.
-    return jnp.clip(penalized, 2.0**-125, 2.0**125)
+    return (lengths if state.program.style == "huggingface" else (5 + lengths) / 6) ** state.penalty
 
 
 def _is_done(state: BeamState) -> jax.Array:
