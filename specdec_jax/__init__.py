@@ -29,7 +29,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import make_mesh
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import Confidence, Entropy, EntropyBound, Heuristic, Renewal
+from specdec_jax.speculative.gamma import Confidence, Entropy, EntropyBound, Heuristic, Policy, Renewal
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
@@ -59,6 +59,7 @@ __all__ = [
     "NotNumbers",
     "Output",
     "Piece",
+    "Policy",
     "PromptLookupDrafter",
     "RandomDrafter",
     "Renewal",

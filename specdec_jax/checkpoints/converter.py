@@ -11,7 +11,7 @@ from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, check
 from specdec_jax.checkpoints.loader import check_stored, complete, open_checkpoint, resolve
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.files.writing import new_folder
-from specdec_jax.models import layouts
+from specdec_jax.models import arguments, layouts
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import parameter_count
@@ -42,6 +42,8 @@ def save(
       ValueError: `path` is something other than a model folder, or the format cannot hold the
         model.
     """
+    arguments.check_path("path", path)
+    arguments.check_model("model", model)
     folder = pathlib.Path(path).absolute()
     check = own.check_free if _check_format(format) == "specdec" else _check_empty
     check(folder)
@@ -107,6 +109,7 @@ def convert(
     _check_format(format)
     if dtype is not None:
         check_stored(dtype, format)
+    arguments.check_path("output", output)
     target = pathlib.Path(output).absolute()
     _check_empty(target)
     folder = resolve(source)

@@ -1,6 +1,7 @@
 """Loads models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
 
 import dataclasses
+import os
 import pathlib
 import re
 import shlex
@@ -16,7 +17,7 @@ from specdec_jax.checkpoints.leaves import Checkpoint, check
 from specdec_jax.checkpoints.memory import check_memory
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.weights import kernels_of, read_params
-from specdec_jax.models import panels
+from specdec_jax.models import arguments, panels
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel, check_ids
@@ -82,7 +83,9 @@ def load(
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
         or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
     """
-    if replicate and mesh is None:
+    arguments.check_kind("mesh", mesh, Mesh | None, "a mesh, as from make_mesh")
+    arguments.check_kind("say", say, Callable, "a function of one line")
+    if arguments.check_flag("replicate", replicate) and mesh is None:
         raise ValueError("replicate: got True without a mesh, expected mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
@@ -179,6 +182,7 @@ def choose_dtype(
 def resolve(path) -> pathlib.Path:
     """Returns the folder that a path or bundled name given to `load` means; raises ValueError if
     there is none."""
+    arguments.check_path("path", path)
     folder = pathlib.Path(path)
     if folder.is_dir():
         return folder
@@ -198,6 +202,7 @@ def resolve(path) -> pathlib.Path:
 
 def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     """Opens a checkpoint in the format that its folder's contents show; reads no parameter."""
+    arguments.check_kind("config", config, T5Config | None, "a T5Config")
     step = t5x.find(folder)
     if step is not None:
         if own.is_folder(step, "t5x"):  # `save` wrote it
@@ -225,6 +230,7 @@ def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
 
 
 def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) -> Vocabulary:
+    arguments.check_kind("vocabulary", path, str | os.PathLike, "a Vocabulary, or a path")
     path = pathlib.Path(path)
     if not path.exists():
         raise ValueError(f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json")

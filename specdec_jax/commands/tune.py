@@ -17,8 +17,8 @@ from specdec_jax.commands.measure import check_measured
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models import arguments
 from specdec_jax.models.network import decoder_only
-from specdec_jax.speculative.tree_choice import check_integers
 from specdec_jax.speculative.trees import MAX_NODES
 from specdec_jax.speculative.verifiers import LOSSY
 
@@ -62,7 +62,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
         for nodes in self.tree_nodes:
-            check_integers(3, MAX_NODES, tree_nodes=nodes)
+            arguments.check_integer("tree_nodes", nodes, 3, MAX_NODES)
         at_least(0, sweep=self.sweep)
         if self.sweep and not (self.limit and self.input_file):
             raise ValueError(f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too")

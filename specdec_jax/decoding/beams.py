@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids
+from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_kinds
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan, plan
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, collect, stats_of, target_of
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import search
@@ -61,18 +62,21 @@ class BeamOptions:
     beam_width: int | None = None
 
     def __post_init__(self):
-        if self.beam_style not in STYLES:
+        if not isinstance(self.beam_style, str) or self.beam_style not in STYLES:
             raise ValueError(f"beam_style: got {self.beam_style!r}, expected one of {', '.join(STYLES)}")
-        _expect_integer("num_beams", self.num_beams, 1, 1024)
-        _expect_integer("num_return_sequences", self.num_return_sequences, 1, self.num_beams, " = num_beams")
+        whole = arguments.check_integer
+        whole("num_beams", self.num_beams, 1, 1024)
+        whole("num_return_sequences", self.num_return_sequences, 1, self.num_beams, " = num_beams")
         if self.beam_width is not None:
-            _expect_integer("beam_width", self.beam_width, self.num_beams, 4096)
-        least = 0 if self.beam_style == "t5x" else -np.inf
-        if not least <= self.penalty < np.inf:
+            whole("beam_width", self.beam_width, self.num_beams, 4096)
+        if self.length_penalty is not None:
+            least = 0 if self.beam_style == "t5x" else -np.inf
             expected = "a finite number of at least 0" if self.beam_style == "t5x" else "a finite number"
-            raise ValueError(f"length_penalty: got {self.length_penalty}, expected {expected}")
-        if self.early_stopping not in (False, True, "never"):
-            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected False, True or 'never'")
+            if not least <= arguments.check_number("length_penalty", self.length_penalty, expected) < np.inf:
+                raise ValueError(f"length_penalty: got {self.length_penalty}, expected {expected}")
+        if self.early_stopping != "never":
+            arguments.check_kind("early_stopping", self.early_stopping, bool | np.bool_, "False, True or 'never'")
+            object.__setattr__(self, "early_stopping", bool(self.early_stopping))
         if self.early_stopping and self.beam_style == "t5x":
             raise UnsupportedCombination(
                 f"early_stopping: got {self.early_stopping!r} with beam_style 't5x', which has a rule of its own, "
@@ -102,11 +106,6 @@ class BeamOptions:
         return BeamConfig(self.num_beams, ends, mode, vocab_size, self.beam_style, self.early_stopping, gamma, width)
 
 
-def _expect_integer(name: str, value, least: int, most: int, what: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
-        raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}{what}")
-
-
 def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
     """Checks the options of a beam search and returns them; None if `num_beams` is None.
 
@@ -117,7 +116,7 @@ def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
     if num_beams is not None:
         return BeamOptions(num_beams, **others)
     for field in dataclasses.fields(BeamOptions)[1:]:
-        if others.get(field.name, field.default) != field.default:
+        if not arguments.is_default(others.get(field.name), field.default):
             raise UnsupportedCombination(
                 f"{field.name}: got {others[field.name]!r} without num_beams, expected {field.default!r}"
             )
@@ -151,9 +150,10 @@ def _plan_search(
       cannot draft for one.
     """
     del first  # nothing is learned from requests
+    check_kinds(target, sampling)
     for name, unset in _OTHERS.items():
         value = options.pop(name, unset)
-        if value != unset and value is not None and not (unset == () and not len(value)):
+        if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
             raise UnsupportedCombination(f"{name}: got {value!r} with num_beams, expected {unset!r}")
     if not sampling.mode.greedy:
         raise UnsupportedCombination(
@@ -170,7 +170,7 @@ def _plan_search(
 
 def check_tree(drafter, gamma) -> None:
     """Refuses a drafter that drafts no trees, and a `gamma` that is no number of levels."""
-    if isinstance(gamma, Policy) or np.ndim(gamma):
+    if isinstance(gamma, Policy) or arguments.as_array(gamma).ndim:
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, the levels of the tree"
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.speculative import verifiers
@@ -21,6 +22,21 @@ _LISTED = 10  # the most numbers of inputs in a message
 
 class UnsupportedCombination(ValueError):
     """Options that are valid one by one but make no sense together."""
+
+
+def check_sampling(sampling: SamplingConfig) -> None:
+    """Raises ValueError unless `sampling` is a `SamplingConfig`."""
+    expected = "a SamplingConfig, such as SamplingConfig(temperature=0.7)"
+    arguments.check_kind("sampling", sampling, SamplingConfig, expected)
+
+
+def check_kinds(target: LanguageModel, sampling: SamplingConfig) -> None:
+    """Raises ValueError for a target that is no model, or reads another's encoder output, or for a
+    `sampling` that is no `SamplingConfig`."""
+    arguments.check_model("target", target)
+    if target.config.encoder_dim is not None:
+        raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
+    check_sampling(sampling)
 
 
 def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
@@ -84,7 +100,10 @@ def verifier_settings(
       UnsupportedCombination: a parameter of another verifier, a missing one, or a verifier that
         has nothing to judge.
     """
+    own = dict(verifier.given)
     for name, value in given.items():
+        if value is not None and name in own:
+            raise UnsupportedCombination(f"{name}: got {value} and {own[name]} of the verifier, expected one of them")
         if value is not None and name not in dict(verifier.parameters):
             owners = [
                 one.name for one in (*verifiers.VERIFIERS.values(), verifiers.FORCED) if name in dict(one.parameters)
@@ -98,26 +117,27 @@ def verifier_settings(
         raise UnsupportedCombination(
             f"verifier: got {verifier.name!r} for plain decoding, expected a drafter and gamma of at least 1"
         )
-    values = {name: default if given.get(name) is None else given[name] for name, default in verifier.parameters}
+    chosen = own | {name: value for name, value in given.items() if value is not None}
+    values = {name: chosen.get(name, default) for name, default in verifier.parameters}
     for name, value in values.items():
         if value is None:
-            raise UnsupportedCombination(
-                f"{name}: got none with verifier={verifier.name!r}, expected a number in (0, 1]"
-            )
+            expected = "a number in (0, 1]" if name in given else f"a number, by Verifier.with_parameters({name}=…)"
+            raise UnsupportedCombination(f"{name}: got none with verifier={verifier.name!r}, expected {expected}")
     if verifier.sampled_only and not np.all(np.greater(sampling.temperature, 0)):
         raise UnsupportedCombination(
             f"temperature: got {sampling.temperature} with verifier={verifier.name!r}, expected more than 0 "
             "(at 0 it would accept the argmax alone)"
         )
-    return {name: _fraction(name, value, batch) for name, value in values.items()}
+    return {name: _setting(name, value, batch, fraction=name in given) for name, value in values.items()}
 
 
-def _fraction(name: str, value, batch: int) -> np.ndarray:
-    """Returns a number, or one per input, as `[batch]` float32; raises ValueError unless all are in
-    (0, 1]."""
-    array = np.asarray(value, np.float32)
-    if not np.all((array > 0) & (array <= 1)):
-        raise ValueError(f"{name}: got {value}, expected a number in (0, 1]")
+def _setting(name: str, value, batch: int, fraction: bool) -> np.ndarray:
+    """Returns a number, or one per input, as `[batch]` float32; raises ValueError unless all are
+    finite or, for a `fraction`, in (0, 1]."""
+    expected = "a number in (0, 1]" if fraction else "a finite number"
+    array = arguments.check_numbers(name, value, expected).astype(np.float32)
+    if not np.all((array > 0) & (array <= 1) if fraction else np.isfinite(array)):
+        raise ValueError(f"{name}: got {value}, expected {expected}")
     if array.ndim and array.shape != (batch,):
         raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
     return np.broadcast_to(array, (batch,))
@@ -144,10 +164,11 @@ def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
     the model lacks."""
     vocab_size = target.config.vocab_size
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
-    eos_ids = (eos_ids,) if isinstance(eos_ids, int | np.integer) else tuple(eos_ids)
-    if any(not isinstance(token, int | np.integer) or not 0 <= token < vocab_size for token in eos_ids):
-        raise ValueError(f"eos_ids: got {eos_ids}, expected ids from 0 to {vocab_size - 1}")
-    return eos_ids
+    expected = f"ids from 0 to {vocab_size - 1}"
+    ids = (eos_ids,) if arguments.is_integer(eos_ids) else arguments.check_list("eos_ids", eos_ids, expected)
+    if any(not arguments.is_integer(token) or not 0 <= int(token) < vocab_size for token in ids):
+        raise ValueError(f"eos_ids: got {arguments.quoted(ids)}, expected {expected}")
+    return tuple(map(int, ids))
 
 
 def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str, ...]:
@@ -156,7 +177,7 @@ def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop: got {stop!r}, expected strings that are not empty")
-    if deadline is not None and not (isinstance(deadline, int | float | np.number) and deadline > 0):
+    if deadline is not None and not (arguments.is_number(deadline) and deadline > 0):
         raise ValueError(f"deadline: got {deadline!r}, expected seconds, more than 0")
     if stop and target is not None and target.vocabulary is None:
         raise ValueError("stop: got strings for a model without a vocabulary, expected none")
@@ -174,9 +195,10 @@ def check_non_finite(non_finite) -> bool:
 def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
     """Returns one integer, or one per input, as `[batch]` int32; raises ValueError for any outside
     `least` … `most`."""
-    array = np.asarray(value)
-    if not np.issubdtype(array.dtype, np.integer) or np.any((array < least) | (array > most)):
-        raise ValueError(f"{name}: got {value}, expected an integer from {least} to {most}")
+    expected = f"an integer from {least} to {most}"
+    array = arguments.check_numbers(name, value, expected, whole=True)
+    if np.any((array < least) | (array > most)):
+        raise ValueError(f"{name}: got {value}, expected {expected}")
     if array.ndim and array.shape != (batch,):
         raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
     return np.broadcast_to(array.astype(np.int32), (batch,))

@@ -12,6 +12,7 @@ from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance, complete, decode_plan
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import GenerationResult, finish
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
@@ -98,9 +99,12 @@ def warm_up(
     Returns:
       The number of shapes that were compiled for.
     """
+    arguments.check_model("target", target)
+    arguments.check_integer("max_input_length", max_input_length, 1)
+    batches = arguments.check_list("batch_sizes", batch_sizes, "a list of integers")
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
     options = {"key": seeded(0), **options}
-    for batch in batch_sizes:
+    for batch in (arguments.check_integer("batch_sizes", size, 1) for size in batches):
         for length in lengths:
             inputs = np.full(
                 (batch, min(length, max_input_length)), target.eos_ids[0] if target.eos_ids else 1, np.int32

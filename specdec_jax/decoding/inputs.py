@@ -1,10 +1,12 @@
 """Turns texts and ids into padded arrays of a few lengths, so that few shapes compile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from specdec_jax.decoding.checks import check_input_lengths
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only, given_lengths
 from specdec_jax.models.vocabularies import check_lengths
@@ -29,15 +31,24 @@ def slots(longest: int, gamma: int) -> int:
     return bucket(longest - 1) + 1 + gamma + 1
 
 
+def listed(name: str, inputs) -> Any:
+    """Returns inputs as a list that can be read again, or as the array that they are; raises
+    ValueError for what is neither."""
+    if hasattr(inputs, "shape"):
+        return inputs
+    if not isinstance(inputs, Iterable) or isinstance(inputs, str | bytes | Mapping):
+        got = f"the string {inputs!r}" if isinstance(inputs, str) else arguments.quoted(inputs)
+        raise ValueError(f"{name}: got {got}, expected a list of strings or of ids")
+    return list(inputs)
+
+
 def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array.
 
     `eos` says whether strings get an EOS.
     """
-    if isinstance(inputs, str):
-        raise ValueError(f"inputs: got the string {inputs!r}, expected a list of strings or of ids")
     if not hasattr(inputs, "shape"):
-        inputs = list(inputs)
+        inputs = listed("inputs", inputs)
         if any(isinstance(text, str) for text in inputs) and all(isinstance(text, str | None) for text in inputs):
             if target.vocabulary is None:
                 raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
@@ -57,11 +68,12 @@ def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.
             raise ValueError(
                 f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
             )
-        input_lengths = given_lengths(target, array) if input_lengths is None else np.asarray(input_lengths, np.int32)
+        expected = f"{len(array)} integers from 0 to {array.shape[1]}"
+        given = given_lengths(target, array) if input_lengths is None else input_lengths
+        input_lengths = arguments.check_numbers("input_lengths", given, expected, whole=True)
         if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
-            raise ValueError(
-                f"input_lengths: got {input_lengths}, expected {len(array)} numbers from 0 to {array.shape[1]}"
-            )
+            raise ValueError(f"input_lengths: got {input_lengths}, expected {expected}")
+        input_lengths = input_lengths.astype(np.int32)
     inside = np.arange(array.shape[1]) < input_lengths[:, None]
     if np.any(inside & ((array < 0) | (array >= target.config.vocab_size))):
         raise ValueError(f"inputs: got ids outside the vocabulary, expected 0 to {target.config.vocab_size - 1}")
@@ -73,7 +85,7 @@ def _row_of_ids(number: int, row) -> np.ndarray:
         ids = np.asarray(row)
     except ValueError:  # lists of different lengths inside
         ids = np.asarray("")
-    if ids.ndim != 1 or ids.size and not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim != 1 or ids.size and not np.issubdtype(ids.dtype, np.integer) or arguments.has_bool(row):
         raise ValueError(f"input {number}: got {row!r}, expected a list of integers (or strings for all inputs)")
     return ids
 
@@ -103,7 +115,7 @@ def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[n
     numbers of ids `[B]`."""
     if decoder_prefix is None:
         return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
-    tokens, lengths = as_ids(target, decoder_prefix, None, eos=False)
+    tokens, lengths = as_ids(target, listed("decoder_prefix", decoder_prefix), None, eos=False)
     if len(lengths) != batch:
         raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)")
     width = bucket(int(max(lengths, default=0))) if max(lengths) else 0

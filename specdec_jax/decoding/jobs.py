@@ -29,6 +29,7 @@ from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.request import Plan, prefill
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, Stats, collect, in_words
+from specdec_jax.models import arguments
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import pinned, row_parts
@@ -100,8 +101,10 @@ def decode_stream(
       ValueError: as for `generate`, before anything compiles.
       UnsupportedCombination: a deadline with `refill`; only batches can have one.
     """
-    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-        raise ValueError(f"batch_size: got {batch_size!r}, expected an integer of at least 1")
+    batch_size, refill = arguments.check_integer("batch_size", batch_size, 1), arguments.check_flag("refill", refill)
+    left_out = arguments.check_list("skip", skip, "numbers of inputs")
+    if not all(map(arguments.is_integer, left_out)):
+        raise ValueError(f"skip: got {arguments.quoted(left_out)}, expected numbers of inputs")
     if refill and options.get("deadline") is not None:
         raise UnsupportedCombination(
             f"deadline: got {options['deadline']} with refill=True, expected refill=False: only a batch has an end"
@@ -109,7 +112,7 @@ def decode_stream(
     reports = check_non_finite(non_finite)
     job = plan_decoding(target, inputs, batch_size=batch_size, **options)
     refill &= job.search is None  # a search of the longest row takes few steps more than that of another
-    outputs = (_refilled if refill else _batches)(target, job, batch_size, frozenset(skip))
+    outputs = (_refilled if refill else _batches)(target, job, batch_size, frozenset(map(int, left_out)))
     return outputs if reports else _checked(outputs)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_eos_ids,
     check_input_lengths,
+    check_kinds,
     check_limits,
     check_pair,
     check_per_row,
@@ -23,9 +23,10 @@ from specdec_jax.decoding.checks import (
     check_stop,
     verifier_settings,
 )
-from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, pad, prompt_tokens, slots
+from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, listed, pad, prompt_tokens, slots
 from specdec_jax.decoding.keys import row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
+from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
@@ -220,6 +221,7 @@ def plan(
       first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
     """
     check_process()
+    check_kinds(target, sampling)
     if num_beams is not None:
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
@@ -230,7 +232,7 @@ def plan(
     measured &= isinstance(gamma, Policy)
     policy, gammas = _gammas(gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1)
     limits = check_per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
-    samples = int(check_per_row("num_samples", num_samples, 1, 1, 2**20)[0])
+    samples = arguments.check_integer("num_samples", num_samples, 1, 2**20)
     if drafter is not None:
         check_pair(target, drafter)
         check_policy(gamma, drafter)
@@ -282,16 +284,10 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
     count `[N]`.
 
     Raises:
-      ValueError: no input, one that is too long, or a target without an encoder of its own.
+      ValueError: no input, or one that is too long.
     """
-    if isinstance(target, str | os.PathLike):
-        raise ValueError(
-            f"target: got {str(target)!r}, expected a LanguageModel, such as specdec_jax.load({str(target)!r})"
-        )
-    if target.config.encoder_dim is not None:
-        raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
-    if not isinstance(inputs, str) and not hasattr(inputs, "shape"):
-        inputs = list(inputs)
+    longest = arguments.check_integer("max_input_length", longest, 1)
+    inputs = listed("inputs", inputs)
     tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")

@@ -12,6 +12,7 @@ from specdec_jax.decoding.loop import FOREVER, advance_by
 from specdec_jax.decoding.request import Request, prepare
 from specdec_jax.decoding.results import NotNumbers, collect
 from specdec_jax.decoding.stop import shown
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import DecodeState
 
@@ -49,10 +50,10 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "
       options: as for `generate`.
     """
     begun = time.monotonic()
+    arguments.check_model("target", target)
     if target.vocabulary is None:
         raise ValueError("stream: got a model without a vocabulary, expected one that has one (text is yielded)")
-    if not isinstance(every, int | np.integer) or not 1 <= every <= FOREVER:
-        raise ValueError(f"every: got {every!r}, expected an integer of at least 1")
+    every = min(arguments.check_integer("every", every, 1), FOREVER)
     reports = check_non_finite(non_finite)
     state, request = prepare(target, inputs, **options)
     return _pieces(target, state, request, every, begun, reports)

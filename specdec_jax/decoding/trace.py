@@ -11,6 +11,7 @@ from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import finish
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import laws
@@ -95,8 +96,10 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
     Options are those of `generate`, except `num_samples`, `stop` and `deadline`.
     """
     for name, unset in (("num_samples", 1), ("stop", ()), ("deadline", None)):
-        if options.get(name, unset) != unset:
+        if not arguments.is_default(options.get(name), unset):
             raise UnsupportedCombination(f"{name}: got {options[name]!r} for a trace, expected {unset!r}")
+    if text is None:
+        raise ValueError("text: got None, expected a string, or a list of ids")
     state, request = prepare(target, [text], **options)
     steps, length, tree = [], int(request.prefix_lengths[0]), None
     while not bool(state.done[0]):

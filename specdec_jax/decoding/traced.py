@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints.leaves import check_shapes
-from specdec_jax.decoding.checks import check_policy, verifier_settings
+from specdec_jax.decoding.checks import check_policy, check_sampling, verifier_settings
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
 from specdec_jax.decoding.surroundings import laid_out, laid_out_drafter, native
 from specdec_jax.decoding.trees import tree_options
-from specdec_jax.models import layouts
+from specdec_jax.models import arguments, layouts
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -112,11 +112,12 @@ class Decoder:
     rescale_log_probs: bool = True
 
     def __post_init__(self):
+        check_sampling(self.sampling)
         for name, value in tree_options(self.tree, self.drafter, self.gamma, self.verifier)._asdict().items():
             object.__setattr__(self, name, value)
         limit = MAX_GAMMA if self.tree is None else self.tree.size - 1
         most = self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
-        if not isinstance(most, int) or not 0 <= most <= limit:
+        if not arguments.is_integer(most) or not 0 <= most <= limit:
             raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {limit}, or a policy of it")
         if self.drafter is not None:
             check_policy(self.gamma, self.drafter)

@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec_jax.decoding.beams import LEVELS, BeamOptions, begin, check_tree
 from specdec_jax.decoding.traced import Decoded, check_models, ends, known, lengths_of, network_of, on_network, traced
+from specdec_jax.models import arguments
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beams import BeamState, best_first
@@ -39,8 +40,7 @@ class BeamDecoder:
 
     def __post_init__(self):
         check_tree(self.drafter, self.gamma)
-        if not isinstance(self.gamma, int) or not 0 <= self.gamma <= MAX_GAMMA:
-            raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {MAX_GAMMA}")
+        arguments.check_integer("gamma", self.gamma, 0, MAX_GAMMA)
         check_models(self.drafter, self.config)
 
     def decode(
@@ -92,18 +92,15 @@ class BeamDecoder:
     def _checked(self, given: Mapping[str, Any], num_decodes: int, room: int) -> tuple[BeamOptions, Any, int]:
         """Options of one call, its penalty, which may be traced, and the length of what comes out."""
         penalty, length = given.get("alpha", 0.6), given.get("max_decode_len")
-        if not traced(penalty) and not 0 <= penalty < np.inf:
+        if not traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):
             raise ValueError(f"alpha: got {penalty}, expected a finite number of at least 0")
         length = room if length is None else length
-        if not isinstance(length, int | np.integer) or not 1 <= length <= room:
-            raise ValueError(
-                f"max_decode_len: got {length!r}, expected an integer from 1 to {room}, the targets' length"
-            )
+        length = arguments.check_integer("max_decode_len", length, 1, room, ", the targets' length")
         least = given.get("min_log_prob", _LEAST_LOG_PROB)
         if traced(least) or least > _LEAST_LOG_PROB:
             # T5X ends all rows by what the best of them has come to, so that each would depend on the others.
             raise ValueError(f"min_log_prob: got {least}, expected none")
-        return BeamOptions(num_decodes, beam_width=self.beam_width), penalty, int(length)
+        return BeamOptions(num_decodes, beam_width=self.beam_width), penalty, length
 
 
 def _prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Array, jax.Array]:

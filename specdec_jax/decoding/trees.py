@@ -2,9 +2,8 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
+from specdec_jax.models import arguments
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy
 from specdec_jax.speculative.tree_budgets import of_tree
@@ -46,7 +45,7 @@ def tree_options(
             raise UnsupportedCombination(f"tree: got None with {type(drafter).__name__}, expected a Tree")
         return TreeOptions(None, gamma, verifier)
     if not isinstance(tree, Tree | DynamicTree):
-        raise ValueError(f"tree: got {tree!r}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))")
+        raise ValueError(f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))")
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
@@ -54,7 +53,7 @@ def tree_options(
     if chains and _as_chain(tree):
         gamma = tree.depth if automatic else gamma
         most = gamma.maximum if isinstance(gamma, Policy) else gamma
-        check_per_row("gamma", most, np.size(most), 0, tree.depth)
+        check_per_row("gamma", most, arguments.as_array(most).size, 0, tree.depth)
         return TreeOptions(None, gamma, verifier)
     if isinstance(drafter, Drafter):
         if not drafter.drafts_trees:
@@ -75,7 +74,7 @@ def tree_options(
         )
     else:
         most = gamma
-    check_per_row("gamma", most, np.size(most), 1, tree.size - 1)
+    check_per_row("gamma", most, arguments.as_array(most).size, 1, tree.size - 1)
     return TreeOptions(tree, gamma, _CHAIN_FORMS.get(tree.judge, "token"))
 
 

@@ -5,10 +5,10 @@ from typing import ClassVar, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, point_mass
 from specdec_jax.drafters.prompt_lookup import Inputs, match_lengths
+from specdec_jax.models import arguments
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
@@ -65,9 +65,7 @@ class AssistedNGramDrafter(Drafter):
 
     def __post_init__(self):
         for name, least, most in (("order", 2, 16), ("top_k", 1, 64), ("memory", 1, 2**16)):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or not least <= value <= most:
-                raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}")
+            arguments.check_integer(name, getattr(self, name), least, most)
 
     @property
     def name(self) -> str:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax.drafters.drafting import empty_law, keys_apart
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.drafters.pair import Pair, PairState
+from specdec_jax.models import arguments
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import verify
 from specdec_jax.speculative.laws import Law, PointMass
@@ -39,7 +39,7 @@ class HorizontalCascade(Pair):
         """
         _check_drafters(first=first, then=then)
         _check_behind("then", then)
-        self.parts, self.number = (first, then), _positive("switch", switch)
+        self.parts, self.number = (first, then), arguments.check_integer("switch", switch, 1)
 
     @property
     def name(self) -> str:
@@ -123,7 +123,7 @@ class VerticalCascade(Pair):
             raise ValueError(f"model_drafter: got {type(model_drafter).__name__}, expected a ModelDrafter")
         _check_drafters(inner=inner)
         _check_behind("inner", inner)
-        self.parts, self.number = (model_drafter, inner), _positive("inner_gamma", inner_gamma)
+        self.parts, self.number = (model_drafter, inner), arguments.check_integer("inner_gamma", inner_gamma, 1)
 
     @property
     def name(self) -> str:
@@ -198,12 +198,6 @@ def _written(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: ja
 
 def _as_law(law: Law | PointMass) -> Law:
     return law.law() if isinstance(law, PointMass) else law
-
-
-def _positive(name: str, value) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
-    return int(value)
 
 
 def _check_drafters(**drafters) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
 from specdec_jax.drafters.tree_levels import draft_with_model
-from specdec_jax.models import layouts
+from specdec_jax.models import arguments, layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.network import Network
@@ -79,8 +79,9 @@ class EarlyExitDrafter(Drafter):
         Raises:
           ValueError: a number of layers out of range, or a head of another shape.
         """
+        arguments.check_model("model", model)
         config = model.config
-        if not isinstance(layers, int | np.integer) or not 1 <= layers < config.num_decoder_layers:
+        if not arguments.is_integer(layers) or not 1 <= layers < config.num_decoder_layers:
             expected = f"an integer from 1 to {config.num_decoder_layers - 1}"
             if config.num_decoder_layers == 1:
                 expected = "a target with more than one decoder layer"

@@ -16,7 +16,7 @@ import numpy as np
 from specdec_jax.checkpoints import leaves, own
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law
 from specdec_jax.drafters.tree_levels import draft_tree
-from specdec_jax.models import heads, parameters
+from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
 from specdec_jax.models.language_model import LanguageModel
@@ -80,6 +80,8 @@ class HeadsDrafter(Drafter):
         Raises:
           ValueError: no folder of heads, a damaged one, or heads of another target.
         """
+        arguments.check_path("path", path)
+        arguments.check_model("target", target)
         config, fingerprint, stored = own.open_heads(pathlib.Path(path))
         leaves.check_shapes(stored, config.parameter_shapes, path, "of these heads")
         try:

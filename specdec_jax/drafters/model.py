@@ -1,6 +1,5 @@
 """A smaller model of the same vocabulary as drafter (Leviathan et al. 2023, section 2.3)."""
 
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from specdec_jax.drafters.drafting import (
 )
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
 from specdec_jax.drafters.tree_levels import draft_with_model
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
@@ -79,11 +79,9 @@ class ModelDrafter(Drafter):
           ValueError: an empty shortlist, ids that are not ascending or that the model lacks, or no
             id that ends a sequence.
         """
-        if isinstance(model, str | os.PathLike):
-            expected = f"a LanguageModel, such as specdec_jax.load({str(model)!r})"
-            raise ValueError(f"model: got {str(model)!r}, expected {expected}")
+        arguments.check_model("model", model)
         self.model, self.network, self.shortlist = model, model.network, None
-        self.int8 = bool(int8) and not model.quantized
+        self.int8 = arguments.check_flag("int8", int8) and not model.quantized
         if shortlist is not None:
             ids = check_shortlist(shortlist, model.config.vocab_size, model.eos_ids)
             self.shortlist = Shortlist.of(ids, model.config.vocab_size)

@@ -18,6 +18,7 @@ from specdec_jax.drafters.drafting import (
 )
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.speculative.drafter import Drafter
@@ -68,6 +69,7 @@ class NGramDrafter(ChainDrafter):
         Raises:
           ValueError: nothing to count, ids outside the vocabulary, or a number out of its range.
         """
+        arguments.check_flag("sampled", sampled)
         table = NGramTable.count(
             sequences, vocab_size, order, start_token=start_token, continuations=continuations,
             fingerprint=vocabulary.fingerprint() if vocabulary is not None else "",
@@ -103,6 +105,7 @@ class NGramDrafter(ChainDrafter):
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
+        arguments.check_kind("table", self.table, NGramTable, "an NGramTable (NGramDrafter.load and count make one)")
         ours, width, table = target.vocabulary, target.config.vocab_size, self.table
         if not table.matches(ours):
             raise ValueError(

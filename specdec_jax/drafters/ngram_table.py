@@ -24,6 +24,7 @@ import numpy as np
 
 from specdec_jax.files.reading import check_file, reason
 from specdec_jax.files.writing import write_file
+from specdec_jax.models import arguments
 from specdec_jax.models.vocabularies import Vocabulary
 
 _FORMAT = "specdec_jax n-gram table, version 1"
@@ -85,10 +86,10 @@ class NGramTable:
             ("vocab_size", vocab_size, 2**31 - 1), ("order", order, _MAX_ORDER), ("continuations", continuations,
                 2**20),
         ):  # fmt: skip
-            if not isinstance(value, int | np.integer) or not 1 <= value <= most:
-                raise ValueError(f"{name}: got {value!r}, expected an integer from 1 to {most}")
-        if not 0 <= start_token < vocab_size:
-            raise ValueError(f"start_token: got {start_token}, expected an id from 0 to {vocab_size - 1}")
+            arguments.check_integer(name, value, 1, most)
+        if not arguments.is_integer(start_token) or not 0 <= start_token < vocab_size:
+            got = arguments.quoted(start_token)
+            raise ValueError(f"start_token: got {got}, expected an id from 0 to {vocab_size - 1}")
         ids, places, padded = _padded(sequences, vocab_size, order - 1, start_token)
         rows, number = np.zeros(len(ids), np.int64), 1
         keys, kept = [np.zeros((2, 0), np.int64)], [_continuations(rows, ids, vocab_size, continuations)]
@@ -118,6 +119,7 @@ class NGramTable:
         Raises:
           ValueError: no such file, or not one that `save` wrote completely.
         """
+        arguments.check_path("path", path)
         if not pathlib.Path(path).exists():
             raise ValueError(f"{path}: got no such file, expected an n-gram table (.npz)")
         check_file(path, 2**63)
@@ -225,7 +227,8 @@ def _read_arrays(path) -> dict[str, np.ndarray]:
 def _padded(sequences, vocab_size: int, before: int, start_token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns all ids, the place of each in an array where `before` start tokens precede every
     sequence, and that array."""
-    parts = [np.asarray(sequence) for sequence in sequences]
+    arguments.check_kind("sequences", sequences, Iterable, "lists of integers")
+    parts = [arguments.as_array(sequence) for sequence in sequences]
     parts = [part for part in parts if part.size]
     if not parts:
         raise ValueError("sequences: got no id at all, expected at least one sequence that is not empty")

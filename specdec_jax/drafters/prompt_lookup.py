@@ -5,11 +5,11 @@ from typing import Any, ClassVar, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.drafters.tree_levels import Children, draft_children
+from specdec_jax.models import arguments
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.trees import POINTS
@@ -48,8 +48,7 @@ class PromptLookupDrafter(ChainDrafter):
     grows_trees: ClassVar[bool] = False
 
     def __post_init__(self):
-        if not isinstance(self.max_match, int | np.integer) or not 1 <= self.max_match <= 64:
-            raise ValueError(f"max_match: got {self.max_match!r}, expected an integer from 1 to 64")
+        arguments.check_integer("max_match", self.max_match, 1, 64)
 
     @property
     def name(self) -> str:

@@ -2,9 +2,9 @@
 
 import flax.struct
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, draw, empty_law, match_width
+from specdec_jax.models import arguments
 from specdec_jax.speculative import laws
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.laws import Law
@@ -26,8 +26,7 @@ class RandomDrafter(Drafter):
     vocab_size: int = flax.struct.field(pytree_node=False)
 
     def __post_init__(self):
-        if not isinstance(self.vocab_size, int | np.integer) or self.vocab_size < 1:
-            raise ValueError(f"vocab_size: got {self.vocab_size!r}, expected an integer of at least 1")
+        arguments.check_integer("vocab_size", self.vocab_size, 1)
 
     @property
     def name(self) -> str:

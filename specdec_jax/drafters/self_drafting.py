@@ -6,6 +6,7 @@ import jax
 
 from specdec_jax.drafters.early_exit import check_own
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 
@@ -30,6 +31,7 @@ class SelfDrafter(ModelDrafter):
         Raises:
           ValueError: the target's weights are in 8 bits already.
         """
+        arguments.check_model("model", model)
         if model.quantized:
             raise ValueError(
                 f"drafter: got the 8 bits of a target that is in 8 bits itself ({model.name}), expected a target that "

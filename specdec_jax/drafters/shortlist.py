@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.models import arguments
 from specdec_jax.speculative import laws
 
 _MULTIPLE = 64  # the length of a shortlist is rounded up to a multiple of this
@@ -52,10 +53,10 @@ class Shortlist:
 def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
     """Returns the ids `[F]` of a `ModelDrafter`'s shortlist, ascending; raises ValueError for an
     unusable one."""
-    if isinstance(shortlist, int | np.integer):
+    if arguments.is_integer(shortlist):
         return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
-    ids = np.asarray(shortlist)
-    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+    ids = arguments.as_array(shortlist)
+    if arguments.has_bool(shortlist) or ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"shortlist: got {shortlist!r}, expected a number of ids, or ids (at least one)")
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -79,11 +80,11 @@ def shortlist_from_counts(counts, size: int, eos_ids: Sequence[int] = ()) -> np.
       size: F, from 1 to V, `eos_ids` included.
       eos_ids: ids that are taken whatever their counts.
     """
-    counts = np.asarray(counts)
+    counts = arguments.check_numbers("counts", counts, "one number for each id")
     if counts.ndim != 1 or not counts.size:
         raise ValueError(f"counts: got an array of shape {counts.shape}, expected one number for each id")
     least = max(1, len(set(eos_ids)))
-    if not isinstance(size, int | np.integer) or not least <= size <= len(counts):
+    if not arguments.is_integer(size) or not least <= size <= len(counts):
         raise ValueError(f"shortlist: got a size of {size!r}, expected an integer from {least} to {len(counts)}")
     first = np.isin(np.arange(len(counts)), list(eos_ids))
     return np.sort(np.lexsort((-counts, ~first))[:size])

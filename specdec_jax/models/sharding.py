@@ -17,6 +17,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specdec_jax.models import arguments
+
 AXES = ("data", "model")
 # T5X's `standard_logical_axis_rules` for one axis that divides activations and parameters; the last
 # one is our own.
@@ -55,8 +57,10 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     Raises:
       ValueError: fewer devices than that, or with several processes another number.
     """
+    for name, value in (("data", data), ("model", model)):
+        arguments.check_integer(name, value, 1)
     devices, count = jax.devices(), data * model
-    if min(data, model) < 1 or count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
+    if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
         expected = f"all of the {len(devices)}" if jax.process_count() > 1 else f"1 to {len(devices)}, which there are"
         raise ValueError(f"mesh: got {data}x{model} devices, expected {expected}")
     if count == len(devices):

@@ -70,7 +70,9 @@ class Auto(Policy):
     """
 
     maximum: int = MAXIMUM
-    costs: Any = (1.0, *(1 + 0.1 * gamma for gamma in range(1, MAXIMUM + 1)))
+    costs: Any = dataclasses.field(
+        default=(1.0, *(1 + 0.1 * gamma for gamma in range(1, MAXIMUM + 1))), metadata={"traced": True}
+    )
     acceptance: PerInput = number(0.68, 0, 1)
     weight: PerInput = number(1.7, 1e-6, 1e6)
     memory: PerInput = number(0.99, 0, 1)

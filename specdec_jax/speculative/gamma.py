@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specdec_jax.models import arguments
 from specdec_jax.speculative.outcomes import DraftSignals, Outcome
 
 MAX_GAMMA = 64
@@ -33,13 +34,17 @@ PerInput = Any
 
 def number(default: float, least: float, most: float, below: bool = False):
     """Declares a field of a policy: one number, or one per input, from `least` to `most` (with
-    `below`: below `most`)."""
+    `below`: below `most`); integers where `default` is one. Other values compile nothing anew."""
     return dataclasses.field(default=default, metadata={"range": (least, most, below)})
 
 
+@dataclasses.dataclass(frozen=True)
 class Policy:
     """The base class of policies. A policy's `state` holds what it keeps for each row, `[B]` or
     `[B, G]` arrays.
+
+    A policy is a frozen dataclass. Its fields that are declared by `number` are traced, and hold an
+    array `[B]` where the methods that follow are called; all other fields are static and hashable.
 
     Attributes:
       maximum: G, the most tokens, or nodes of a tree, drafted in one iteration; static.
@@ -48,31 +53,29 @@ class Policy:
       counts_nodes: whether γ may be the number of a tree's nodes.
     """
 
-    maximum: int
+    maximum: int = 8
     reads_law: ClassVar[bool] = False
     counts_nodes: ClassVar[bool] = True
 
     def __post_init__(self):
-        if isinstance(self.maximum, bool) or not isinstance(self.maximum, int | np.integer):
-            raise ValueError(f"maximum: got {self.maximum!r}, expected an integer from 1 to {MAX_GAMMA}")
-        if not 1 <= self.maximum <= MAX_GAMMA:
-            raise ValueError(f"maximum: got {self.maximum}, expected an integer from 1 to {MAX_GAMMA}")
+        arguments.check_integer("maximum", self.maximum, 1, MAX_GAMMA)
         for name, (least, most, below) in self.numbers().items():
-            whole, value = self._whole(name), np.asarray(getattr(self, name))
+            whole, given = self._whole(name), getattr(self, name)
             most = min(most, self.maximum) if name == "minimum" else most
-            number = np.issubdtype(value.dtype, np.integer) or not whole and np.issubdtype(value.dtype, np.floating)
-            inside = number and np.all((value >= least) & (value < most if below else value <= most))
-            if not inside:
-                kind = "an integer" if whole else "a number"
-                bound = f"to below {most}" if below else f"to {most}"
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected {kind} from {least} {bound}")
+            expected = f"{'an integer' if whole else 'a number'} from {least} to {'below ' if below else ''}{most}"
+            value = arguments.check_numbers(name, given, expected, whole)
+            if not np.all((value >= least) & (value < most if below else value <= most)):
+                raise ValueError(f"{name}: got {arguments.quoted(given)}, expected {expected}")
 
     @classmethod
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
-        """Returns the range of every field but `maximum`, by name: least, most, and whether it must
-        be below `most`."""
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        return {field.name: field.metadata["range"] for field in fields if field.metadata}
+        """Returns the range of every field that `number` declares, by name: least, most, and
+        whether it must be below `most`."""
+        return {field.name: field.metadata["range"] for field in dataclasses.fields(cls) if "range" in field.metadata}
+
+    @classmethod
+    def _static(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(cls) if not field.metadata)
 
     @classmethod
     def _whole(cls, name: str) -> bool:
@@ -82,8 +85,9 @@ class Policy:
         """Returns the policy with one number in each field for each of `batch` inputs.
 
         Raises:
-          ValueError: a field has neither one value nor `batch` values.
+          ValueError: a field has neither one value nor `batch` values, or a static one no hash.
         """
+        self._register()
         values = {}
         for name in self.numbers():
             value = np.asarray(getattr(self, name), np.int32 if self._whole(name) else np.float32)
@@ -95,18 +99,34 @@ class Policy:
             object.__setattr__(policy, name, value)
         return policy
 
+    def _register(self) -> None:
+        """Makes a policy of a user's own a pytree, and checks that it can be one."""
+        cls = type(self)
+        if hasattr(cls, "_flax_dataclass"):  # all its fields would be traced, `maximum` too
+            raise ValueError(f"gamma: got {cls.__name__}, a flax.struct.dataclass, expected a dataclasses.dataclass")
+        if jax.tree_util.all_leaves([self]):
+            jax.tree_util.register_pytree_node_class(cls)
+        for name in cls._static():
+            try:
+                hash(getattr(self, name))
+            except TypeError:
+                got = arguments.quoted(getattr(self, name))
+                raise ValueError(f"{name}: got {got}, expected a hashable value (or numbers, by `number`)") from None
+
     def tree_flatten(self):
-        return tuple(getattr(self, name) for name in self.numbers()), self.maximum
+        return tuple(getattr(self, name) for name in self.numbers()), tuple(
+            getattr(self, name) for name in self._static()
+        )
 
     @classmethod
-    def tree_unflatten(cls, maximum, values):
+    def tree_unflatten(cls, static, values):
         policy = object.__new__(cls)  # unchecked: inside jit the numbers are traced
-        for name, value in (("maximum", maximum), *zip(cls.numbers(), values, strict=True)):
+        for name, value in zip((*cls._static(), *cls.numbers()), (*static, *values), strict=True):
             object.__setattr__(policy, name, value)
         return policy
 
     def init(self) -> Any:
-        """Returns the state that rows begin with; traced."""
+        """Returns the state that rows begin with; traced. A single number stands for every row."""
         return ()
 
     def wanted(self, state: Any) -> Int[Array, " B"] | int:

@@ -47,8 +47,9 @@ from specdec_jax.speculative import draws, laws, verifiers
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.outcomes import Outcome
+from specdec_jax.speculative.policy_calls import next_gamma, next_state
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
-from specdec_jax.speculative.verifier import Randomness, Verification
+from specdec_jax.speculative.verifier import Randomness, Verification, check_verification
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
@@ -56,7 +57,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     program, batch = state.program, state.tokens.shape[0]
     # Draft at most limit − length − 1 tokens: the target adds one more, and so no row ever passes
     # its limit.
-    wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
+    wanted = next_gamma(state.policy, state.policy_state, state.gamma)
     num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
     if drafter is not None and program.gamma:
         draft_state, draft = checked(
@@ -209,7 +210,8 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
         if verifier.judge_greedy is None:
             greedy = verifiers.verify_greedy(laws.argmax(processed), draft.tokens, draft.num_drafted)
         else:
-            greedy = verifier.judge_greedy(processed, draft.tokens, draft.num_drafted, accept, state.settings)
+            found = verifier.judge_greedy(processed, draft.tokens, draft.num_drafted, accept, state.settings)
+            greedy = check_verification(verifier, found, len(lengths))
         if program.strict_argmax:
             return greedy, None
     law = laws.standardize(logits, prefixes, state.sampling, program.mode)
@@ -222,9 +224,10 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
     bonus = draws.words(keys, lengths, offsets, draws.BONUS)
     final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
     noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size) if verifier.coupled else None
-    verified = verifier.judge(
+    found = verifier.judge(
         law, draft.law, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings
     )
+    verified = check_verification(verifier, found, len(lengths))
     if greedy is not None:
         argmax = state.sampling.temperature == 0
         verified = Verification(*(jnp.where(argmax, a, b) for a, b in zip(greedy, verified)))
@@ -282,7 +285,7 @@ def commit(
     )
     policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen, draft.judged)
     if state.policy is not None:
-        policy_state = state.policy.update(policy_state, outcome)
+        policy_state = next_state(state.policy, policy_state, outcome)
     return state.replace(
         tokens=_write(state.tokens, new, state.lengths, num_new),
         log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),

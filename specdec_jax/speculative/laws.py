@@ -151,7 +151,8 @@ def standardize(
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     temperature = rows.temperature[:, None, None]
     # The maximum is subtracted before the division, which by a tiny temperature would overflow.
-    adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
+    divisor = jnp.where(temperature > 0, jnp.clip(temperature, *_DIVISORS), 1)
+    adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
     if mode.top_k:
         adjusted = _keep_top_k(adjusted, rows.top_k)
     if mode.top_p:
@@ -162,6 +163,12 @@ def standardize(
         return Law.of(adjusted, mode.native)
     one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
     return Law.of(jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)), mode.native)
+
+
+# XLA divides by multiplying with the reciprocal. Past these bounds that is 0 or infinite, which
+# makes NaN of the logit −∞ or of the greatest, 0; laws differ by it only if logits do by 1e30, or
+# by less than 1e-36.
+_DIVISORS = 2.0**-125, 2.0**125
 
 
 def argmax(logits: Num[Array, "*N V"]) -> Int[Array, "*N"]:

@@ -10,6 +10,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.policy_calls import begin
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig, empty_signals
 from specdec_jax.speculative.verifiers import Settings
@@ -48,7 +49,7 @@ def prefill(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
         lengths=prefix_lengths, done=done, starts=prefix_lengths, log_probs=no_log_probs,
         adjusted_log_probs=None if program.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
-        limits=limits, eos_ids=eos_ids, gamma=gamma, policy=policy, policy_state=policy and policy.init(),
+        limits=limits, eos_ids=eos_ids, gamma=gamma, policy=policy, policy_state=policy and begin(policy, batch),
         target_cache=cache, draft_state=draft_state,
         counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
         last_drafted=zeros, last_accepted=zeros, last_seen=empty_signals(policy, batch),

@@ -9,7 +9,9 @@ penalised (PITFALLS row 22).
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 # (prefix tokens, 0 at and past the length; lengths; logits) -> logits
@@ -97,13 +99,16 @@ def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Proces
     probability.
 
     Raises:
-      ValueError: the function returns logits of another shape.
+      ValueError: the function returns something else than logits of this shape.
     """
     batch, positions, vocab = logits.shape
     prefixes = jnp.where(_live(context, positions), context.tokens[:, None], 0)
     lengths = context.prefix_lengths(positions)
     flat = logits.reshape(-1, vocab)
     rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
+    if not isinstance(rows, jax.Array | np.ndarray) or not jnp.issubdtype(rows.dtype, np.floating):
+        got = getattr(rows, "dtype", type(rows).__name__)
+        raise ValueError(f"processor: got {got} from the function, expected logits, an array of floats")
     if rows.shape != flat.shape:
         raise ValueError(f"processor: got logits of shape {rows.shape}, expected {flat.shape}")
     chosen = (rows == jnp.inf) & ~jnp.any(jnp.isnan(rows), axis=-1, keepdims=True)  # NaN must stay, to be noticed

@@ -6,7 +6,7 @@ per row, is `SamplingRows`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import flax.struct
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from specdec_jax.models import arguments
 from specdec_jax.speculative.processors import Processor
 
 
@@ -48,7 +49,7 @@ class SamplingConfig:
         function compiles a new program.
 
     Raises:
-      ValueError: a field outside its range.
+      ValueError: a field of another kind or outside its range.
     """
 
     temperature: float | Sequence[float] = 0.0
@@ -65,29 +66,25 @@ class SamplingConfig:
     processor: Processor | None = None
 
     def __post_init__(self):
-        largest = np.finfo(np.float32).max
-        integer = lambda value: 0 <= value < 2**31 and value == int(value)
-        ranges = {
-            "temperature": (lambda value: 0 <= value <= largest, "a finite number of at least 0"),
-            "top_k": (integer, "an integer of at least 0 (0: keep all)"),
-            "top_p": (lambda value: 0 < value <= 1, "a number in (0, 1]"),
-            "min_p": (lambda value: 0 <= value <= 1, "a number in [0, 1]"),
-            "repetition_penalty": (lambda value: 0 < value <= largest, "a finite number above 0 (1: none)"),
-            "no_repeat_ngram": (integer, "an integer of at least 0 (0: none)"),
-            "min_new_tokens": (integer, "an integer of at least 0"),
-        }
-        for name, (fits, expected) in ranges.items():
-            for value in np.ravel(getattr(self, name)):
-                if not _fits(fits, value):
+        for name, (fits, expected) in _RANGES.items():
+            values = arguments.check_numbers(name, getattr(self, name), expected, whole=_PER_ROW[name] is np.int32)
+            for value in values.ravel().tolist():
+                if not fits(value):
                     raise ValueError(f"{name}: got {value}, expected {expected}")
+        arguments.check_integer("no_repeat_ngram", self.no_repeat_ngram, 0, what=" (0: none)")
+        for name in ("logit_bias", "forced_tokens"):
+            if getattr(self, name) is not None:
+                arguments.check_kind(name, getattr(self, name), Mapping, "a dictionary, or None")
         for token, bias in (self.logit_bias or {}).items():
-            if not _fits(lambda value: -largest <= value <= largest, bias):
-                raise ValueError(f"logit_bias: got {bias} for id {token}, expected a finite number")
+            if not arguments.is_number(bias) or not -_LARGEST <= bias <= _LARGEST:
+                raise ValueError(f"logit_bias: got {arguments.quoted(bias)} for id {token}, expected a finite number")
         for place in self.forced_tokens or {}:
-            if not isinstance(place, int | np.integer) or not 0 <= place < 2**20:
+            if not arguments.is_integer(place) or not 0 <= place < 2**20:
                 raise ValueError(f"forced_tokens: got place {place}, expected an integer from 0 to {2**20 - 1}")
+        ids = arguments.check_list("forbidden_tokens", self.forbidden_tokens, "a list of ids")
+        object.__setattr__(self, "forbidden_tokens", ids)
         if self.processor is not None and not callable(self.processor):
-            raise ValueError(f"processor: got {self.processor!r}, expected a function")
+            raise ValueError(f"processor: got {arguments.quoted(self.processor)}, expected a function")
 
     @functools.cached_property
     def mode(self) -> "SamplingMode":
@@ -130,7 +127,7 @@ class SamplingConfig:
         for token in self.forbidden_tokens:
             bias[_checked("forbidden_tokens", token, vocab_size)] = -np.inf
         if self.vocabulary_mask is not None:
-            mask = np.asarray(self.vocabulary_mask)
+            mask = arguments.as_array(self.vocabulary_mask)
             if mask.shape != (vocab_size,) or mask.dtype != bool:
                 raise ValueError(
                     f"vocabulary_mask: got shape {mask.shape} and type {mask.dtype}, expected ({vocab_size},) and bool"
@@ -156,18 +153,20 @@ _PER_ROW = {
     "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
     "repetition_penalty": np.float32, "min_new_tokens": np.int32,
 }  # fmt: skip
-
-
-def _fits(test, value) -> bool:
-    try:
-        return bool(test(value))
-    except (TypeError, ValueError):  # `value` is not a number
-        return False
+_LARGEST = float(np.finfo(np.float32).max)
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value <= _LARGEST, "a finite number of at least 0"),
+    "top_k": (lambda value: 0 <= value < 2**31, "an integer of at least 0 (0: keep all)"),
+    "top_p": (lambda value: 0 < value <= 1, "a number in (0, 1]"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number in [0, 1]"),
+    "repetition_penalty": (lambda value: 0 < value <= _LARGEST, "a finite number above 0 (1: none)"),
+    "min_new_tokens": (lambda value: 0 <= value < 2**31, "an integer of at least 0"),
+}
 
 
 def _checked(name: str, token: int, vocab_size: int) -> int:
-    if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-        raise ValueError(f"{name}: got id {token!r}, expected one from 0 to {vocab_size - 1}")
+    if not arguments.is_integer(token) or not 0 <= token < vocab_size:
+        raise ValueError(f"{name}: got id {arguments.quoted(token)}, expected one from 0 to {vocab_size - 1}")
     return token
 
 

@@ -36,16 +36,6 @@ class TreeRenewal(Renewal):
 
     tree: Tree = Tree((0,))
 
-    def tree_flatten(self):
-        values, maximum = super().tree_flatten()
-        return values, (maximum, self.tree)
-
-    @classmethod
-    def tree_unflatten(cls, static, values):
-        policy = super().tree_unflatten(static[0], values)
-        object.__setattr__(policy, "tree", static[1])
-        return policy
-
     def _begun(self) -> Float[Array, "B K"]:
         """Returns the rates that are assumed at first."""
         shares = RANK_SHARES[0]

@@ -18,17 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.models import arguments
+
 # A node, given by the ranks on the way to it, from 0; () is node 0.
 Node = tuple[int, ...]
 # One share per rank; or such a list for each depth, the last of which serves all greater depths.
 Shares = Sequence[float] | Sequence[Sequence[float]]
-
-
-def check_integers(least: int, most: int, **values: Any) -> None:
-    """Raises ValueError for the first of `values` that is no integer from `least` to `most`."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
-            raise ValueError(f"{name}: got {value!r}, expected an integer from {least} to {most}")
 
 
 def checked(acceptance_by_rank: Shares) -> np.ndarray:
@@ -37,15 +32,11 @@ def checked(acceptance_by_rank: Shares) -> np.ndarray:
     Raises:
       ValueError: no such list, or shares that are not from 0 to 1 and at most 1 in all.
     """
-    try:
-        shares = np.atleast_2d(np.asarray(acceptance_by_rank, float))
-    except (TypeError, ValueError):
-        shares = np.zeros(0)
-    if shares.ndim != 2 or not shares.size:
-        raise ValueError(
-            f"acceptance_by_rank: got {acceptance_by_rank!r}, expected a list of numbers, or one such list of "
-            "the same length for each depth"
-        )
+    expected = "a list of numbers, or one such list of the same length for each depth"
+    given = arguments.check_numbers("acceptance_by_rank", acceptance_by_rank, expected)
+    shares = np.atleast_2d(given.astype(float))
+    if not given.ndim or shares.ndim != 2 or not shares.size:
+        raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected {expected}")
     if not (np.all(shares >= 0) and np.all(shares.sum(axis=1) <= 1 + 1e-6)):
         raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected shares, at most 1 in all")
     return shares
@@ -88,7 +79,7 @@ def fastest(
     # By chance a rare rank may have the greater share; then the two are taken to be the other way.
     shares = -np.sort(-checked(acceptance_by_rank), axis=1)
     calls, best, chosen = _call_costs(verify_costs, nodes), 1.0, None
-    if not 0 <= cost_ratio < math.inf:
+    if not 0 <= arguments.check_number("cost_ratio", cost_ratio, "a number of at least 0") < math.inf:
         raise ValueError(f"cost_ratio: got {cost_ratio}, expected a number of at least 0")
     for levels in range(1, depth + 1):
         found = most_valuable(shares, nodes, levels)
@@ -106,13 +97,15 @@ def _call_costs(verify_costs: Mapping[Any, float] | None, nodes: int) -> np.ndar
     """Returns `[nodes]`: the cost of a target call over 1 … `nodes` positions."""
     if verify_costs is None:
         return np.ones(nodes)
-    costs = sorted(({1: 1.0} | {int(width): float(cost) for width, cost in verify_costs.items()}).items())
-    widths, values = np.array(costs).T
+    expected = "positive numbers by the number of positions, 1 for one position"
+    arguments.check_kind("verify_costs", verify_costs, Mapping, expected)
+    try:  # a number of positions may be a string, as in a JSON file
+        costs = sorted(({1: 1.0} | {int(width): float(cost) for width, cost in verify_costs.items()}).items())
+        widths, values = np.array(costs).T
+    except (TypeError, ValueError):
+        widths = values = np.zeros(1)
     if widths[0] != 1 or values[0] != 1 or not np.all((values > 0) & (values < np.inf)):
-        raise ValueError(
-            f"verify_costs: got {dict(verify_costs)}, expected positive numbers by the number of positions, 1 for "
-            "one position"
-        )
+        raise ValueError(f"verify_costs: got {dict(verify_costs)}, expected {expected}")
     if widths[-1] < nodes:
         raise ValueError(
             f"verify_costs: got costs of up to {int(widths[-1])} positions, expected up to nodes = {nodes}"

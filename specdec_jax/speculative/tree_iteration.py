@@ -24,6 +24,7 @@ from specdec_jax.speculative import draws, laws
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import commit, most_probable
 from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.policy_calls import next_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
 from specdec_jax.speculative.tree_budgets import judged
@@ -54,7 +55,7 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
 def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, Watched]:
     """Does what `iterate_tree` does, and also returns what the iteration saw."""
     program, origins = state.program, state.lengths - 1
-    wanted = state.gamma if state.policy is None else jnp.minimum(state.gamma, state.policy.wanted(state.policy_state))
+    wanted = next_gamma(state.policy, state.policy_state, state.gamma)
     # At most limit − length − 1 tokens may stand: the target adds one more, and no row passes its
     # limit.
     room = jnp.where(state.done, 0, state.limits - state.lengths - 1)

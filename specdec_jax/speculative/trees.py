@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.models import arguments
 from specdec_jax.speculative import tree_choice
-from specdec_jax.speculative.tree_choice import Node, Shares, check_integers
+from specdec_jax.speculative.tree_choice import Node, Shares
 from specdec_jax.speculative.tree_draft import Branches
 
 # The ways to choose a node's children from q, the drafter's law of the token after it, and the
@@ -114,26 +115,30 @@ class Tree(Kinds):
     allowed: ClassVar[tuple[str, ...]] = ("drawn", *(kind for kind in CHILDREN if kind != "drawn"))
 
     def __post_init__(self):
-        object.__setattr__(self, "parents", tuple(int(parent) for parent in self.parents))
-        if not 1 <= len(self.parents) < MAX_NODES:
-            raise ValueError(f"parents: got {len(self.parents)} nodes, expected 1 to {MAX_NODES - 1}")
-        for node, parent in enumerate(self.parents, 1):
-            if not 0 <= parent < node:
-                raise ValueError(f"parents: got {parent} for node {node}, expected a number from 0 to {node - 1}")
+        parents = arguments.check_list("parents", self.parents, "a list of nodes' numbers")
+        if not 1 <= len(parents) < MAX_NODES:
+            raise ValueError(f"parents: got {len(parents)} nodes, expected 1 to {MAX_NODES - 1}")
+        for node, parent in enumerate(parents, 1):
+            if not arguments.is_integer(parent) or not 0 <= parent < node:
+                got = arguments.quoted(parent)
+                raise ValueError(f"parents: got {got} for node {node}, expected a number from 0 to {node - 1}")
+        object.__setattr__(self, "parents", tuple(map(int, parents)))
         self.check_kinds()
 
     @classmethod
     def chain(cls, length: int, **kinds: str) -> "Tree":
         """Returns the tree with one branch of `length` nodes; `kinds` are `children` and
         `verifier`."""
-        return cls.uniform((1,) * length, **kinds)
+        return cls.uniform((1,) * arguments.check_integer("length", length, 1, MAX_NODES - 1), **kinds)
 
     @classmethod
     def uniform(cls, widths: Sequence[int], **kinds: str) -> "Tree":
         """Returns the tree in which every node at depth d has `widths[d]` children, d from 0;
         `kinds` are `children` and `verifier`."""
-        if not len(widths) or any(isinstance(w, bool) or int(w) != w or w < 1 for w in widths):
-            raise ValueError(f"widths: got {widths!r}, expected integers of at least 1")
+        expected = "integers of at least 1"
+        widths = arguments.check_list("widths", widths, expected)
+        if not widths or not all(arguments.is_integer(width) and width >= 1 for width in widths):
+            raise ValueError(f"widths: got {arguments.quoted(widths)}, expected {expected}")
         if sum(np.cumprod([float(width) for width in widths])) >= MAX_NODES:
             raise ValueError(f"widths: got {tuple(widths)}, expected at most {MAX_NODES - 1} nodes in all")
         nodes: list[Node] = [()]
@@ -170,8 +175,8 @@ class Tree(Kinds):
         Raises:
           ValueError: shares, costs or bounds out of their ranges.
         """
-        check_integers(2, MAX_NODES, nodes=nodes)
-        check_integers(1, MAX_NODES - 1, depth=depth)
+        arguments.check_integer("nodes", nodes, 2, MAX_NODES)
+        arguments.check_integer("depth", depth, 1, MAX_NODES - 1)
         found = tree_choice.fastest(acceptance_by_rank, nodes, depth, verify_costs, cost_ratio)
         return None if found is None else cls(_parents(found), **kinds)
 
@@ -278,8 +283,8 @@ class Chains(Tree):
 
     def __init__(self, count: int, length: int, children: str = AUTO, verifier: str = AUTO):
         """Describes `count` drafts of `length` tokens each; `verifier` is as for `Tree`."""
-        check_integers(1, MAX_NODES - 1, count=count)
-        check_integers(1, (MAX_NODES - 1) // count, length=length)
+        arguments.check_integer("count", count, 1, MAX_NODES - 1)
+        arguments.check_integer("length", length, 1, (MAX_NODES - 1) // count)
         starts = range(1, count * length + 1, length)
         parents = tuple(parent for start in starts for parent in (0, *range(start, start + length - 1)))
         super().__init__(parents, children, verifier)
@@ -319,9 +324,10 @@ class DynamicTree(Kinds):
     )
 
     def __post_init__(self):
-        check_integers(1, MAX_NODES - 1, depth=self.depth)
-        check_integers(2, MAX_NODES - 1, width=self.width)
-        check_integers(self.depth + 1, min(self.drafted + 1, MAX_NODES), nodes=self.nodes)
+        for name, least in (("depth", 1), ("width", 2)):
+            object.__setattr__(self, name, arguments.check_integer(name, getattr(self, name), least, MAX_NODES - 1))
+        most = min(self.drafted + 1, MAX_NODES)
+        object.__setattr__(self, "nodes", arguments.check_integer("nodes", self.nodes, self.depth + 1, most))
         self.check_kinds()
 
     def fixed(self) -> Tree:

@@ -5,8 +5,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from specdec_jax.models import arguments
 from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative.laws import Law
 
@@ -49,6 +51,9 @@ Judge = Callable[[Law, Any, Drafted, PerRow, Randomness, Any], Verification]
 JudgeGreedy = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification]
 
 
+_PAIRS = "a list of names and defaults, such as (('least', None),)"
+
+
 @dataclasses.dataclass(frozen=True)
 class Verifier:
     """A rule that decides which drafted tokens stand; static, so that another rule compiles another
@@ -77,8 +82,10 @@ class Verifier:
       judge_greedy: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
         settings) -> Verification`, for processed logits and uniforms `accept`; None: a token stands
         iff it is the target's argmax.
-      parameters: names and defaults of its parameters; the user must give one whose default is
-        None.
+      parameters: names and defaults of its parameters; one whose default is None must be given.
+        `generate` has the arguments `lenience`, `typical_epsilon`, `typical_delta` and
+        `forced_alpha`; any others are given by `with_parameters`.
+      given: what `with_parameters` was given; no part of the compiled program.
     """
 
     name: str
@@ -91,3 +98,47 @@ class Verifier:
     sampled_only: bool = False
     judge_greedy: JudgeGreedy | None = None
     parameters: tuple[tuple[str, float | None], ...] = ()
+    given: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not callable(self.judge):
+            got = f"{arguments.quoted(self.name)}, {arguments.quoted(self.judge)}"
+            raise ValueError(f"Verifier: got {got}, expected a name and a function")
+        pairs = arguments.check_list("parameters", self.parameters, _PAIRS)
+        for pair in pairs:
+            named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
+            if not named or not (pair[1] is None or arguments.is_number(pair[1])):
+                raise ValueError(f"parameters: got {arguments.quoted(pair)}, expected {_PAIRS}")
+        object.__setattr__(self, "parameters", tuple(map(tuple, pairs)))
+
+    def with_parameters(self, **values) -> "Verifier":
+        """Returns the verifier with values of its parameters, each one number or one per input.
+
+        Other values compile nothing anew.
+
+        Raises:
+          ValueError: a parameter that it does not have, or something that is no number.
+        """
+        known = [name for name, _ in self.parameters]
+        for name, value in values.items():
+            if name not in known:
+                raise ValueError(f"{name}: got one for verifier {self.name!r}, expected {', '.join(known) or 'none'}")
+            arguments.check_numbers(name, value, "a number, or one per input")
+        return dataclasses.replace(self, given=tuple({**dict(self.given), **values}.items()))
+
+
+def check_verification(verifier: Verifier, found: Any, batch: int) -> Verification:
+    """Returns what a verifier's rule returned, `found`, for `batch` rows.
+
+    Raises:
+      ValueError: it is something else than a `Verification` of integers; raised while the program
+        is traced.
+    """
+    if not isinstance(found, Verification):
+        raise ValueError(f"verifier {verifier.name}: got {type(found).__name__} from its rule, expected a Verification")
+    for name, value in found._asdict().items():
+        dtype, shape = jnp.result_type(value), jnp.shape(value)
+        if shape != (batch,) or not jnp.issubdtype(dtype, jnp.integer):
+            got = f"{name} of shape {shape} and type {dtype}"
+            raise ValueError(f"verifier {verifier.name}: got {got}, expected ({batch},) and integers")
+    return found

@@ -8,6 +8,7 @@ table `VERIFIERS`. Sections are those of Leviathan et al. 2023.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+from specdec_jax.models import arguments
 from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative.draws import draw
 from specdec_jax.speculative.laws import Law, PointMass, argmax
@@ -235,8 +236,10 @@ def verifier_of(given: str | Verifier) -> Verifier:
     """
     if isinstance(given, Verifier):
         return given
-    if given not in (*VERIFIERS, FORCED.name):
-        raise ValueError(f"verifier: got {given!r}, expected one of {', '.join(VERIFIERS)}, or a Verifier")
+    if not isinstance(given, str) or given not in (*VERIFIERS, FORCED.name):
+        raise ValueError(
+            f"verifier: got {arguments.quoted(given)}, expected one of {', '.join(VERIFIERS)}, or a Verifier"
+        )
     return VERIFIERS.get(given, FORCED)
 
 

@@ -46,7 +46,7 @@ WRONG = [
     (lambda: sd.Entropy(4, smoothing=1), "smoothing: got 1, expected a number from 0 to below 1"),
     (lambda: sd.EntropyBound(4, scale=-0.1), "scale: got -0.1, expected a number from 0"),
     (lambda: sd.EntropyBound(4, threshold=math.nan), "threshold: got nan, expected a number from 0 to 1"),
-    (lambda: sd.Confidence(4, threshold="high"), "threshold: got high, expected a number from 0 to 1"),
+    (lambda: sd.Confidence(4, threshold="high"), "threshold: got 'high', expected a number from 0 to 1"),
     (lambda: sd.Renewal(4, cost_ratio=-1), "cost_ratio: got -1, expected a number from 0"),
     (lambda: sd.Renewal(4, weight=0), "weight: got 0, expected a number from 1e-06"),
     (lambda: refused_by_generate(gamma=sd.Confidence(4, threshold=[0.1] * 3)), "threshold: got 3 values, expected "

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from toy_models import HashModel
 
+from specdec_jax.decoding.generate import generate
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative import draws, laws
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 
@@ -140,6 +143,27 @@ def test_laws_and_draws_are_sound(seed):
     assert np.all(np.take_along_axis(probs[:, 0], ids[:, None], axis=1) > 0)
 
 
+@pytest.mark.parametrize("filters", [{}, dict(top_k=3), dict(top_p=0.99), dict(min_p=0.1)], ids=str)
+def test_the_greatest_and_the_least_temperatures(filters):
+    """Ids of probability 0 keep it: XLA multiplies with 1 / T, which from 8.5e37 up is 0, and −∞ · 0
+    is NaN."""
+    logits = np.array([[[1.0, 2.0, 3.0, -np.inf]]], np.float32)
+    for temperature in (8e37, 9e37, 1e38, np.finfo(np.float32).max):
+        np.testing.assert_allclose(probs_of(logits, temperature=temperature, **filters), [[[1 / 3] * 3 + [0]]])
+    for temperature in (1.2e-38, 1e-40, 1e-45, 1e-300):
+        np.testing.assert_array_equal(probs_of(logits, temperature=temperature, **filters), [[[0, 0, 1, 0]]])
+
+
+@pytest.mark.parametrize("verifier", ["block", "gumbel"])
+def test_a_token_is_forced_at_the_greatest_temperature(verifier):
+    sampling = SamplingConfig(temperature=3.4e38, forced_tokens={0: 6}, forbidden_tokens=(2, 3))
+    target, drafter = HashModel(12), ModelDrafter(HashModel(12, 1))
+    for own in (drafter, None):
+        result = generate(target, [[3, 1]], drafter=own, gamma=2, verifier=verifier, sampling=sampling)
+        assert result.tokens[0, 0] == 6 and not {2, 3} & set(result.tokens[0, : result.lengths[0]].tolist())
+        np.testing.assert_allclose(result.adjusted_log_probs[0, 1 : result.lengths[0]], -np.log(10), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
@@ -154,7 +178,7 @@ def test_laws_and_draws_are_sound(seed):
         (dict(top_p=0.0), r"top_p: got 0.0, expected a number in \(0, 1\]"),
         (dict(top_p=1.01), "top_p: got 1.01"),
         (dict(top_p=float("nan")), "top_p: got nan"),
-        (dict(temperature="hot"), "temperature: got hot, expected a finite number"),
+        (dict(temperature="hot"), "temperature: got 'hot', expected a finite number"),
         (dict(temperature=None), "temperature: got None"),
         (dict(min_p=-0.1), r"min_p: got -0.1, expected a number in \[0, 1\]"),
         (dict(min_p=1.5), "min_p: got 1.5"),
@@ -165,7 +189,7 @@ def test_laws_and_draws_are_sound(seed):
         (dict(min_new_tokens=-1), "min_new_tokens: got -1, expected an integer of at least 0"),
         (dict(logit_bias={3: float("nan")}), "logit_bias: got nan for id 3, expected a finite number"),
         (dict(logit_bias={3: float("-inf")}), "logit_bias: got -inf for id 3"),
-        (dict(logit_bias={3: "much"}), "logit_bias: got much for id 3"),
+        (dict(logit_bias={3: "much"}), "logit_bias: got 'much' for id 3"),
         (dict(forced_tokens={-1: 3}), "forced_tokens: got place -1, expected an integer from 0"),
         (dict(forced_tokens={0.5: 3}), "forced_tokens: got place 0.5"),
         (dict(forced_tokens={2**20: 3}), "forced_tokens: got place 1048576"),

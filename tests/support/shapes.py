@@ -23,7 +23,7 @@ def arrays(function):
     after = function.__annotations__.get("return", typing.Any) is not typing.Any
     function.__annotations__ = kinds = _of_arrays(function.__annotations__)
     checked = beartype.beartype(function) if kinds else function
-    taken = (lambda value: value) if "ndarray" in str(kinds) else _as_jax
+    taken = _as_jax if kinds and "ndarray" not in str(kinds) else lambda value: value
 
     @functools.wraps(function)
     def check(*arguments, **named):

@@ -1,0 +1,50 @@
+"""Asks a policy of γ, and checks its answers while the program is traced, so that one of a user's own
+fails in words of ours."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.outcomes import Outcome
+
+
+def begin(policy: Policy, batch: int) -> Any:
+    """Returns the policy's first state of `batch` rows."""
+    rows = lambda value: jnp.broadcast_to(value, (batch,)) if jnp.ndim(value) == 0 else jnp.asarray(value)
+    state = jax.tree.map(rows, policy.init())
+    wrong = [leaf.shape for leaf in jax.tree.leaves(state) if leaf.shape[0] != batch]
+    if wrong:
+        raise ValueError(f"gamma: got shape {wrong[0]} from {_name(policy)}.init, expected one value for each row")
+    return state
+
+
+def next_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Returns how many tokens each row wants to draft: `most`, or fewer by the policy."""
+    if policy is None:
+        return most
+    wanted = policy.wanted(state)
+    got = _described(wanted)
+    if got not in (f"int32[{len(most)}]", "int32[]"):
+        raise ValueError(f"gamma: got {got} from {_name(policy)}.wanted, expected an integer for each row")
+    return jnp.minimum(most, wanted)
+
+
+def next_state(policy: Policy, state: Any, outcome: Outcome) -> Any:
+    """Returns the policy's state after an iteration."""
+    after = policy.update(state, outcome)
+    got, expected = _described(after), _described(state)
+    if got != expected:
+        raise ValueError(f"gamma: got {got} from {_name(policy)}.update, expected what init makes, {expected}")
+    return after
+
+
+def _described(tree: Any) -> Any:
+    """Returns `tree` with the dtype and shape of each array in its place."""
+    return jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree)
+
+
+def _name(policy: Policy) -> str:
+    return type(policy).__name__

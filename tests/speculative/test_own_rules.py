@@ -1,0 +1,178 @@
+"""Verifiers and policies of a user's own: their parameters, and what is said where they are wrong."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from own_parts import MIRRORED
+from toy_models import HashModel, compilations
+
+import specdec_jax as sd
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.speculative.gamma import number
+from specdec_jax.speculative.verifiers import VERIFIERS, correct, count_leading, leading_law
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+TARGET, DRAFTER = HashModel(12), sd.ModelDrafter(HashModel(12, 1, likeness=0.5))
+INPUTS = [[3, 4, 1], [5, 1]]
+
+
+def decode(**options):
+    warm = sd.SamplingConfig(temperature=1.0)
+    defaults = dict(drafter=DRAFTER, gamma=3, sampling=warm, max_new_tokens=12, eos_ids=())
+    return sd.generate(TARGET, INPUTS, **{**defaults, **options})
+
+
+# --- Verifiers ---
+
+
+def judge(target, draft, draft_tokens, num_drafted, randomness, settings):
+    """Lets tokens stand that have at least `least` of probability."""
+    stands = leading_law(target).prob(draft_tokens) >= settings["least"][:, None]
+    return correct(target, draft, count_leading(stands, num_drafted), num_drafted, randomness.final)
+
+
+OWN = sd.Verifier("probable", judge, exact=False, parameters=(("least", None),))
+
+
+def accepted(result) -> list[int]:
+    return [row.accepted for row in result.stats.per_row]
+
+
+def test_a_verifier_of_ones_own_is_given_its_parameters():
+    """Per row, and without another program."""
+    rows, found = accepted(decode(verifier=OWN.with_parameters(least=0))), []
+
+    def others():
+        for least in (2.0, [0, 2], np.float32(2)):
+            found.append(accepted(decode(verifier=OWN.with_parameters(least=least))))
+
+    assert compilations(others) == 0
+    assert min(rows) > 0 and found == [[0, 0], [rows[0], 0], [0, 0]]
+
+
+def test_the_package_takes_its_own_parameters_either_way():
+    lenient = VERIFIERS["lenient"]
+    by_argument = decode(verifier="lenient", lenience=0.3).tokens
+    np.testing.assert_array_equal(decode(verifier=lenient.with_parameters(lenience=0.3)).tokens, by_argument)
+    assert lenient.with_parameters(lenience=0.3) == lenient, "one program for all values"
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: decode(verifier=OWN), "least: got none with verifier='probable', expected a number, by Verifier"),
+        (lambda: OWN.with_parameters(most=1), "most: got one for verifier 'probable', expected least"),
+        (lambda: MIRRORED.with_parameters(most=1), "most: got one for verifier 'mirrored', expected none"),
+        (lambda: OWN.with_parameters(least="a"), "least: got 'a', expected a number, or one per input"),
+        (lambda: decode(verifier=OWN.with_parameters(least=[1, 2, 3])), "least: got 3 values, expected one or 2"),
+        (lambda: decode(verifier=OWN.with_parameters(least=np.inf)), "least: got inf, expected a finite number"),
+        (lambda: decode(verifier=OWN.with_parameters(least=1), drafter=None), "verifier: got 'probable' for plain"),
+        (lambda: decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=2)), "lenience: got 2, expected a num"),
+        (
+            lambda: decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=0.5), lenience=0.4),
+            "lenience: got 0.4 and 0.5 of the verifier, expected one of them",
+        ),
+        (lambda: sd.Verifier("a", 3), "Verifier: got 'a', 3, expected a name and a function"),
+        (lambda: sd.Verifier("a", judge, parameters=("least",)), "parameters: got 'least', expected a list of names"),
+        (lambda: sd.Verifier("a", judge, parameters="least"), "parameters: got 'least', expected a list of names"),
+        (lambda: sd.Verifier("a", judge, parameters=(("b", "c"),)), r"parameters: got \('b', 'c'\), expected a list"),
+        (lambda: decode(verifier=sd.Verifier("a", lambda *_: None)), "verifier a: got NoneType from its rule"),
+    ],
+)
+def test_what_is_wrong_with_a_verifier_is_said(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_parameters_twice_are_a_combination():
+    with pytest.raises(UnsupportedCombination):
+        decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=0.5), lenience=0.4)
+
+
+# --- Policies ---
+
+
+@dataclasses.dataclass(frozen=True)
+class AfterLast(sd.Policy):
+    """Drafts `more` tokens more than stood last time; `first` is static."""
+
+    more: Any = number(1, 0, 64)
+    first: int = 1
+
+    def init(self):
+        return jnp.full_like(self.more, self.first)
+
+    def wanted(self, state):
+        return state
+
+    def update(self, state, outcome):
+        return jnp.minimum(outcome.accepted + self.more, self.maximum)
+
+
+class Two(sd.Policy):
+    """Drafts two tokens; keeps a number that is the same for all rows."""
+
+    def init(self):
+        return 2
+
+    def wanted(self, state):
+        return state
+
+
+def drafted(**options) -> list[int]:
+    return [row.drafted for row in decode(**options).stats.per_row]
+
+
+def test_a_policy_of_ones_own_works_without_being_registered():
+    """Its numbers are traced, one per input; its other fields are static."""
+    plain = decode(drafter=None, sampling=sd.SamplingConfig()).tokens
+    for policy in (AfterLast(4), Two(4), sd.Policy(3)):
+        result = decode(gamma=policy, sampling=sd.SamplingConfig())
+        np.testing.assert_array_equal(result.tokens, plain)
+    assert drafted(gamma=Two(4)) == drafted(gamma=2) and drafted(gamma=sd.Policy(3)) == drafted(gamma=3)
+    one = drafted(gamma=AfterLast(4))
+    found = []
+    assert compilations(lambda: found.append(drafted(gamma=AfterLast(4, more=[1, 3])))) == 0
+    assert found[0][0] == one[0] and found[0][1] != one[1]
+    assert drafted(gamma=AfterLast(4, first=4)) != one
+
+
+def test_a_policy_of_ones_own_counts_nodes():
+    plain = decode(drafter=None, sampling=sd.SamplingConfig()).tokens
+    result = decode(gamma=AfterLast(3), tree=sd.Tree.uniform((2, 1)), sampling=sd.SamplingConfig())
+    np.testing.assert_array_equal(result.tokens, plain)
+
+
+def variant(**methods):
+    return type("Own", (Two,), methods)(4)
+
+
+@flax.struct.dataclass
+class Traced(sd.Policy):
+    more: Any = 3
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        (variant(wanted=lambda self, state: 2.5), r"gamma: got float32\[\] from Own.wanted, expected an integer"),
+        (variant(wanted=lambda self, state: None), "gamma: got None from Own.wanted, expected an integer"),
+        (variant(init=lambda self: jnp.zeros(3)), r"gamma: got shape \(3,\) from Own.init, expected one value"),
+        (
+            variant(update=lambda self, state, outcome: state * 0.5),
+            r"gamma: got float32\[2\] from Own.update, expected what init makes, int32\[2\]",
+        ),
+        (variant(update=lambda self, state, outcome: None), "gamma: got None from Own.update, expected what init"),
+        (AfterLast(4, first=[1]), r"first: got \[1\], expected a hashable value"),
+        (Traced(4), "gamma: got Traced, a flax.struct.dataclass, expected a dataclasses.dataclass"),
+        (AfterLast(4, more=[1, 2, 3]), "more: got 3 values, expected one or 2"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_is_said(policy, message):
+    with pytest.raises(ValueError, match=message):
+        decode(gamma=policy)
