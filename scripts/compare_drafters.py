@@ -13,6 +13,9 @@ by sentence. The improvement is in total wall time, encoders included; its media
 the passes. At temperature 0 every output is compared with plain decoding's, and differing ones are
 counted (`specdec benchmark` tells which are near-ties).
 
+α is given per position of the output, where one at which nothing was drafted counts as not accepted,
+and ("drafted") only where something was drafted: the two differ for drafters that draft now and then.
+
 c is the cost of a drafted token inside the loop, v the cost of the target's call and its
 verification, both in iterations of plain decoding and timed apart from the sentences. They are not
 timed for an adaptive γ, which has no one draft to time, nor for cascades.
@@ -137,14 +140,18 @@ def main(argv) -> None:
               "arms": rows}  # fmt: skip
     if _OUTPUT.value:
         write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
-    print(f"{'α':>7}{'tokens/call':>13}{'drafted/call':>14}{'c':>8}{'v':>8}{'improvement':>25}  differ  drafter")
+    print(
+        f"{'α':>7}{'drafted':>9}{'tokens/call':>13}{'drafted/call':>14}{'c':>8}{'v':>8}{'improvement':>25}  differ  "
+        "drafter"
+    )
     for line in rows:
-        alpha, gain = line["alpha"], line["improvement"]
+        rates, gain = (line["alpha"], line["alpha_where_drafted"]), line["improvement"]
         shown = f"{gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})"
         c, v = ("-" if line[name] is None else f"{line[name]:.3f}" for name in ("cost_ratio", "verify_cost"))
-        rate, differ = "-" if alpha is None else f"{alpha:.3f}", "-" if line["differ"] is None else line["differ"]
+        everywhere, drafted = ("-" if alpha is None else f"{alpha:.3f}" for alpha in rates)
+        differ = "-" if line["differ"] is None else line["differ"]
         counts = f"{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
-        print(f"{rate:>7}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['arm']}")
+        print(f"{everywhere:>7}{drafted:>9}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['arm']}")
 
 
 def costs(name: str, arm: analysis_arms.Arm, times: dict[str, Spread]) -> dict:
@@ -158,12 +165,13 @@ def costs(name: str, arm: analysis_arms.Arm, times: dict[str, Spread]) -> dict:
 
 def row(name: str, arm: analysis_arms.Arm, plain: analysis_arms.Arm) -> dict:
     examined = sum(int(result.stats.examined_by_position.sum()) for result in arm.results)
-    calls = arm.total("target_calls")
+    calls, accepted = arm.total("target_calls"), arm.total("accepted")
     differ = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(arm.results, plain.results, strict=True))
     per_token = plain.seconds_per_token / arm.seconds_per_token
     return {
         "arm": name,
-        "alpha": arm.total("accepted") / examined if examined else None,
+        "alpha": accepted / (examined + arm.total("undrafted")) if examined else None,
+        "alpha_where_drafted": accepted / examined if examined else None,
         "tokens_per_call": arm.tokens / max(calls, 1),
         "drafted_per_call": arm.total("drafted") / max(calls, 1),
         "improvement": Spread.of(per_token)._asdict(),

@@ -18,7 +18,7 @@ import numpy as np
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.arms import Batch
 from specdec_jax.analysis.coverage import Coverage, Covered, Rates, by_rank, coverage_at, mean_coverage
-from specdec_jax.analysis.predictions import Work
+from specdec_jax.analysis.predictions import Work, counted_work, mean_drafting
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
@@ -43,10 +43,11 @@ class Acceptance:
 
     Attributes:
       how: "scored" or "counted".
-      alpha: mean over positions of Σ min(p, q), or accepted / examined tokens; None if nothing was
-        drafted, or if no verifier that was asked for has such a rate.
+      alpha: mean over the positions of the output of Σ min(p, q), or accepted / (examined and
+        undrafted) tokens; None if nothing was drafted, or if no verifier that was asked for has such
+        a rate.
       error: standard error of alpha, clustered by sentence; None with fewer than two sentences.
-      positions: number of tokens that alpha is a mean of.
+      positions: number of positions that alpha is a mean of.
       survival: by verifier, for i = 1 … G: (P(at least i drafted tokens are accepted), its standard
         error).
       lengths: for each batch, the new tokens of its rows.
@@ -57,6 +58,8 @@ class Acceptance:
         depth d stands where the d − 1 above it do), its standard error).
       coverage_by_depth: by kind of children, for k children of every node: the same as `by_depth` of
         such a tree.
+      alpha_where_drafted: accepted / examined tokens; None where it was scored.
+      drafting: the share of the target's calls in which something was drafted.
     """
 
     how: str
@@ -69,12 +72,16 @@ class Acceptance:
     coverage: Coverage = dataclasses.field(default_factory=dict)
     by_depth: dict[str, Rates] = dataclasses.field(default_factory=dict)
     coverage_by_depth: dict[str, list[Rates]] = dataclasses.field(default_factory=dict)
+    alpha_where_drafted: float | None = None
+    drafting: float = 1.0
 
     def record(self) -> dict[str, Any]:
         """Returns the part of a record that says all this."""
         return {
             "how": self.how,
             "alpha": self.alpha,
+            "alpha_where_drafted": self.alpha_where_drafted,
+            "drafting": self.drafting,
             "standard_error": self.error,
             "positions": self.positions,
             "by_position": {name: _named("stands", values) for name, values in self.survival.items()},
@@ -222,7 +229,8 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
     G does at its first ones."""
     alpha: float | None = None
     error: float | None = None
-    positions, lengths = 0, []
+    where_drafted: float | None = None
+    positions, drafting, lengths = 0, 1.0, []
     survival: dict[str, Rates] = {}
     by_depth: dict[str, Rates] = {}
     work: dict[tuple[str, int], list[Work]] = {}
@@ -235,8 +243,10 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
         rows = [row for result in results for row in result.stats.per_row]
         examined = [int(row.examined_by_position.sum()) for row in rows]
         if alpha is None and any(result.stats.acceptance_rate is not None for result in results):
-            alpha, error = formulas.clustered_mean([row.accepted for row in rows], examined)
-            positions = sum(examined)
+            wanted = [row.undrafted + count for row, count in zip(rows, examined, strict=True)]
+            alpha, error = formulas.clustered_mean([row.accepted for row in rows], wanted)
+            where_drafted = sum(row.accepted for row in rows) / sum(examined)
+            positions = sum(wanted)
         calls = [row.target_calls for row in rows]
         by_position = np.array([row.accepted_by_position for row in rows])
         survival[name] = [
@@ -246,13 +256,17 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
         by_depth[name] = [formulas.clustered_mean(stood, reached) for stood, reached in at_depth if any(reached)]
         per_call = formulas.tokens_by_survival([mean for mean, _ in survival[name]])
         lengths = lengths or [result.lengths for result in results]
+        made = [counted_work(batch.padded, result.stats) for batch, result in zip(batches, results, strict=True)]
+        drafting = mean_drafting(made)
         for g in range(1, gamma + 1):
-            batch_calls = [
-                max(row.target_calls for row in result.stats.per_row) * per_call[gamma] / per_call[g]
-                for result in results
+            calls = [one.calls * per_call[gamma] / per_call[g] for one in made]
+            work[name, g] = [
+                dataclasses.replace(one, calls=n, draft_calls=g * n) for one, n in zip(made, calls, strict=True)
             ]
-            work[name, g] = [Work(batch.padded, n, g * n) for batch, n in zip(batches, batch_calls, strict=True)]
-    return Acceptance("counted", alpha, error, positions, survival, lengths, work, by_depth=by_depth)
+    return Acceptance(
+        "counted", alpha, error, positions, survival, lengths, work, by_depth=by_depth,
+        alpha_where_drafted=where_drafted, drafting=drafting,
+    )  # fmt: skip
 
 
 class Comparison(NamedTuple):

@@ -93,7 +93,10 @@ class Arm:
 
     def totals(self) -> dict[str, Any]:
         """Returns the counts of all batches together, as JSON values."""
-        names = ("target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position")
+        names = (
+            "target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position",
+            "undrafted",
+        )  # fmt: skip
         return {name: np.asarray(self.total(name)).tolist() for name in names}
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax.analysis import arms as analysis_arms
-from specdec_jax.analysis import comparison, machine, near_ties
+from specdec_jax.analysis import comparison, machine, near_ties, verdicts
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
@@ -105,6 +105,8 @@ def benchmark_beams(
         }
         for tree in trees[1:]
     ]
+    seconds = {name: np.array(arm.seconds) for name, arm in searches.items()}
+    record["verdict"] = verdicts.find_best(seconds)
     compared = [{"name": str(tree), **found} for tree, found in zip(trees[1:], record["searches"], strict=True)]
     for name in others or ():
         record["against"] = comparison.compare(name, searches | {name: arms[name]}, target, batches, differences)

@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.analysis import acceptance, comparison, machine, near_ties, predictions, timing, traces, tree_drawing
+from specdec_jax.analysis import (
+    acceptance,
+    comparison,
+    machine,
+    near_ties,
+    predictions,
+    timing,
+    traces,
+    tree_drawing,
+    verdicts,
+)
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import products as analysis_products
 from specdec_jax.analysis.arms import Arm, Batch
@@ -175,17 +185,23 @@ def _record(target, drafter, arms: dict[str, Arm], times: dict[str, Spread], bat
             for arm in arms.values()
             if arm.gamma and arm.tree is None
         ],
+        "verdicts": [
+            verdict for alpha in options.forced_alpha or (None,) if (verdict := _find_best(arms, alpha)) is not None
+        ],
     }
+
+
+def _find_best(arms: Mapping[str, Arm], forced_alpha: float | None) -> dict[str, Any] | None:
+    """Returns the fastest way of drafting with a forced acceptance rate, or without one."""
+    drafting = {name: arm for name, arm in arms.items() if arm.gamma and arm.forced_alpha == forced_alpha}
+    timed = {"plain": arms["plain"]} | drafting
+    return verdicts.find_best({name: arm.seconds_per_token for name, arm in timed.items()})
 
 
 def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int], options) -> dict[str, Any]:
     improvement, stats = _improvement(plain, arm), _total_stats(arm)
-    most = lambda result, name: max(getattr(row, name) for row in result.stats.per_row)
-    counted = [
-        predictions.Work(size, most(result, "target_calls"), most(result, "draft_calls"))
-        for size, result in zip(padded, arm.results, strict=True)
-    ]
-    lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate"]
+    counted = [predictions.counted_work(size, result.stats) for size, result in zip(padded, arm.results, strict=True)]
+    lengths, alpha = [result.lengths for result in arm.results], stats["acceptance_rate_per_position"]
     adaptive = options.gamma_policy != "fixed"  # then the formulas do not apply, nor does the time of one width of call
     untimed = stats["draft_calls"] > 0 and "draft step" not in times
     predicted = None
@@ -198,9 +214,8 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
     verifier = verifier_of(options.verifier)
     same_tokens = verifier.coupled or options.temperature == 0 and verifier.exact
     same_tokens &= arm.forced_alpha is None
-    shares = (
-        None if adaptive or untimed else predictions.shares(predictions.cost(counted, arm.gamma, times), seconds.median)
-    )
+    parts = None if adaptive or untimed else predictions.cost(counted, arm.gamma, times)
+    shares = parts and predictions.shares(parts, seconds.median)
     return {
         "gamma": arm.gamma,
         "forced_alpha": arm.forced_alpha,
@@ -214,8 +229,10 @@ def _arm_record(arm: Arm, plain: Arm, target, times, batches, padded: list[int],
         "oracle": None if alpha is None or untimed else predictions.oracle(arm.gamma, alpha, times),
         "prediction": prediction,
         "measured_over_predicted": improvement.median / predicted[prediction] if predicted else None,
+        "parts": parts,
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
+        "compared": same_tokens,
         "differences": _differences(arm, plain, target, batches) if same_tokens else [],
     }
 
@@ -245,6 +262,7 @@ def _tree_records(
             **predictions.tree_tokens(tree, coverage),
             "improvement": _improvement(plain, arm)._asdict(),
             "verify_cost": times[f"nodes of {text}"].median / step,
+            "compared": same_tokens,
             "differences": _differences(arm, plain, target, batches) if same_tokens else [],
         })  # fmt: skip
     best = lambda those: min(those, key=lambda arm: float(np.median(arm.seconds_per_token)))
@@ -255,12 +273,14 @@ def _tree_records(
 
 
 def _total_stats(arm: Arm) -> dict[str, Any]:
-    """Returns the statistics of all batches together; α is a ratio of sums, not a mean of ratios."""
+    """Returns the statistics of all batches together; both α are ratios of sums, not means of ratios."""
     totals = arm.totals()
     examined = sum(totals["examined_by_position"])
     has_rate = any(result.stats.acceptance_rate is not None for result in arm.results)  # block verification has none
+    rate = lambda positions: totals["accepted"] / positions if examined and has_rate else None
     return totals | {
-        "acceptance_rate": totals["accepted"] / examined if examined and has_rate else None,
+        "acceptance_rate": rate(examined),
+        "acceptance_rate_per_position": rate(examined + totals["undrafted"]),
         "tokens_per_target_call": arm.tokens / max(totals["target_calls"], 1),
         "accepted_per_target_call": totals["accepted"] / max(totals["target_calls"], 1),
     }

@@ -8,6 +8,7 @@ import numpy as np
 from specdec_jax.analysis import acceptance, formulas, machine, predictions, timing
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis.acceptance import Acceptance
+from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.setup import MeasureSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.checks import UnsupportedCombination
@@ -38,6 +39,8 @@ def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: Me
         gamma + 1: times[f"verify {gamma}"].median / times["target step"].median for gamma in options.timed_gammas
     }
     c = draft_cost(options.gamma_max, times)
+    padded = [batch.padded for batch in batches]
+    whole = with_lengths(accepted, padded, c, interpolate(v, options.gamma_max), times)
     return {
         **machine.head(target, drafter, batches, options),
         "acceptance": accepted.record(),
@@ -48,7 +51,7 @@ def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: Me
         ),
         "cost_ratio": c,
         "verify_cost": {str(width): value for width, value in v.items()},
-        **expectations(accepted, c, v, options.gamma_max),
+        **expectations(accepted, c, v, options.gamma_max, whole),
     }
 
 
@@ -74,42 +77,85 @@ def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
     return max(0.0, times[f"iteration {gamma}"].median - times[f"call {gamma}"].median) / gamma / step
 
 
-def expectations(accepted: Acceptance, c: float, v: Mapping[int, float], gamma_max: int) -> dict[str, Any]:
+def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
+    """Returns v of 1 … γ_max + 1 positions, given that of some, in ascending order."""
+    return np.interp(np.arange(1, gamma_max + 2), list(v), list(v.values())).tolist()
+
+
+def with_lengths(
+    accepted: Acceptance, padded: Sequence[int], c: float, verify_cost: Sequence[float], times: Mapping[str, Spread]
+) -> dict[str, list[float]]:
+    """Returns the expected improvement for γ = 1 … γ_max by verifier, with encoders and output lengths.
+
+    What the loop, the host and the tokenizer add to both is left out.
+
+    Args:
+      accepted: the measured acceptance.
+      padded: padded input length of each batch.
+      c: cost of a draft step.
+      verify_cost: v of 1 … γ_max + 1 positions.
+      times: seconds of single steps and encoders.
+    """
+    step = times["target step"].median
+    seconds = lambda name: sum(times[f"{name} {size}"].median for size in padded if f"{name} {size}" in times)
+    encoder, both = seconds("target encoder"), seconds("target encoder") + seconds("drafter encoder")
+    plain = encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
+
+    def whole(work: Sequence[Work], v: float) -> float:
+        calls = sum(item.calls * (1 + item.drafting * (v - 1)) for item in work)
+        return both + step * (calls + c * sum(item.draft_calls or 0.0 for item in work))
+
+    return {
+        name: [plain / whole(accepted.work[name, gamma], v) for gamma, v in enumerate(verify_cost[1:], 1)]
+        for name in accepted.survival
+    }
+
+
+def expectations(
+    accepted: Acceptance, c: float, v: Mapping[int, float], gamma_max: int,
+    whole: Mapping[str, Sequence[float]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the expected improvement for γ = 1 … γ_max, and the best γ.
 
     Args:
       accepted: the measured acceptance.
       c: cost of a draft step.
-      v: cost of a target call by number of positions, ascending; interpolated in between.
+      v: cost of a target call by number of positions, ascending; interpolated in between. A call in
+        which nothing is drafted costs 1.
       gamma_max: the greatest γ.
+      whole: what `with_lengths` returns; None: nothing is said of whole decodes.
     """
-    widths, values = list(v), list(v.values())
-    verify_cost = np.interp(np.arange(1, gamma_max + 2), widths, values).tolist()
-    alpha, table = accepted.alpha, []
+    verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []
+    mean_cost = [1 + accepted.drafting * (value - 1) for value in verify_cost]
     tokens = {
         name: formulas.tokens_by_survival([stands for stands, _ in rates]) for name, rates in accepted.survival.items()
     }
     for gamma in range(1, gamma_max + 1):
-        width = verify_cost[gamma]
+        width = mean_cost[gamma]
         table.append({
             "gamma": gamma,
-            "verify_cost": width,
+            "verify_cost": verify_cost[gamma],
             "timed": gamma + 1 in v,
             "tokens": None if alpha is None else formulas.expected_tokens(alpha, gamma),
             "theorem_3_8": None if alpha is None else formulas.improvement(alpha, gamma, c),
             "with_verify_cost": None if alpha is None else formulas.improvement(alpha, gamma, c, width),
             "by_position": {
-                name: {"tokens": per_call[gamma], "with_verify_cost": per_call[gamma] / (gamma * c + width)}
+                name: {
+                    "tokens": per_call[gamma],
+                    "with_verify_cost": per_call[gamma] / (gamma * c + width),
+                    "with_lengths": whole and whole[name][gamma - 1],
+                }
                 for name, per_call in tokens.items()
             },
         })  # fmt: skip
     powers = [alpha**gamma for gamma in range(1, gamma_max + 1)] if alpha is not None else None
     best = {
         "theorem_3_8": formulas.best_gamma(powers, c, [1.0] * (gamma_max + 1)) if powers else None,
-        "with_verify_cost": formulas.best_gamma(powers, c, verify_cost) if powers else None,
+        "with_verify_cost": formulas.best_gamma(powers, c, mean_cost) if powers else None,
         "by_position": {
-            name: formulas.best_gamma([stands for stands, _ in rates], c, verify_cost)
+            name: formulas.best_gamma([stands for stands, _ in rates], c, mean_cost)
             for name, rates in accepted.survival.items()
         },
+        "with_lengths": whole and {name: int(np.argmax([1.0, *values])) for name, values in whole.items()},
     }
     return {"table": table, "best_gamma": best}

@@ -8,6 +8,7 @@ import numpy as np
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.coverage import KINDS, Coverage, by_rank
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.decoding.results import Stats
 from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
 
 
@@ -20,11 +21,14 @@ class Work:
       calls: number of target calls.
       draft_calls: number of draft steps, where a call over two positions counts as one; None
         without a drafter, whose encoder then does not run.
+      drafting: the share of the calls in which something was drafted; the others are over one
+        position.
     """
 
     padded: int
     calls: float
     draft_calls: float | None = None
+    drafting: float = 1.0
 
 
 def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
@@ -33,11 +37,12 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
 
     If no draft step was measured, the drafter has no model and drafting counts as nothing.
     """
-    target_call = times[f"verify {gamma}" if gamma else "target step"].median
+    single = times["target step"].median
+    added = times[f"verify {gamma}"].median - single if gamma else 0.0
     parts = {"target encoder": 0.0, "drafter encoder": 0.0, "draft steps": 0.0, "target calls": 0.0}
     for item in work:
         parts["target encoder"] += times[f"target encoder {item.padded}"].median
-        parts["target calls"] += item.calls * target_call
+        parts["target calls"] += item.calls * (single + item.drafting * added)
         if item.draft_calls is not None and "draft step" in times:
             encoder = times.get(f"drafter encoder {item.padded}")  # early exit has none of its own
             parts["drafter encoder"] += encoder.median if encoder else 0.0
@@ -61,7 +66,7 @@ def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
 
 
 def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, float | None]:
-    """Returns what no policy of γ exceeds with this α (of the examined tokens) and c, if target
+    """Returns what no policy of γ exceeds with this α (per position of the output) and c, if target
     calls cost the same at any width.
 
     A value is None if there is no bound.
@@ -73,7 +78,9 @@ def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, f
     return {name: value if np.isfinite(value) else None for name, value in bounds.items()}
 
 
-def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: int, alpha: float) -> list[Work]:
+def expected_work(
+    padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: int, alpha: float, drafting: float = 1.0
+) -> list[Work]:
     """Returns the work that α and the output lengths alone let expect; a batch runs until its last
     row is done.
 
@@ -81,12 +88,13 @@ def expected_work(padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: i
       padded: padded input length of each batch.
       lengths: for each batch, the new tokens of its rows.
       gamma: γ.
-      alpha: α.
+      alpha: α, per position of the output.
+      drafting: as in `Work`.
     """
     work = []
     for size, rows in zip(padded, lengths, strict=True):
         calls = max(formulas.expected_calls(alpha, gamma, int(length)) for length in rows)
-        work.append(Work(size, calls, gamma * calls if gamma else None))
+        work.append(Work(size, calls, gamma * calls if gamma else None, drafting))
     return work
 
 
@@ -99,11 +107,15 @@ def predictions(
     None counts the loop itself, nor the second position of a drafter's first call after a full
     acceptance.
 
+    Args:
+      alpha: α, per position of the output.
+      counted: the work that was done; the calls in which nothing was drafted are over one position.
+
     Returns:
       cost_ratio, verify_cost: the measured c, of draft steps between target calls, and v for γ + 1
         positions.
       theorem_3_8: E[tokens] / (γc + 1).
-      with_verify_cost: E[tokens] / (γc + v).
+      with_verify_cost: E[tokens] / (γc + v), with v = 1 for the calls in which nothing is drafted.
       with_lengths: the same with encoders and the real output lengths.
       with_counts: the same with the calls that were made instead of those that α lets expect.
     """
@@ -112,14 +124,35 @@ def predictions(
     v = times[f"verify {gamma}"].median / step
     plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
     total = lambda work: sum(cost(work, gamma, times).values())
+    drafting = mean_drafting(counted)
     return {
         "cost_ratio": c,
         "verify_cost": v,
         "theorem_3_8": formulas.improvement(alpha, gamma, c),
-        "with_verify_cost": formulas.improvement(alpha, gamma, c, v),
-        "with_lengths": plain / total(expected_work(padded, lengths, gamma, alpha)),
+        "with_verify_cost": formulas.improvement(alpha, gamma, c, 1 + drafting * (v - 1)),
+        "with_lengths": plain / total(expected_work(padded, lengths, gamma, alpha, drafting)),
         "with_counts": plain / total(counted),
     }
+
+
+def counted_work(padded: int, stats: Stats) -> Work:
+    """Returns what one batch needed: the calls of its rows that took the most.
+
+    Args:
+      padded: padded length of its inputs.
+      stats: its statistics, those of every row included.
+    """
+    assert stats.per_row is not None, "or no row was decoded"
+    most = lambda name: max(getattr(row, name) for row in stats.per_row)
+    # Drafters that cannot draft everywhere; the others have no more calls without a draft than a limit asks for.
+    drafting = stats.examined_by_position[:1].sum() / stats.target_calls if stats.undrafted else 1.0
+    return Work(padded, most("target_calls"), most("draft_calls"), float(drafting))
+
+
+def mean_drafting(work: Sequence[Work]) -> float:
+    """Returns the share of all calls in which something was drafted; 1 without calls."""
+    calls = sum(item.calls for item in work)
+    return sum(item.calls * item.drafting for item in work) / calls if calls else 1.0
 
 
 # Why nothing is predicted of a tree, or what the prediction takes every node's acceptance from.
@@ -170,7 +203,12 @@ def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[st
     return {name: Spread.of(share)._asdict() for name, share in added.items() if name != "alone"}
 
 
-def shares(parts: Mapping[str, float], measured: float) -> dict[str, float]:
+def shares(parts: Mapping[str, float], measured: float) -> dict[str, float] | None:
     """Returns each part's share of the measured seconds; "rest" is the loop, the host and whatever
-    single steps do not show."""
-    return {**{name: part / measured for name, part in parts.items()}, "rest": 1 - sum(parts.values()) / measured}
+    single steps do not show.
+
+    None if the parts come to more than was measured: single steps and whole decodes were then not
+    timed at the same speed, and no share would mean anything.
+    """
+    rest = 1 - sum(parts.values()) / measured
+    return {**{name: part / measured for name, part in parts.items()}, "rest": rest} if rest >= 0 else None

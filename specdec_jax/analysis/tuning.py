@@ -19,12 +19,14 @@ from specdec_jax.analysis.beams import Tree, search_head, trees_of
 from specdec_jax.analysis.coverage import by_rank
 from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.decoding import costs
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import plan
 from specdec_jax.speculative import trees
 from specdec_jax.speculative.tree_text import read_tree, text_of
+from specdec_jax.speculative.verifiers import verifier_of
 
 # How many choices are timed beside plain decoding.
 _COMPARED = 5
@@ -171,7 +173,8 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
     expected |= {choice: encoder_seconds(padded, times, True) + seconds for choice, seconds in found.items()}
     choices += found
     first = min(choices, key=lambda choice: expected[choice])
-    measured = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
+    timed = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
+    measured = seconds_of(timed)
     chosen = fastest(measured)
     plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
     return {
@@ -188,12 +191,14 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
                 "expected_improvement": expected[plain] / expected[choice],
                 "seconds_per_token": Spread.of(measured[choice])._asdict() if choice in measured else None,
                 "improvement": ratio(measured, plain, choice) if choice in measured else None,
+                "differing": count_differing(choice, timed, options),
             }
             for choice in choices
         ],
         "expected_best": first._asdict(),
         "chosen": chosen._asdict(),
         "improvement": ratio(measured, plain, chosen),
+        "verdict": find_best({str(choice): seconds for choice, seconds in measured.items()}),
         "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
     }  # fmt: skip
 
@@ -232,9 +237,8 @@ def step_times(
 
 def time_choices(
     target, drafter, choices: Sequence[AnyChoice], batches: Sequence[Batch], options, what: str
-) -> dict[AnyChoice, np.ndarray]:
-    """Returns the seconds per token in each pass of every choice, timed in turn on the same
-    sentences."""
+) -> dict[AnyChoice, Arm]:
+    """Returns every choice with its times and results, timed in turn on the same sentences."""
 
     def arm(choice: AnyChoice) -> Arm:
         how = choice.arguments(drafter, options)
@@ -244,7 +248,24 @@ def time_choices(
     analysis_arms.warm_up(arms, {}, batches)
     for turn in range(options.repeats):
         analysis_arms.one_pass(arms, batches, turn, f"{what}, pass {turn + 1} of {options.repeats}")
-    return {choice: arms[str(choice)].seconds_per_token for choice in choices}
+    return {choice: arms[str(choice)] for choice in choices}
+
+
+def seconds_of(timed: Mapping[AnyChoice, Arm]) -> dict[AnyChoice, np.ndarray]:
+    """Returns the seconds per token in each pass of every choice."""
+    return {choice: arm.seconds_per_token for choice, arm in timed.items()}
+
+
+def count_differing(choice: AnyChoice, timed: Mapping[AnyChoice, Arm], options: TuneSetup) -> int | None:
+    """Returns how many inputs of a choice have other tokens than plain decoding's; None where nothing
+    was drafted or timed, and for samples, which are others."""
+    plain = next(arm for other, arm in timed.items() if not other.gamma)
+    verifier = verifier_of(getattr(choice, "verifier", "block"))
+    comparable = verifier.coupled or options.temperature == 0 and verifier.exact
+    if not choice.gamma or choice not in timed or not comparable:
+        return None
+    pairs = zip(timed[choice].results, plain.results, strict=True)
+    return sum(int(np.any(ours.tokens != theirs.tokens, axis=1).sum()) for ours, theirs in pairs)
 
 
 def fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
@@ -266,7 +287,7 @@ def ratio(seconds: Mapping[AnyChoice, np.ndarray], above: AnyChoice, below: AnyC
 def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict[str, Any]:
     """Returns the wall time of every choice on other sentences, and that of the chosen one over the
     best: 1 if it is the best."""
-    seconds = time_choices(target, drafter, choices, batches, options, "sweep")
+    seconds = seconds_of(time_choices(target, drafter, choices, batches, options, "sweep"))
     best = fastest(seconds)
     return {
         "sentences": machine.count_inputs(target, batches),
@@ -283,7 +304,8 @@ def tune_beams(
     """Times every tree and plain beam search, and returns the record of the choice of levels and width."""
     widths = options.beam_width or (options.num_beams, None)
     choices = trees_of(target, drafter, sorted(set(options.gammas)), widths, [*batches, *others], options)
-    measured = time_choices(target, drafter, choices, batches, options, "comparing")
+    timed = time_choices(target, drafter, choices, batches, options, "comparing")
+    measured = seconds_of(timed)
     plain, chosen = choices[0], fastest(measured)
     return {
         **search_head(target, drafter, batches, options),
@@ -292,11 +314,13 @@ def tune_beams(
                 **choice._asdict(),
                 "seconds_per_token": Spread.of(measured[choice])._asdict(),
                 "improvement": ratio(measured, plain, choice),
+                "differing": count_differing(choice, timed, options),
             }
             for choice in choices
         ],
         "chosen": chosen._asdict(),
         "improvement": ratio(measured, plain, chosen),
+        "verdict": find_best({str(choice): seconds for choice, seconds in measured.items()}),
         "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
     }
 

@@ -26,6 +26,7 @@ from specdec_jax.models.network import check_positions
 from specdec_jax.models.panels import INPUT_BITS
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.full_drafter import FullDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.verifiers import LOSSY
@@ -270,6 +271,8 @@ def _preset(
         drafter: Drafter | None = options.reduced(model(options.drafter_preset, drafts=True))
     else:
         drafter = options.load(target)[1]
+        if drafter is not None and drafter.varies:  # it would find nothing to propose among random ids
+            drafter = FullDrafter(drafter)
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
     return target, drafter, analysis_arms.cut(ids, ids, options.batch_size, options.seed)

@@ -99,7 +99,9 @@ def run(options: TuneOptions) -> None:
     text = json.dumps(record, indent=1)
     try:
         write_file(options.config, gin_file(record, options))
-        alpha = record["acceptance"]["alpha"] if "acceptance" in record else None
+        accepted = record.get("acceptance", {})
+        # Policies count tokens that were drafted, not positions at which none was.
+        alpha = accepted.get("alpha_where_drafted") or accepted.get("alpha")
         if alpha is not None and drafter is not None:
             keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
         summary = beam_summaries.tune_summary if options.num_beams else tune_summary
@@ -124,6 +126,7 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     if chosen.gamma:
         spread = f"{gain['least']:.2f} to {gain['most']:.2f}"
         why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({spread})"
+        why += ", within the spread: in some pass plain decoding was as fast" if gain["least"] <= 1 else ""
         settings |= {"drafter": options.drafter}
         settings |= {"verifier": chosen.verifier} if isinstance(chosen, Choice) else {"beam_width": chosen.width}
         settings |= {"tree": tree} if tree else {}

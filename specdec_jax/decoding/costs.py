@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.auto import MAXIMUM, Auto
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.full_drafter import FullDrafter
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 # γ where nothing can be measured: on a mesh, whose processes would have to agree.
@@ -274,30 +275,6 @@ def _describe(node: Any) -> str:
 # Measuring.
 
 
-@jax.tree_util.register_pytree_node_class
-class _Full(Drafter):
-    """A drafter whose drafts are always as long as was asked for, whatever their tokens."""
-
-    def __init__(self, drafter: Drafter):
-        self.drafter = drafter
-
-    observes: ClassVar[Any] = property(lambda self: self.drafter.observes)
-
-    def draft(self, draft_state, state: DecodeState, num_wanted):
-        draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)
-        return draft_state, draft._replace(num_drafted=num_wanted, tokens=jnp.maximum(draft.tokens, 0))
-
-    def observe(self, draft_state, state: DecodeState, scored):
-        return self.drafter.observe(draft_state, state, scored)
-
-    def tree_flatten(self):
-        return (self.drafter,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, parts):
-        return cls(*parts)
-
-
 @jax.jit
 def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState, steps) -> DecodeState:
     """Runs `steps` iterations of the decode loop, each from the same committed lengths: draft,
@@ -362,7 +339,7 @@ def _arms(network: Network, drafter: Drafter, state: DecodeState):
     # With these costs the longest draft is always the best.
     longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)
     drafting = forever.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
-    full = _Full(drafter)
+    full = FullDrafter(drafter)
     plain = forever.replace(
         program=StaticConfig(0, program.mode, program.vocab_size), policy=None, policy_state=None, draft_state=None,
         counts=Counts.zero(batch, 0), last_draft=jnp.zeros((batch, 0), jnp.int32), last_seen=None, settings=None,

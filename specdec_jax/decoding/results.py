@@ -24,12 +24,17 @@ class Stats(NamedTuple):
       drafted, accepted: numbers of drafted and of accepted tokens.
       accepted_by_position, examined_by_position: `[G]`, accepted and examined tokens at each
         position of a draft. Divide the first by `target_calls` for how often each position is accepted.
-      acceptance_rate: accepted / examined, the paper's α (definition 3.1). None if nothing was
-        examined, and for block verification at T > 0, which judges a draft as a whole and has no
-        such rate; the two numbers per target call are known there too.
+      acceptance_rate: accepted / examined, the paper's α (definition 3.1) where something was
+        drafted. None if nothing was examined, and for block verification at T > 0, which judges a
+        draft as a whole and has no such rate; the two numbers per target call are known there too.
       tokens_per_target_call: new tokens / target calls (equation 1 is its expectation); None without a call.
       per_row: the same for every row (for a beam search, every input), or None.
       accepted_per_target_call: accepted tokens / target calls; None without a call.
+      undrafted: how often the next token was wanted and not drafted, by a drafter that drafts now
+        and then; 0 for trees and beams.
+      acceptance_rate_per_position: accepted / (examined + undrafted), the paper's α over the
+        positions of the output: one that was not drafted counts as not accepted. None where
+        `acceptance_rate` is.
     """
 
     target_calls: int
@@ -42,6 +47,8 @@ class Stats(NamedTuple):
     tokens_per_target_call: float | None
     per_row: tuple["Stats", ...] | None = None
     accepted_per_target_call: float | None = None
+    undrafted: int = 0
+    acceptance_rate_per_position: float | None = None
 
     def __repr__(self) -> str:
         plain = {name: getattr(value, "tolist", lambda value=value: value)() for name, value in self._asdict().items()}
@@ -248,11 +255,13 @@ def stats_of(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> St
     def one(counts, new_tokens, per_row=None):
         examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
         per_call = lambda number: int(number) / calls if calls else None
+        undrafted, rated = int(counts.undrafted), examined and token_by_token
+        rate = lambda positions: int(counts.accepted) / positions if rated else None
         return Stats(
             calls, int(counts.draft_calls), int(counts.drafted), int(counts.accepted),
             counts.accepted_by_position, counts.examined_by_position,
-            int(counts.accepted) / examined if examined and token_by_token else None, per_call(new_tokens), per_row,
-            per_call(counts.accepted),
+            rate(examined), per_call(new_tokens), per_row,
+            per_call(counts.accepted), undrafted, rate(examined + undrafted),
         )  # fmt: skip
 
     rows = range(len(new_tokens))

@@ -29,12 +29,13 @@ class ExitNetwork(Network):
     layers: int = flax.struct.field(pytree_node=False, default=1)
     kernel: layouts.Kernel | None = None
 
-    def decode(self, tokens, positions, cache, live=None):
-        states, cache = self.decode_states(tokens, positions, cache, self.layers, live)
-        return self.head(states, live), cache
+    def decode_states(self, tokens, positions, cache, layers=None, live=None):
+        layers = self.layers if layers is None else min(layers, self.layers)
+        return super().decode_states(tokens, positions, cache, layers, live)
 
     def decode_nodes(self, tokens, nodes, cache, live=None, layers=None):
-        return super().decode_nodes(tokens, nodes, cache, live, self.layers)
+        layers = self.layers if layers is None else min(layers, self.layers)
+        return super().decode_nodes(tokens, nodes, cache, live, layers)
 
     def head(self, states, live=None):
         return (

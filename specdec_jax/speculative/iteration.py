@@ -55,10 +55,7 @@ from specdec_jax.speculative.verifier import Randomness, Verification, check_ver
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
     """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
     program, batch = state.program, state.tokens.shape[0]
-    # Draft at most limit − length − 1 tokens: the target adds one more, and so no row ever passes
-    # its limit.
-    wanted = next_gamma(state.policy, state.policy_state, state.gamma)
-    num_wanted = jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
+    num_wanted = _count_wanted(state)
     if drafter is not None and program.gamma:
         draft_state, draft = checked(
             drafter, drafter.draft(state.draft_state, state, num_wanted), (batch, program.gamma)
@@ -79,6 +76,16 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     states, logits = found
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
     return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+
+
+def _count_wanted(state: DecodeState) -> PerRow:
+    """Returns how many tokens each row wants drafted.
+
+    That is at most limit − length − 1: the target adds one more, and so no row ever passes its
+    limit.
+    """
+    wanted = next_gamma(state.policy, state.policy_state, state.gamma)
+    return jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
 
 
 def checked(drafter: Drafter, found, shape: tuple[int, int]) -> tuple[Any, Draft]:
@@ -251,6 +258,8 @@ def commit(
       drafted: how many tokens were drafted in all, of which those of `draft` may be a part; None:
         no more than its `num_drafted`.
     """
+    # Where a tree was drafted, or the policy read its laws, no more was wanted than was drafted.
+    missed = drafted is None and draft.seen is None
     drafted = draft.num_drafted if drafted is None else drafted
     width = state.program.gamma + 1
     active, num_accepted = ~state.done, verified.num_accepted
@@ -273,6 +282,8 @@ def commit(
     examined = active[:, None] & (offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None])
     examined &= offsets[:-1] <= first_eos[:, None]
     stood = examined & (offsets[:-1] < num_accepted[:, None])
+    undrafted = active & (num_accepted == draft.num_drafted) & (first_eos >= num_accepted)
+    undrafted &= (num_accepted < _count_wanted(state)) if missed else False
     counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
     by_position = lambda counted, mask: counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
     counts = Counts(
@@ -282,6 +293,7 @@ def commit(
         accepted=counts.accepted + jnp.sum(integer(stood), axis=1),
         examined_by_position=by_position(counts.examined_by_position, examined),
         accepted_by_position=by_position(counts.accepted_by_position, stood),
+        undrafted=counts.undrafted + integer(undrafted),
     )
     policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen, draft.judged)
     if state.policy is not None:

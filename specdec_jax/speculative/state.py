@@ -83,6 +83,8 @@ class Counts:
       examined_by_position: how often the i-th drafted token was examined. An iteration examines the
         tokens up to and including its first rejection, and none after an EOS.
       accepted_by_position: how often the i-th drafted token stood.
+      undrafted: how often all drafted tokens, or none at all, were accepted, and the next one was
+        wanted but not drafted; 0 for trees and beams.
     """
 
     target_calls: Int[Array, " B"]
@@ -91,11 +93,12 @@ class Counts:
     accepted: Int[Array, " B"]
     examined_by_position: Int[Array, "B G"]
     accepted_by_position: Int[Array, "B G"]
+    undrafted: Int[Array, " B"]
 
     @classmethod
     def zero(cls, batch: int, gamma: int) -> "Counts":
         one, many = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, gamma), jnp.int32)
-        return cls(one, one, one, one, many, many)
+        return cls(one, one, one, one, many, many, one)
 
 
 @flax.struct.dataclass

@@ -69,7 +69,11 @@ def test_record(measured):
     assert arm["differences"] == []
     assert record["cost_ratio"] > 0 and record["verify_cost"]["3"] > 0
     assert arm["improvement"]["least"] <= arm["improvement"]["median"] <= arm["improvement"]["most"]
-    assert sum(arm["shares"].values()) == pytest.approx(1)
+    shares = arm["shares"]
+    assert shares is None or sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
+    assert set(arm["parts"]) == {"target encoder", "drafter encoder", "draft steps", "target calls"}
+    (verdict,) = record["verdicts"]
+    assert (verdict["best"], verdict["next"], verdict["improvement"]) == ("gamma 3", None, arm["improvement"])
     assert {"jax", "flax", "cores", "processor", "kernel"} <= set(record["machine"])
     assert record["target"]["parameters"] == record["drafter"]["parameters"] > 0
 
@@ -77,6 +81,7 @@ def test_record(measured):
 def test_summary_says_what_the_record_says(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
+    assert text.startswith("drafting ") and "\ntokens are equal to plain decoding's for all 3 inputs\n" in text
     assert f"{record['plain']['tokens']} tokens" in text
     bare = record["bare"]
     assert bare["cost_ratio"] > 0 and set(bare["verify_cost"]) == {"3"} == set(record["verify_cost"])
@@ -110,7 +115,9 @@ def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
     # The first row of each batch: by their places in the input, not among the sorted.
     assert [(item["input"], item["position"], item["near_tie"]) for item in listed] == [(1, 1, False), (2, 1, False)]
     assert "got other tokens than plain decoding for sentences 2, 3" in problems[0]
-    assert "not a near-tie" in summaries.benchmark_summary(record)
+    text = summaries.benchmark_summary(record)
+    assert "not a near-tie" in text
+    assert "tokens differ from plain decoding's for 2 of 3 inputs, not all of them near-ties" in text
 
 
 def test_missing_outputs_are_reported(monkeypatch, target, batches, options):
@@ -180,6 +187,34 @@ def test_cost_counts_encoders_calls_and_drafts():
         {"target encoder": 4.0, "drafter encoder": 1.0, "draft steps": 1.0, "target calls": 4.8}
     )
     assert sum(predictions.cost([predictions.Work(8, calls=5)], 0, TIMES).values()) == pytest.approx(2 + 5)
+
+
+def test_calls_without_a_draft_cost_a_step():
+    """Prompt lookup often finds nothing: the call is then over one position."""
+    work = [predictions.Work(8, calls=4, draft_calls=0, drafting=0.25), predictions.Work(8, calls=6, draft_calls=0)]
+    without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
+    found = predictions.cost(work, 3, without)
+    assert found["target calls"] == pytest.approx(3 * 1.0 + 1 * 1.2 + 6 * 1.2)
+    assert predictions.mean_drafting(work) == pytest.approx((1 + 6) / 10) and predictions.mean_drafting([]) == 1
+    predicted = predictions.predictions(3, 0.1, without, [8], [np.array([8])], work[:1])
+    assert predicted["verify_cost"] == pytest.approx(1.2)
+    tokens = 1 + 0.1 + 0.1**2 + 0.1**3
+    assert predicted["with_verify_cost"] == pytest.approx(tokens / (1 + 0.25 * 0.2))
+    assert predicted["with_counts"] == pytest.approx((2 + 8) / (2 + 3 * 1.0 + 1.2))
+
+
+def test_shares_add_up_or_are_not_told(measured):
+    """Where single steps come to more than the whole, the machine was another while they were timed."""
+    parts = {"draft steps": 1.0, "target calls": 2.0}
+    assert predictions.shares(parts, 4.0) == {"draft steps": 0.25, "target calls": 0.5, "rest": 0.25}
+    assert predictions.shares(parts, 2.9) is None
+    record = json.loads(json.dumps(measured[0]))
+    arm = record["speculative"][0]
+    arm |= {"shares": None, "limiting_term": None, "parts": {"draft steps": 3 * arm["seconds"]["median"]}}
+    text = summaries.benchmark_summary(record)
+    assert "time in parts: unknown, since single steps come to 300% of the time" in text and "rest" not in text
+    arm |= {"shares": {"draft steps": 0.75, "rest": 0.25}, "limiting_term": "draft steps"}
+    assert "  time in draft steps 75%, rest 25%; most of it: draft steps\n" in summaries.benchmark_summary(record)
 
 
 @pytest.mark.parametrize("catches_up", [False, True])

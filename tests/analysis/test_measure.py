@@ -1,5 +1,6 @@
 """`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record and its figure."""
 
+import dataclasses
 import itertools
 
 import command_line
@@ -347,7 +348,40 @@ def test_the_table_is_the_formulas():
         assert row["with_verify_cost"] == pytest.approx(formulas.improvement(0.8, gamma, 0.1, v))
         assert row["by_position"]["block"]["tokens"] == pytest.approx(stand)
         assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(stand / (0.1 * gamma + v))
-    assert found["best_gamma"] == {"theorem_3_8": 3, "with_verify_cost": 3, "by_position": {"block": 2}}
+    best = {"theorem_3_8": 3, "with_verify_cost": 3, "by_position": {"block": 2}, "with_lengths": None}
+    assert found["best_gamma"] == best
+
+
+def test_calls_without_a_draft_are_over_one_position():
+    """A drafter that drafts in every tenth call: v counts there only."""
+    rare = dataclasses.replace(ACCEPTED, drafting=0.1)
+    found = expectations.expectations(rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [1.1, 0.9, 1.2]})
+    row = found["table"][2]
+    assert row["verify_cost"] == pytest.approx(1.6) and row["theorem_3_8"] == formulas.improvement(0.8, 3, 0.0)
+    assert row["with_verify_cost"] == pytest.approx(formulas.improvement(0.8, 3, 0.0, 1.06))
+    assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(2.8 / 1.06)
+    assert row["by_position"]["block"]["with_lengths"] == 1.2 and found["best_gamma"]["with_lengths"] == {"block": 3}
+    none = expectations.expectations(rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [0.9, 1.0, 0.8]})
+    assert none["best_gamma"]["with_lengths"] == {"block": 0}, "no more than plain decoding"
+
+
+def test_whole_decodes_count_encoders_and_lengths():
+    """By hand: two batches, of 8 and 16 ids; the drafter's calls are 0.1 steps each, v is 1.5 at γ = 1 and 2 at 2."""
+    seconds = {"target step": 2.0, "target encoder 8": 3.0, "target encoder 16": 5.0, "drafter encoder 8": 1.0,
+               "drafter encoder 16": 1.5}  # fmt: skip
+    times = {name: Spread(value, value, value) for name, value in seconds.items()}
+    work = {("block", 1): [Work(8, 4.0, 4.0), Work(16, 6.0, 5.0)], ("block", 2): [Work(8, 3.0, 6.0)] * 2}
+    accepted = dataclasses.replace(ACCEPTED, lengths=[np.array([7, 4]), np.array([11])], work=work)
+    found = expectations.with_lengths(accepted, [8, 16], 0.1, [1.0, 1.5, 2.0], times)
+    plain = 3 + 5 + 2 * (7 + 11)
+    assert found == {"block": [
+        pytest.approx(plain / (8 + 2.5 + 2 * (10 * 1.5 + 9 * 0.1))),
+        pytest.approx(plain / (8 + 2.5 + 2 * (6 * 2 + 12 * 0.1))),
+    ]}  # fmt: skip
+    no_model = {name: spread for name, spread in times.items() if "drafter" not in name}
+    rare = {("block", g): [dataclasses.replace(one, drafting=0.5) for one in work["block", g]] for g in (1, 2)}
+    found = expectations.with_lengths(dataclasses.replace(accepted, work=rare), [8, 16], 0.0, [1.0, 1.5, 2.0], no_model)
+    assert found["block"] == [pytest.approx(plain / (8 + 2 * 10 * 1.25)), pytest.approx(plain / (8 + 2 * 6 * 1.5))]
 
 
 def test_cost_of_a_draft_step():

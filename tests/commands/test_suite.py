@@ -77,6 +77,11 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
             expected = arm["improvement"]["median"] / arm["predicted"][prediction]
             assert arm["measured_over_predicted"] == pytest.approx(expected)
     assert found[1]["speculative"][1]["stats"]["tokens_per_target_call"] == 3
+    # Random ids repeat nothing, and yet prompt lookup is timed: a draft is as long as was asked for.
+    looked_up = found[3]["speculative"][1]["stats"]
+    assert looked_up["acceptance_rate"] == 1 and looked_up["tokens_per_target_call"] == 3
+    assert "nothing was drafted" not in out and "drafted nothing" not in out
+    assert out.count("tokens are accepted by coin: outputs mean nothing") == 3  # one row was there before
     assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
 
     report = tmp_path / "report.html"

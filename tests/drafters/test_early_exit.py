@@ -12,7 +12,7 @@ from engine_inputs import INPUTS, V, cut, loop_bodies
 from toy_models import HashModel, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms
+from specdec_jax.analysis import arms, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import loader
@@ -199,6 +199,35 @@ def test_command_line(monkeypatch):
             dataclasses.replace(options, drafter=name).load()
 
 
+def count_products(run, *arguments) -> int:
+    """The matrix products and kernels in one step of a timed program, which is only traced."""
+    return len(re.findall(r"dot_general\[|ffi_call\[", str(jax.make_jaxpr(run)(*arguments))))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_timed_draft_step_runs_the_layers_that_draft(layers):
+    """Alone and between target calls: those of the model that is cut off after them, no more."""
+    ids, lengths = np.ones((1, 8), np.int32), np.full(1, 8, np.int32)
+    caches = {
+        name: jax.eval_shape(lambda network=network: timing.prefill_cache(network, ids, lengths, slots=16))
+        for name, network in (("whole", target().network), ("cut", cut_off(layers).network))
+    }
+
+    def alone(network, cache) -> int:
+        run = lambda tokens, cache: timing.draft_steps(network, tokens, jnp.zeros(1, int), cache, steps=2)
+        return count_products(run, jnp.ones((1, 1), int), caches[cache])
+
+    def between(network, cache) -> int:
+        run = lambda tokens, caches: timing.paired_steps(
+            target().network, network, tokens, jnp.zeros(1, int), caches, gamma=2, steps=2, width=1
+        )
+        return count_products(run, jnp.ones((1, 3), int), (caches["whole"], caches[cache]))
+
+    for count in (alone, between):
+        exit_step, expected = count(early(layers).network, "whole"), count(cut_off(layers).network, "cut")
+        assert 0 < exit_step == expected < count(target().network, "whole")
+
+
 def test_benchmark_times_the_draft_steps(monkeypatch):
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
@@ -212,5 +241,5 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
     assert problems == [] and record["drafter"] == {"name": "the first 3 of 4 decoder layers"}
     (arm,) = record["speculative"]
     assert arm["stats"]["draft_calls"] == arm["stats"]["drafted"] > 0 and arm["predicted"]["cost_ratio"] > 0
-    assert arm["shares"]["draft steps"] > 0 and arm["shares"]["drafter encoder"] == 0
+    assert arm["parts"]["draft steps"] > 0 and arm["parts"]["drafter encoder"] == 0
     assert "with the first 3 of 4 decoder layers" in summaries.benchmark_summary(record)

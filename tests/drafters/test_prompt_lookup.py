@@ -11,8 +11,10 @@ from tables import GAMMA, TARGET, V
 from toy_models import EchoModel, Words, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.analysis import formulas
 from specdec_jax.commands import main
 from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.trace import trace
 from specdec_jax.models.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -175,5 +177,25 @@ def test_benchmark_counts_no_draft_steps(specdec, folder):
     assert record["drafter"] == {"name": "prompt lookup"} and record["cost_ratio"] is None
     (arm,) = record["speculative"]
     assert arm["stats"]["drafted"] > 0 and arm["differences"] == []
-    assert arm["predicted"]["cost_ratio"] == 0 and arm["shares"]["draft steps"] == 0
-    assert not any("draft" in name for name in record["steps"])
+    assert arm["predicted"]["cost_ratio"] == 0 and arm["parts"]["draft steps"] == 0
+    stats = arm["stats"]
+    everywhere = stats["accepted"] / (sum(stats["examined_by_position"]) + stats["undrafted"])
+    assert stats["acceptance_rate_per_position"] == everywhere < stats["acceptance_rate"] and stats["undrafted"] > 0
+    assert arm["oracle"]["tokens_per_target_call"] == formulas.oracle_tokens(everywhere)
+    assert arm["predicted"]["theorem_3_8"] == formulas.expected_tokens(everywhere, 2)
+    assert f"alpha {everywhere:.3f} per position of the output, {stats['acceptance_rate']:.3f} where" in out
+
+
+@pytest.mark.parametrize("eos", [(), (1,)], ids=["to the limit", "to an accepted EOS"])
+def test_acceptance_per_position_by_hand(eos):
+    """A position at which nothing was drafted, though it was wanted, counts as not accepted."""
+    options = dict(drafter=sd.PromptLookupDrafter(1), gamma=3, max_new_tokens=24, eos_ids=eos)
+    echo, row, missed, committed = EchoModel(Words()), [3, 4, 5, 3, 4, 9, 3, 4, 5, 1], 0, 0
+    for step in trace(echo, row, **options):
+        wanted = min(3, 24 - committed - 1)
+        missed += step.rejected is None and step.corrected is not None and step.gamma < wanted
+        committed += len(step.accepted) + 1
+    stats = sd.generate(echo, [row], **options).stats
+    assert stats.undrafted == missed > 0
+    everywhere = stats.accepted / (stats.examined_by_position.sum() + missed)
+    assert stats.acceptance_rate_per_position == everywhere < stats.acceptance_rate

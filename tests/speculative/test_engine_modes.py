@@ -127,6 +127,8 @@ def check_stats(result, gamma: int):
         assert stats.accepted == accepted.sum() <= examined.sum() <= stats.drafted == stats.draft_calls
         assert np.all(accepted <= examined) and np.all(examined[1:] <= accepted[:-1])
         assert stats.acceptance_rate == (stats.accepted / examined.sum() if examined.sum() else None)
+        # A model drafts whatever is wanted.
+        assert stats.undrafted == 0 and stats.acceptance_rate_per_position == stats.acceptance_rate
     for stats, length in zip(total.per_row, result.lengths):
         # Each call adds one token of the target's own, but for one that an accepted EOS makes superfluous.
         assert stats.accepted + stats.target_calls - 1 <= length <= stats.accepted + stats.target_calls

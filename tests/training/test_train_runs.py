@@ -158,9 +158,7 @@ def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path,
     student = loader.load(tmp_path / "run/model")
     assert student.vocabulary.fingerprint() == vocabulary.fingerprint() and student.vocabulary.extra_ids == 5
     assert student.eos_ids == student.vocabulary.eos_ids == (2,)
-    with pytest.raises(
-        ValueError, match="got 40 pieces of the teacher and 5 sentinels, expected vocabulary_size"
-    ):
+    with pytest.raises(ValueError, match="got 40 pieces of the teacher and 5 sentinels, expected vocabulary_size"):
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "other"), vocabulary_size=40))
     converter.save(LanguageModel(TINY, finished[2], vocabulary, start_token=3), tmp_path / "teacher")
     train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "another")))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec_jax.analysis.machine import hardware
+from specdec_jax.analysis.report import verdicts
 from specdec_jax.analysis.tuning import choice_of
 
 
@@ -11,6 +12,7 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
     """A record of `benchmark_beams` as text for reading."""
     inputs, calls = record["sentences"], record["plain"]["stats"]["target_calls"]
     lines = [
+        *verdicts.search_verdict(record),
         *_head(record),
         "",
         f"{'':<20}{'ms an input':>12}{'over plain beams':>26}{'steps a call':>14}{'calls':>8}{'equal':>12}",
@@ -43,7 +45,7 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
 def tune_summary(record: Mapping[str, Any]) -> str:
     """A record of `tune_beams` as text for reading."""
     plain, gain, options = record["choices"][0], record["improvement"], record["options"]
-    lines = [*_head(record), "", f"{'':<20}{'over plain beams':>26}"]
+    lines = [*verdicts.search_verdict(record), *_head(record), "", f"{'':<20}{'over plain beams':>26}"]
     lines += [f"{choice_of(item)!s:<20}{_spread(item['improvement']):>26}" for item in record["choices"]]
     chosen, passes = choice_of(record["chosen"]), plain["seconds_per_token"]
     shift = (passes["most"] - passes["least"]) / passes["median"]

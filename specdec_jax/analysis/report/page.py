@@ -64,8 +64,9 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
             ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
         ),
         tables.note(
-            "α: the share of the examined draft tokens that the target accepts. γ: the tokens drafted for each "
-            "target call. "
+            "α: the probability that the target accepts a drafted token, per position of the output: one at which "
+            "nothing was drafted counts as not accepted. In parentheses, for drafters that draft now and then: only "
+            "where something was drafted. γ: the tokens drafted for each target call. "
             "c: the time of a draft step over that of a target step. v: the time of a target call over γ + 1 "
             "positions over that of a single position; the paper takes 1."
         ),
@@ -130,7 +131,7 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
-        (row.drafter, row.verifier, tables.decimal(row.gamma, 0), tables.decimal(row.alpha, 3),
+        (row.drafter, row.verifier, tables.decimal(row.gamma, 0), tables.rate(row.alpha, row.drafted_alpha),
          tables.with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
          tables.with_bare(row.verify_cost, row.bare_verify_cost, 2),
          tables.decimal(row.tokens_per_call, 2), tables.decimal(row.predicted, 3),
@@ -220,19 +221,21 @@ def _tells_arm(row: Row) -> bool:
 def _rates(found: Sequence[Row]) -> list[Markup]:
     """Returns table 3: the paper's α, then the records'."""
     lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
-    ours: dict[tuple[str, str, str], dict[bool, float]] = {}
+    ours: dict[tuple[str, str, str], dict[bool, str]] = {}
     for row in found:
         if (
             row.alpha is not None
             and row.temperature in (0, 1)
             and row.verifier.partition(",")[0] not in (FORCED.name, *LOSSY)
         ):
-            ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, row.alpha)
+            rate = tables.rate(row.alpha, row.drafted_alpha)
+            ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, rate)
     lines += [
-        (target, drafter, sentences, tables.decimal(by.get(True), 3), tables.decimal(by.get(False), 3))
+        (target, drafter, sentences, by.get(True, "-"), by.get(False, "-"))
         for (target, drafter, sentences), by in ours.items()
     ]
-    return [tables.table("Table 3. α at temperature 0 and 1", ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
+    caption = "Table 3. α per position of the output, at temperature 0 and 1"
+    return [tables.table(caption, ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
 
 
 def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
@@ -247,7 +250,8 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
     if not by_pair:
         return []
     values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
-    cell = lambda row: "-" if row is None else f"{tables.decimal(row.alpha, 3)}, {tables.spread_text(row.improvement)}"
+    rate = lambda row: tables.rate(row.alpha, row.drafted_alpha)
+    cell = lambda row: "-" if row is None else f"{rate(row)}, {tables.spread_text(row.improvement)}"
     lines = [
         (target, drafter, where, f"{temperature:g}", gamma, *(cell(by.get(value)) for value in values))
         for (target, drafter, where, temperature, gamma), by in by_pair.items()

@@ -212,6 +212,9 @@ def improvement(record: Mapping[str, Any]):
         gain.plot(
             gammas, [row["by_position"][name]["with_verify_cost"] for row in table], "s-", label=f"by position, {name}"
         )
+        whole = [row["by_position"][name].get("with_lengths") for row in table]
+        if None not in whole:
+            gain.plot(gammas, whole, "^-", label=f"whole decodes, {name}")
         errors = [value["standard_error"] or 0.0 for value in values]
         stands.errorbar(gammas, [value["stands"] for value in values], errors, fmt="s-", capsize=3, label=name)
     gain.axhline(1, color="grey", linewidth=1)

@@ -56,6 +56,7 @@ class BatchedOptions(Options):
 
 class Stats(TypedDict):
     acceptance_rate: Share | None
+    acceptance_rate_per_position: NotRequired[Share | None]
     tokens_per_target_call: Number
 
 
@@ -203,6 +204,7 @@ Children = Literal["top", "mixed"]
 
 class Accepted(TypedDict):
     alpha: Share | None
+    alpha_where_drafted: NotRequired[Share | None]
     by_position: dict[Verifier, list[Stands]]
     by_depth: NotRequired[dict[Verifier, list[Stands]]]
     coverage: NotRequired[dict[Children, list[Covered]]]
@@ -211,6 +213,7 @@ class Accepted(TypedDict):
 
 class Expected(TypedDict):
     with_verify_cost: Number
+    with_lengths: NotRequired[Number | None]
 
 
 class TableRow(TypedDict):
@@ -248,6 +251,7 @@ class Measured(TypedDict):
 class ComparedArm(TypedDict):
     arm: str
     alpha: Share | None
+    alpha_where_drafted: NotRequired[Share | None]
     cost_ratio: Number | None
     verify_cost: Number | None
     tokens_per_call: Number

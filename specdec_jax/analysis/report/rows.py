@@ -15,7 +15,11 @@ _MOST_BYTES = 1 << 24
 
 
 class Row(NamedTuple):
-    """One way of decoding in one record; None stands for what the record does not say."""
+    """One way of decoding in one record; None stands for what the record does not say.
+
+    `alpha` is that per position of the output; a record that has none has that where something was
+    drafted, which is the same for a drafter that always drafts.
+    """
 
     target: str
     drafter: str
@@ -32,6 +36,7 @@ class Row(NamedTuple):
     differ: int | None
     bare_cost_ratio: float | None = None  # c and v of bare matrix products
     bare_verify_cost: float | None = None
+    drafted_alpha: float | None = None  # α where something was drafted
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
@@ -76,12 +81,12 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
         return [
             Row(
-                *named, options["temperature"], _verifier(arm, options), arm["gamma"], arm["stats"]["acceptance_rate"],
+                *named, options["temperature"], _verifier(arm, options), arm["gamma"], _alpha(arm["stats"]),
                 record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])),
                 arm["stats"]["tokens_per_target_call"],
                 (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), spread_of(arm["improvement"]),
                 len(arm["differences"]),
-                bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])),
+                bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])), arm["stats"]["acceptance_rate"],
             )
             for arm in record["speculative"]
         ] + [
@@ -106,6 +111,7 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         Row(
             *named, options["temperature"], _named(options), row["gamma"], accepted["alpha"], record["cost_ratio"],
             row["verify_cost"], row["tokens"], row["with_verify_cost"], None, None,
+            drafted_alpha=accepted.get("alpha_where_drafted"),
         )
         for row in table
     ]  # fmt: skip
@@ -114,6 +120,10 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
 def spread_of(found: Mapping[str, float]) -> Spread:
     """Returns the `Spread` that a record has written as an object."""
     return Spread(found["median"], found["least"], found["most"])
+
+
+def _alpha(stats: Mapping[str, Any]) -> float | None:
+    return stats.get("acceptance_rate_per_position", stats["acceptance_rate"])
 
 
 def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -130,7 +140,7 @@ def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
     return Row(
         record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
         arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]),
-        arm["differ"],
+        arm["differ"], drafted_alpha=arm.get("alpha_where_drafted"),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from specdec_jax.analysis import machine
 from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.machine import hardware
 from specdec_jax.analysis.predictions import TREE_PREDICTIONS
+from specdec_jax.analysis.report import verdicts
 from specdec_jax.analysis.tuning import Choice, choice_of
 
 _HOW = {
@@ -20,12 +21,15 @@ def measure_summary(record: Mapping[str, Any]) -> str:
     accepted, host, steps = record["acceptance"], record["machine"], record["steps"]
     alone = record["cost_ratio_alone"]
     lines = [
+        verdicts.promise(record),
+        "",
         f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
         f"batch {record['options']['batch_size']}, temperature {record['options']['temperature']:g}; "
         f"{machine.hardware(host)}",
         "",
-        f"alpha    {with_error(accepted['alpha'], accepted['standard_error'])} over {accepted['positions']} tokens "
-        f"({_HOW[accepted['how']]})",
+        f"alpha    {with_error(accepted['alpha'], accepted['standard_error'])} over {accepted['positions']} positions "
+        f"of the output ({_HOW[accepted['how']]})",
+        *where_drafted(accepted),
         *([f"         {same_positions(record['same_positions'])}"] if record["same_positions"] else []),
         *coverage_lines(accepted["coverage"]),
         *depth_lines(accepted),
@@ -37,11 +41,21 @@ def measure_summary(record: Mapping[str, Any]) -> str:
         *table_lines(record),
     ]
     best = record["best_gamma"]
-    named = {"v = 1": best["theorem_3_8"], "v measured": best["with_verify_cost"]} | {
-        f"by position, {name}": gamma for name, gamma in best["by_position"].items()
-    }
+    named = {"v = 1": best["theorem_3_8"], "v measured": best["with_verify_cost"]}
+    named |= {f"by position, {name}": gamma for name, gamma in best["by_position"].items()}
+    named |= {f"whole decodes, {name}": gamma for name, gamma in best["with_lengths"].items()}
     shown = "; ".join(f"{gamma or 'plain decoding'} ({name})" for name, gamma in named.items() if gamma is not None)
     return "\n".join([*lines, "", f"best gamma: {shown}"])
+
+
+def where_drafted(accepted: Mapping[str, Any]) -> list[str]:
+    """Returns a line with α where something was drafted, for a drafter that drafts now and then."""
+    if accepted["alpha_where_drafted"] in (None, accepted["alpha"]):
+        return []
+    return [
+        f"         {accepted['alpha_where_drafted']:.3f} where something was drafted, in {accepted['drafting']:.0%} of "
+        "the calls"
+    ]
 
 
 def coverage_lines(coverage: Mapping[str, Any]) -> list[str]:
@@ -86,19 +100,19 @@ def table_lines(record: Mapping[str, Any]) -> list[str]:
         "v = 1",
         "v",
         "with v",
-        *(f"{name}{part}" for name in verifiers for part in ("", " gain")),
+        *(f"{name}{part}" for name in verifiers for part in ("", " gain", " whole")),
     ]
     lines = ["".join(f"{name:>12}" for name in head)]
     for row in record["table"]:
         values = [row["tokens"], row["theorem_3_8"], row["verify_cost"], row["with_verify_cost"]]
         for name in verifiers:
-            values += [row["by_position"][name]["tokens"], row["by_position"][name]["with_verify_cost"]]
+            values += [row["by_position"][name][part] for part in ("tokens", "with_verify_cost", "with_lengths")]
         cells = ["-" if value is None else f"{value:.3f}" for value in values]
         cells[2] += " " if row["timed"] else "~"
         lines.append("".join(f"{cell:>12}" for cell in [row["gamma"], *cells]))
     return [
         "tokens per target call and improvement expected from alpha with v = 1 and with v (~: interpolated); and "
-        "from how often the first i drafted tokens stand:",
+        "from how often the first i drafted tokens stand, also of whole decodes, with encoders and lengths:",
         *lines,
     ]
 
@@ -117,6 +131,8 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
     """Returns a record of `specdec benchmark` as text."""
     host, plain, steps = record["machine"], record["plain"], record["steps"]
     lines = [
+        *verdicts.benchmark_verdict(record),
+        "",
         f"{record['target']['name']} ({record['target']['parameters']:,} parameters, "
         f"{record['target']['parameter_dtype']})"
         + (f" with {_drafter(record['drafter'])}" if record["drafter"] else ""),
@@ -202,21 +218,20 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
         f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
     ]
     alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
+    rate = alpha_text(arm["stats"])
     if alpha is None:
         lines.append(f"  {calls or 0:.2f} tokens per target call; {_without_alpha(arm['stats'])}; no prediction")
     elif predicted is None:
         drafted = f"{arm['mean_gamma']:.2f} drafted for each"
-        lines.append(f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call, {drafted}; no prediction")
+        lines.append(f"  {rate}, {calls:.2f} tokens per target call, {drafted}; no prediction")
     else:
         lines += [
-            f"  alpha {alpha:.3f}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between "
-            "target calls",
+            f"  {rate}, {calls:.2f} tokens per target call; c = {predicted['cost_ratio']:.3f} between target calls",
             f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
             f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as "
             "counted)",
-            f"  measured over predicted ({_PREDICTIONS[arm['prediction']]}) {arm['measured_over_predicted']:.3f}; "
-            f"most of the time: {arm['limiting_term']}",
-            "  time in " + ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items()),
+            f"  measured over predicted ({_PREDICTIONS[arm['prediction']]}) {arm['measured_over_predicted']:.3f}",
+            _shares_line(arm),
         ]
     if alpha is not None:
         lines.append(_depth_line(arm["stats"]))
@@ -224,6 +239,26 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
         calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in arm["oracle"].values())
         lines.append(f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)")
     return lines + _difference_lines(arm["differences"])
+
+
+def alpha_text(stats: Mapping[str, Any]) -> str:
+    """Returns `alpha 0.812`, both rates where a drafter drafts now and then."""
+    alpha, everywhere = stats["acceptance_rate"], stats["acceptance_rate_per_position"]
+    if alpha is None or not stats["undrafted"]:
+        return "alpha unknown" if alpha is None else f"alpha {alpha:.3f}"
+    return f"alpha {everywhere:.3f} per position of the output, {alpha:.3f} where something was drafted"
+
+
+def _shares_line(arm: Mapping[str, Any]) -> str:
+    """Returns where the time went, as far as the parts add up to it."""
+    if arm["shares"] is None:
+        over = sum(arm["parts"].values()) / arm["seconds"]["median"]
+        return (
+            f"  time in parts: unknown, since single steps come to {over:.0%} of the time: the machine's speed was "
+            "another while they were timed"
+        )
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items())
+    return f"  time in {shown}; most of it: {arm['limiting_term']}"
 
 
 def _tree_lines(arm: Mapping[str, Any]) -> list[str]:
@@ -297,9 +332,13 @@ def tune_summary(record: Mapping[str, Any]) -> str:
     accepted, host, options = record["acceptance"], record["machine"], record["options"]
     head = f"{'':<20}{'expected':>12}{'measured':>12}   (improvement over plain decoding)"
     lines = [
+        *verdicts.tune_verdict(record),
+        "",
         f"{record['target']['name']} with {record['drafter']['name']}, {record['sentences']} inputs, "
         f"batch {options['batch_size']}, temperature {options['temperature']:g}; {machine.hardware(host)}",
-        f"alpha {with_error(accepted['alpha'], accepted['standard_error'])} ({accepted['how']})",
+        f"alpha {with_error(accepted['alpha'], accepted['standard_error'])} per position of the output "
+        f"({accepted['how']})",
+        *where_drafted(accepted),
         "",
         head,
     ]

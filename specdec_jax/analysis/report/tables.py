@@ -39,5 +39,11 @@ def with_bare(value: float | None, bare: float | None, digits: int) -> str:
     return decimal(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
 
 
+def rate(alpha: float | None, drafted: float | None) -> str:
+    """Returns α per position of the output as text, with that where something was drafted in
+    parentheses if it is another."""
+    return decimal(alpha, 3) + ("" if drafted in (None, alpha) else f" ({drafted:.3f})")
+
+
 def spread_text(spread: Spread | None) -> str:
     return "-" if spread is None else f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"

@@ -1,0 +1,129 @@
+"""Says whether drafting pays, whether that is beyond the spread of the passes, and what to try else."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.analysis import formulas
+from specdec_jax.analysis.timing import Spread
+from specdec_jax.speculative.verifiers import LOSSY
+
+
+def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[str, Any] | None:
+    """Returns the fastest way of drafting and how far it is ahead; None if nothing drafts.
+
+    Ways are compared pass by pass, since the speed of a shared machine drifts.
+
+    Args:
+      seconds: by name, the seconds of each pass for the same work.
+      plain: the name of plain decoding.
+
+    Returns:
+      best: its name, with the greatest median improvement.
+      improvement: the time of plain decoding over its own.
+      next: the name of the next best way of drafting; None if there is none.
+      over_next: the time of the next best over its own, or None.
+    """
+    gain = lambda slower, faster: Spread.of(np.asarray(seconds[slower]) / np.asarray(seconds[faster]))
+    ranked = sorted((name for name in seconds if name != plain), key=lambda name: -gain(plain, name).median)
+    if not ranked:
+        return None
+    following = ranked[1] if len(ranked) > 1 else None
+    return {
+        "best": ranked[0],
+        "improvement": gain(plain, ranked[0])._asdict(),
+        "next": following,
+        "over_next": gain(following, ranked[0])._asdict() if following else None,
+    }
+
+
+def describe_best(found: Mapping[str, Any], passes: int, advice: str, plain: str = "plain decoding") -> list[str]:
+    """Returns what `find_best` found in words, the verdict first.
+
+    Args:
+      found: what `find_best` returned.
+      passes: number of passes; one shows no spread.
+      advice: what to try where drafting does not pay.
+      plain: what drafting is compared with.
+    """
+    gain = found["improvement"]
+    shown = f"{_spread(gain, passes)} the speed of {plain}, with {found['best']}"
+    if passes == 1:
+        pays = "seems to pay" if gain["median"] > 1 else "does not seem to pay"
+        lines = [f"drafting {pays} here: {shown}; one pass shows no spread, --repeats=3 does"]
+    elif gain["least"] > 1:
+        lines = [f"drafting pays here: {shown}"]
+    elif gain["most"] < 1:
+        lines = [f"drafting does not pay here: {shown}; try {advice}"]
+    else:
+        lines = [f"drafting may or may not pay here: {shown}, within the spread of {passes} passes; try {advice}"]
+    if found["next"] is not None:
+        ahead = found["over_next"]
+        where = "beyond" if ahead["least"] > 1 else "within"
+        beside = f"{found['best']} over {found['next']}, the next best: {_spread(ahead, passes)} as fast"
+        lines.append(beside + (f", {where} the spread" if passes > 1 else ""))
+    return lines
+
+
+def _spread(gain: Mapping[str, float], passes: int) -> str:
+    """Returns `1.9 times (1.6 to 2.3)`, of one pass without the spread."""
+    return f"{gain['median']:.3g} times" + (f" ({gain['least']:.3g} to {gain['most']:.3g})" if passes > 1 else "")
+
+
+def advise(
+    alpha: float | None, cost_ratio: float | None, verify_cost: Mapping[int, float], timed: Collection[int],
+    batch_size: int,
+) -> str:  # fmt: skip
+    """Returns what to try where drafting with one drafter does not pay.
+
+    Args:
+      alpha: α per position of the output; None: not known.
+      cost_ratio: c; None: not known.
+      verify_cost: v by number of positions.
+      timed: the γ that were timed.
+      batch_size: rows decoded together.
+    """
+    if alpha is None or cost_ratio is None:
+        return "another drafter"
+    widths = {1: 1.0, **verify_cost}
+    v = np.interp(np.arange(max(widths) + 1), sorted(widths), [widths[width] for width in sorted(widths)])
+    gains = {
+        gamma: formulas.improvement(alpha, gamma, cost_ratio, float(v[gamma + 1])) for gamma in range(1, max(widths))
+    }
+    best = max(gains, key=lambda gamma: gains[gamma], default=0)
+    if best and best not in timed and gains[best] > 1:
+        return f"--gamma={best}, for which the formulas promise {gains[best]:.3g} times"
+    if cost_ratio >= alpha:
+        return (
+            f"a drafter that costs less: a draft step takes {cost_ratio:.2f} of a target step, and pays from an alpha "
+            f"above that, which is {alpha:.2f}"
+        )
+    if batch_size > 1 and v[-1] > 1.5:
+        return f"a smaller --batch_size: a target call over {max(widths)} positions takes {v[-1]:.2f} steps"
+    return f"a drafter whose tokens are accepted more often than alpha = {alpha:.2f}, such as one of `specdec distill`"
+
+
+def describe_tokens(
+    differing: Sequence[int | None], inputs: int, options: Mapping[str, Any], near_ties: bool | None = None
+) -> str:
+    """Returns in words whether the tokens are plain decoding's.
+
+    Args:
+      differing: for each way of drafting, how many inputs have other tokens than plain decoding;
+        None where samples, which differ, were not compared.
+      inputs: number of inputs.
+      options: the command's, as a record has them.
+      near_ties: whether all differences are near-ties; None: not known.
+    """
+    most = max((count for count in differing if count is not None), default=None)
+    if most == 0:
+        return f"tokens are equal to plain decoding's for all {inputs} inputs"
+    if most is not None:
+        kind = {True: ", all near-ties", False: ", not all of them near-ties", None: ""}[near_ties]
+        return f"tokens differ from plain decoding's for {most} of {inputs} inputs{kind}"
+    if options.get("forced_alpha"):
+        return "tokens are accepted by coin: outputs mean nothing"
+    if options["verifier"] in LOSSY:
+        return f"{options['verifier']} verification is lossy: tokens need not be the target's"
+    return "tokens are samples of the target's own distribution, which are not compared one by one"
