@@ -15,6 +15,7 @@ from measured_pair import ACCEPTED
 from toy_models import HashModel, HashNetwork
 
 from specdec_jax.analysis import acceptance, arms, expectations, formulas, timing
+from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import measure
 from specdec_jax.decoding import costs
