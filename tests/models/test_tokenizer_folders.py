@@ -149,7 +149,7 @@ def test_training_and_distilling_put_both_tokens_around_a_text(tmp_path):
     for side in (batch.inputs, batch.targets):
         assert side[0, : len(ids)].tolist() == ids
     settings = types.SimpleNamespace(output_dir=str(tmp_path), greedy=True, samples=0, buckets=(16,))
-    (job,) = outputs.plan_jobs(settings, vocabulary, {"train": ["The ferry stayed."]})
+    (job,) = outputs.plan_jobs(settings, vocabulary, vocabulary.size, {"train": ["The ferry stayed."]})
     assert job.sources == [ids]
 
 
