@@ -183,10 +183,13 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
         ids = dict(
             start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint
         )
-        return shape | ids | dict(vocabulary=vocabulary and vocabulary.fingerprint())
+        if vocabulary is None:
+            return shape | ids | dict(vocabulary=None)
+        around = vocabulary.encode_prompt("") if config.decoder_only else vocabulary.encode_input("")
+        return shape | ids | dict(around_a_text=around, vocabulary=vocabulary.fingerprint())
 
     check(written, "what was written")
     ours, theirs = said(checkpoint), said(written)
     for name, value in ours.items():
-        if theirs[name] != value:
-            raise ValueError(f"format: got {name}={value!r}, which {format} would give back as {theirs[name]!r}")
+        if theirs.get(name) != value:
+            raise ValueError(f"format: got {name}={value!r}, which {format} would give back as {theirs.get(name)!r}")

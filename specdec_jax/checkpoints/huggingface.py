@@ -51,7 +51,8 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     if len(start) > 1:
         raise ValueError(f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one")
     eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
-    return Checkpoint(config, leaves, huggingface_tokenizers.open_folder(folder, eos_ids or ()), start[0], eos_ids)
+    vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or (), config.vocab_size)
+    return Checkpoint(config, leaves, vocabulary, start[0], eos_ids)
 
 
 def _ids(folder: pathlib.Path, generation: dict, options: dict, name: str) -> tuple[int, ...] | None:
@@ -111,7 +112,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     eos_ids = list(checkpoint.eos_ids or ())
     ids = {
         "decoder_start_token_id": checkpoint.start_token, "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
-        "pad_token_id": 0,
+        "pad_token_id": huggingface_tokenizers.pad_id_of(checkpoint.vocabulary),
     }  # fmt: skip
     files = huggingface_tokenizers.files_of(checkpoint.vocabulary)
     files["config.json"] = writer.options_of(checkpoint.config, dtype) | ids

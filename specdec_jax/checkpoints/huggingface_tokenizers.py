@@ -1,5 +1,6 @@
 """Reads and writes the tokenizer of a Hugging Face folder, which several files may describe."""
 
+import copy
 import os
 import pathlib
 import re
@@ -13,7 +14,21 @@ from specdec_jax.models.vocabularies import (
     Vocabulary,
     byte_level_bpe,
     check_extra_ids,
+    sentinels_for,
 )
+
+_T5 = ("T5Tokenizer", "MT5Tokenizer")  # the second was a name of the first until transformers 5
+_ROBERTA = ("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer")
+# Classes whose vocab.json and merges.txt are read as GPT-2's are.
+_GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
+# Classes that say nothing about the files.
+_ANY = ("", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
+# The special tokens of classes with GPT-2's files, where tokenizer_config.json does not give them.
+_GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+_ROBERTA_TOKENS = {
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>",
+    "cls_token": "<s>", "mask_token": "<mask>",
+}  # fmt: skip
 
 
 def first(*values) -> Any:
@@ -26,7 +41,7 @@ def optional(path: pathlib.Path) -> dict[str, Any]:
     return reading.read_json(path) if os.path.lexists(path) else {}
 
 
-def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...]) -> Vocabulary | None:
+def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...], logits: int | None = None) -> Vocabulary | None:
     """Returns the tokenizer of a folder, None if it has none.
 
     The first that is there counts: `tokenizer.json`, `vocab.json` with `merges.txt`,
@@ -36,32 +51,80 @@ def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...]) -> Vocabulary |
       folder: the folder.
       stop_ids: ids at which the model stops. Inputs still end with the tokenizer's own EOS, if it
         has one.
+      logits: number of the model's logits; None: there is room for T5's sentinels.
+
+    Raises:
+      ValueError: a file cannot be read, or is of a class of tokenizers that reads it in another way.
     """
     path = folder / "tokenizer_config.json"
     options = optional(path)
+    kind = _class(folder, options)
     if (folder / "tokenizer.json").exists():
-        token = _special_token(folder, options, "eos_token") or "</s>"
-        return TokenizerJsonVocabulary.load(folder / "tokenizer.json", eos_token=token, stop_ids=stop_ids)
+        defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
+        token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
+        around, file = _around(folder, options, kind), folder / "tokenizer.json"
+        vocabulary = TokenizerJsonVocabulary.load(file, eos_token=token, stop_ids=stop_ids, around=around)
+        if vocabulary.frame is None and kind not in ("", *_T5):  # neither the file nor its class says anything
+            vocabulary.reframe([], [])
+        return vocabulary
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        return _byte_level_bpe(folder, options, stop_ids)
-    kind = options.get("tokenizer_class")
-    is_bytes = isinstance(kind, str) and kind.startswith("ByT5")
-    if not is_bytes and not (folder / "spiece.model").exists():
+        return _byte_level_bpe(folder, options, kind, stop_ids)
+    if (folder / "spiece.model").exists() or kind.startswith("ByT5"):
+        return _with_sentinels(folder, options, kind, logits)
+    return None
+
+
+def _class(folder: pathlib.Path, options: dict) -> str:
+    """Returns the name of the tokenizer's class without "Fast", "" if no file gives it."""
+    kind = first(options.get("tokenizer_class"), optional(folder / "config.json").get("tokenizer_class"), "")
+    if not isinstance(kind, str):
+        path = folder / "tokenizer_config.json"
+        raise ValueError(f"{path}: tokenizer_class: got {reading.shown(kind)}, expected a string")
+    return kind.removesuffix("Fast")
+
+
+def _flag(folder: pathlib.Path, options: dict, name: str) -> bool:
+    value = first(options.get(name), False)
+    if not isinstance(value, bool):
+        path = folder / "tokenizer_config.json"
+        raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected true or false")
+    return value
+
+
+def _around(folder: pathlib.Path, options: dict, kind: str) -> tuple[list[str], list[str]] | None:
+    """Returns the tokens that a class puts before and after a text, None if tokenizer.json decides."""
+    if kind != _T5[0] and kind not in _ROBERTA:
         return None
+    names = ("cls_token", "sep_token") if kind in _ROBERTA else ("eos_token",)
+    *before, after = (_special_token(folder, options, name) or _ROBERTA_TOKENS[name] for name in names)
+    return before, [after]
+
+
+def _with_sentinels(folder: pathlib.Path, options: dict, kind: str, logits: int | None) -> Vocabulary:
+    """Returns the vocabulary of spiece.model, or of bytes, with its sentinels."""
+    path, model = folder / "tokenizer_config.json", folder / "spiece.model"
     added = _added_tokens(folder, options)
-    sentinels = len(_sentinels(added)) or None
-    if (folder / "spiece.model").exists():
-        extra_ids = check_extra_ids(first(options.get("extra_ids"), sentinels, 100), path)
-        vocabulary: Vocabulary = SentencePieceVocabulary.load(folder / "spiece.model", extra_ids)
+    extra_ids, sentinels = options.get("extra_ids"), len(_sentinels(added)) or None
+    if model.exists():
+        if kind not in (*_T5, *_ANY) and not kind.startswith("ByT5"):
+            raise ValueError(f"{model}: got the files of a {kind}, expected a T5Tokenizer's, or a tokenizer.json")
+        extra_ids = first(extra_ids, sentinels)
+        if extra_ids is None:
+            extra_ids = sentinels_for(SentencePieceVocabulary.load(model).size, logits)
+        vocabulary: Vocabulary = SentencePieceVocabulary.load(model, check_extra_ids(extra_ids, path))
     else:
-        vocabulary = ByteVocabulary(check_extra_ids(first(options.get("extra_ids") or None, sentinels, 125), path))
+        vocabulary = ByteVocabulary(check_extra_ids(first(extra_ids or None, sentinels, 125), path))
     _check_added(folder, added, vocabulary)
     return vocabulary
 
 
 def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None:
-    token = options.get(name) or optional(folder / "special_tokens_map.json").get(name)
+    token = _named_token(folder, options, name)
     return _content(token, folder / "tokenizer_config.json", name) if token else None
+
+
+def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
+    return options.get(name) or optional(folder / "special_tokens_map.json").get(name)
 
 
 def _content(token, path: pathlib.Path, name: str) -> str:
@@ -72,22 +135,41 @@ def _content(token, path: pathlib.Path, name: str) -> str:
     return content
 
 
-def _byte_level_bpe(folder: pathlib.Path, options: dict, stop_ids: tuple[int, ...]) -> TokenizerJsonVocabulary:
+def _byte_level_bpe(
+    folder: pathlib.Path, options: dict, kind: str, stop_ids: tuple[int, ...]
+) -> TokenizerJsonVocabulary:
     """Returns the vocabulary of GPT-2's own files: pieces with their ids, and merges in order."""
-    names = ("bos_token", "eos_token", "unk_token")
-    special = {_special_token(folder, options, name) or "<|endoftext|>": None for name in names}
-    added = special | _added_tokens(folder, options)
-    text = byte_level_bpe(
-        folder / "vocab.json", folder / "merges.txt", sorted(added, key=lambda token: added[token] or -1),
-        bool(options.get("add_prefix_space", False)),
-    )  # fmt: skip
-    token = _special_token(folder, options, "eos_token") or "<|endoftext|>"
+    file, path = folder / "vocab.json", folder / "tokenizer_config.json"
+    if kind not in (*_ROBERTA, *_GPT2, *_ANY):
+        known = ", ".join((*_GPT2, *_ROBERTA))
+        raise ValueError(f"{file}: got the files of a {kind}, expected those of one of {known}, or a tokenizer.json")
+    defaults = _ROBERTA_TOKENS if kind in _ROBERTA else _GPT2_TOKENS
+    named = {name: _named_token(folder, options, name) or defaults.get(name) for name in _ROBERTA_TOKENS}
+    named = {name: token for name, token in named.items() if token}
+    added = {_content(token, path, name): None for name, token in named.items()} | _added_tokens(folder, options)
+    entries = [*named.values(), *(options.get("added_tokens_decoder") or {}).values()]
+    strips = {entry["content"]: _strips(entry) for entry in entries if isinstance(entry, dict)}
+    tokens = [
+        {"content": token} | strips.get(token, {}) for token in sorted(added, key=lambda token: added[token] or -1)
+    ]
+    text = byte_level_bpe(file, folder / "merges.txt", tokens, _flag(folder, options, "add_prefix_space"))
+    token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
+    around = _around(folder, options, kind)
+    if around is None and (kind or options.get("add_bos_token") is not None):
+        marks = ("bos_token", "eos_token")  # these switches count only where there is no tokenizer.json
+        before, after = ([_content(named[mark], path, mark)] * _flag(folder, options, f"add_{mark}") for mark in marks)
+        around = before, after
     try:
-        vocabulary = TokenizerJsonVocabulary(text, eos_token=token, stop_ids=stop_ids)
+        vocabulary = TokenizerJsonVocabulary(text, eos_token=token, stop_ids=stop_ids, around=around)
     except ValueError as error:
-        raise ValueError(f"{folder / 'vocab.json'}: {error}") from None
+        raise ValueError(f"{file}: {error}") from None
     _check_added(folder, added, vocabulary)
     return vocabulary
+
+
+def _strips(entry: dict) -> dict[str, bool]:
+    """Returns whether the spaces before and after a token belong to it."""
+    return {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word")}
 
 
 def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
@@ -133,16 +215,19 @@ def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary:
 
 def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
     """Returns the files from which `open_folder` makes the same vocabulary: by name, bytes or the
-    contents of a JSON file."""
+    contents of a JSON file.
+
+    Special tokens are named only if the vocabulary has them: transformers would give any other an
+    id of its own, past the model's embedding. Padding is EOS where there is no piece for it.
+    """
     if vocabulary is None:
         return {}
-    options: dict[str, Any] = {
-        "eos_token": vocabulary.piece(vocabulary.eos_ids[0]),
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-    }
+    options: dict[str, Any] = {name: vocabulary.piece(i) for name, i in _special_ids(vocabulary).items()}
     if isinstance(vocabulary, TokenizerJsonVocabulary):
         options["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if vocabulary.frame is None:  # transformers puts no EOS after an input unasked
+            vocabulary = copy.copy(vocabulary)
+            vocabulary.reframe([], [vocabulary.piece(vocabulary.eos_ids[0])])
         return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
     if not isinstance(vocabulary, SentencePieceVocabulary | ByteVocabulary):
         raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that Hugging Face has files for")
@@ -152,3 +237,13 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
         return {"tokenizer_config.json": options | {"tokenizer_class": "ByT5Tokenizer"}}
     options["tokenizer_class"] = "T5Tokenizer"
     return {"spiece.model": vocabulary.model, "tokenizer_config.json": options}
+
+
+def pad_id_of(vocabulary: Vocabulary | None) -> int:
+    """Returns the id that fills up inputs in transformers: as `files_of` names it, else T5's."""
+    return 0 if vocabulary is None else _special_ids(vocabulary).get("pad_token", 0)
+
+
+def _special_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    ids = vocabulary.special_ids()
+    return {"pad_token": ids["eos_token"]} | ids if "eos_token" in ids else ids

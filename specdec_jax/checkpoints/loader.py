@@ -24,7 +24,12 @@ from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.models.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.models.vocabularies import (
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+    Vocabulary,
+    sentinels_for,
+)
 
 BUNDLED = pathlib.Path(__file__).parent.parent / "bundled"
 DTYPES = ("float32", "bfloat16")
@@ -237,8 +242,8 @@ def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) 
     if path.suffix == ".json":
         return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)
-    # T5's 32,000 pieces lie below 32,128 logits, of which 100 are sentinels; mT5's file holds its sentinels itself.
-    return SentencePieceVocabulary(pieces.model, 100) if config.vocab_size - pieces.size >= 100 else pieces
+    # T5's 32,000 pieces lie below 32,128 logits, of which 100 are sentinels.
+    return SentencePieceVocabulary(pieces.model, sentinels_for(pieces.size, config.vocab_size))
 
 
 def _choose_vocabulary(given, checkpoint: Checkpoint) -> Vocabulary | None:

@@ -11,7 +11,6 @@ from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.files.writing import check_output
 from specdec_jax.training import text_files
-from specdec_jax.training.corpus import with_eos
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +48,18 @@ def run(options: CountOptions) -> None:
     """Runs `specdec count`."""
     options.check()
     vocabulary, start_token = loader.load_vocabulary(options.target, options.vocabulary)
+    config = loader.load_shape(options.target)
     if vocabulary is None:
         raise ValueError(
             f"target: got {options.target} without a vocabulary, expected one (spiece.model or tokenizer.json)"
         )
     lines = [line for path in options.input_file for line in _outputs(path)]
-    sequences = [with_eos(vocabulary, line) for line in track(lines, len(lines), "lines")]
-    size = min(vocabulary.size, loader.load_shape(options.target).vocab_size)
+    end, prompted = list(vocabulary.eos_ids[:1]), config.decoder_only
+    sequences = [  # what stands before a prompt is not drafted: the start token is in its place
+        vocabulary.encode(line) + end if prompted else vocabulary.encode_output(line)
+        for line in track(lines, len(lines), "lines")
+    ]
+    size = min(vocabulary.size, config.vocab_size)
     drafter = NGramDrafter.count(
         sequences, size, options.order, start_token=start_token, continuations=options.continuations,
         sampled=options.sampled, vocabulary=vocabulary,

@@ -41,8 +41,9 @@ def generate(
     Args:
       target: the model whose law is sampled.
       inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
-        them 0 is padding). For an empty string, or None, nothing is decoded. A decoder-only target has prompts: they
-        get no EOS, 0 is an id like others, and an empty prompt stands for the start token.
+        them 0 is padding). Strings get what their tokenizer puts around a text. For an empty string, or None, nothing
+        is decoded. A decoder-only target has prompts: 0 is an id like others, and an empty prompt stands for the start
+        token.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       gamma: γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it (`gamma.py`), e.g.
         `Heuristic(maximum=8)`; or "auto": up to 8, as many as pay by each row's acceptance and by what iterations cost

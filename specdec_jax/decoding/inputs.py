@@ -1,6 +1,6 @@
 """Turns texts and ids into padded arrays of a few lengths, so that few shapes compile."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,10 +42,10 @@ def listed(name: str, inputs) -> Any:
     return list(inputs)
 
 
-def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+def as_ids(target: LanguageModel, inputs, input_lengths, framed: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array.
 
-    `eos` says whether strings get an EOS.
+    `framed` says whether strings get what the tokenizer puts around a text.
     """
     if not hasattr(inputs, "shape"):
         inputs = listed("inputs", inputs)
@@ -53,8 +53,8 @@ def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.
             if target.vocabulary is None:
                 raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
             check_lengths("input", inputs, first=0)
-            end = list(target.vocabulary.eos_ids[:1]) if eos else []
-            inputs = [None if text is None else target.vocabulary.encode(text) + end for text in inputs]
+            to_ids = _encoder(target) if framed else target.vocabulary.encode
+            inputs = [None if text is None else to_ids(text) for text in inputs]
         if input_lengths is not None:
             raise ValueError("input_lengths: got lengths with a list of inputs, expected None (lists have lengths)")
         rows = [_row_of_ids(number, () if row is None else row) for number, row in enumerate(inputs)]
@@ -75,8 +75,11 @@ def as_ids(target: LanguageModel, inputs, input_lengths, eos: bool) -> tuple[np.
             raise ValueError(f"input_lengths: got {input_lengths}, expected {expected}")
         input_lengths = input_lengths.astype(np.int32)
     inside = np.arange(array.shape[1]) < input_lengths[:, None]
-    if np.any(inside & ((array < 0) | (array >= target.config.vocab_size))):
-        raise ValueError(f"inputs: got ids outside the vocabulary, expected 0 to {target.config.vocab_size - 1}")
+    wrong = inside & ((array < 0) | (array >= target.config.vocab_size))
+    if np.any(wrong):
+        row, place = np.argwhere(wrong)[0]
+        expected = f"expected 0 to {target.config.vocab_size - 1}"
+        raise ValueError(f"inputs: got ids outside the vocabulary, {expected} (input {row}: id {array[row, place]})")
     return array.astype(np.int32), input_lengths
 
 
@@ -115,7 +118,7 @@ def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[n
     numbers of ids `[B]`."""
     if decoder_prefix is None:
         return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
-    tokens, lengths = as_ids(target, listed("decoder_prefix", decoder_prefix), None, eos=False)
+    tokens, lengths = as_ids(target, listed("decoder_prefix", decoder_prefix), None, framed=False)
     if len(lengths) != batch:
         raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)")
     width = bucket(int(max(lengths, default=0))) if max(lengths) else 0
@@ -128,25 +131,34 @@ def pad(tokens: np.ndarray, width: int) -> np.ndarray:
     return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
 
 
-def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
-    """Returns the ids of every sentence, EOS included; an empty sentence has none.
+def _encoder(target: LanguageModel) -> Callable[[str], list[int]]:
+    """Returns the method of the target's vocabulary that encodes what is decoded: an input or a
+    prompt."""
+    return target.vocabulary.encode_prompt if decoder_only(target) else target.vocabulary.encode_input
 
-    For a decoder-only model they are prompts, which get no EOS.
+
+def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
+    """Returns the ids of every sentence, with what the tokenizer puts around a text; an empty
+    sentence has none.
+
+    For a decoder-only model they are prompts, which get no EOS unless its tokenizer's files say so.
 
     Raises:
       ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length`
-        tokens, or too long to be encoded at all.
+        tokens, or too long to be encoded at all, or has a token for which the model has no logit.
     """
     if target.vocabulary is None:
         raise ValueError(
             f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
         )
     check_lengths("sentence", sentences)
-    if decoder_only(target):
-        inputs = [target.vocabulary.encode(text) for text in sentences]
-    else:
-        end = list(target.vocabulary.eos_ids[:1])
-        inputs = [target.vocabulary.encode(text) + end if text.strip() else [] for text in sentences]
+    to_ids, vocab_size = _encoder(target), target.config.vocab_size
+    inputs = [to_ids(text) if decoder_only(target) or text.strip() else [] for text in sentences]
+    for number, ids in enumerate(inputs, 1):
+        if max(ids, default=0) >= vocab_size:
+            token = next(i for i in ids if i >= vocab_size)
+            got = f"the token {target.vocabulary.piece(token)!r} with id {token}"
+            raise ValueError(f"sentence {number}: got {got}, expected ids below the model's {vocab_size} logits")
     check_input_lengths(
         "sentence", list(map(len, inputs)), max_input_length, target.config.max_positions, 1, "--max_input_length"
     )

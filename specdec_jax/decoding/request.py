@@ -288,7 +288,7 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
     """
     longest = arguments.check_integer("max_input_length", longest, 1)
     inputs = listed("inputs", inputs)
-    tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
+    tokens, lengths = as_ids(target, inputs, input_lengths, framed=True)
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
     check_input_lengths("input", lengths.tolist(), longest, target.config.max_positions)

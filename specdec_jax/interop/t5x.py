@@ -336,9 +336,7 @@ def _arm(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Arm:
     def decode(batch: Batch) -> GenerationResult:
         rows, vocabulary = list(batch.inputs), target.vocabulary
         if rows and isinstance(rows[0], str):
-            rows = [
-                vocabulary.encode(text) + list(vocabulary.eos_ids[:1]) if text and text.strip() else [] for text in rows
-            ]
+            rows = [vocabulary.encode_input(text) if text and text.strip() else [] for text in rows]
         rows = [row or [] for row in rows]
         filled = [len(row) > 0 for row in rows]
         inputs = np.zeros((len(rows), batch.padded), np.int32)

@@ -229,16 +229,22 @@ class LanguageModel:
             raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
 
 
+_MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit
+
+
 def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
-    """Checks that every special id and every piece of the vocabulary has a logit; raises ValueError
-    otherwise."""
+    """Checks that every special id has a logit, and all but a few pieces of the vocabulary; raises
+    ValueError otherwise."""
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:
             raise ValueError(f"special id: got {shown(token)}, expected an id of the vocabulary of {config.vocab_size}")
-    if vocabulary is not None and vocabulary.size > config.vocab_size:
+    # A few added tokens, or T5's sentinels, may lie past the logits: they cannot come out, and as inputs they are
+    # refused where they occur.
+    if vocabulary is not None and vocabulary.size > config.vocab_size + _MOST_PAST_LOGITS:
         raise ValueError(
-            f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model"
+            f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model "
+            f"and {_MOST_PAST_LOGITS} more"
         )
 
 

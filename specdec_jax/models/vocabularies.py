@@ -5,11 +5,13 @@ import functools
 import hashlib
 import io
 import json
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from specdec_jax.files import reading
 from specdec_jax.models import tokenizer_checks
+from specdec_jax.models.special_tokens import Frame, SpecialTokens, read_frame, template, without_start
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
 _MOST_SENTINELS = 10_000
@@ -32,6 +34,15 @@ def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> Non
             raise ValueError(f"{name} {number}: got a text of {len(text):,} characters, expected {expected}")
 
 
+def sentinels_for(pieces: int, logits: int | None) -> int:
+    """Returns how many sentinels follow a SentencePiece model's pieces where no file says it.
+
+    They are T5's 100, or none if the model's logits have no room for them, as with mT5, whose
+    pieces include its sentinels.
+    """
+    return 100 if logits is None or logits - pieces >= 100 else 0
+
+
 def check_extra_ids(extra_ids, path) -> int:
     """Checks the number of sentinels that the file at `path` gives, and returns it; raises
     ValueError."""
@@ -46,18 +57,35 @@ class Vocabulary(abc.ABC):
 
     Attributes:
       size: number of ids; the network's logits may be wider (padding).
-      eos_ids: ids that end a text; the first of them is put after an input.
+      eos_ids: ids that end a text.
+      frame: the ids that the tokenizer's files put before and after a text; None: they say nothing,
+        and then the first EOS id is put after an encoder's input, as for every T5.
     """
 
     size: int
     eos_ids: tuple[int, ...] = (EOS_ID,)
+    frame: Frame | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size:,} ids)"
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, without EOS."""
+        """Returns the ids of `text` alone: neither a frame nor an EOS."""
+
+    def encode_input(self, text: str) -> list[int]:
+        """Returns the ids of an encoder's input: `text` in its frame."""
+        before, after = self.frame or ((), self.eos_ids[:1])
+        return [*before, *self.encode(text), *after]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of a decoder-only model's prompt: `text` in the frame that files give."""
+        before, after = self.frame or ((), ())
+        return [*before, *self.encode(text), *after]
+
+    def encode_output(self, text: str) -> list[int]:
+        """Returns the ids of an output: `text` with what its frame puts before it, and EOS."""
+        return [*(self.frame or Frame()).before, *self.encode(text), *self.eos_ids[:1]]
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -68,6 +96,10 @@ class Vocabulary(abc.ABC):
     def piece(self, token: int) -> str:
         """Returns the surface form of one id, for traces, with a leading space where the piece
         begins a word."""
+
+    def special_ids(self) -> dict[str, int]:
+        """Returns the ids of `eos_token`, `pad_token` and `unk_token`, as far as there are any."""
+        return {"eos_token": self.eos_ids[0]}
 
     def fingerprint(self) -> str:
         """Returns a digest, equal for two vocabularies iff they map every id to the same piece.
@@ -81,20 +113,6 @@ class Vocabulary(abc.ABC):
         """The fingerprint, cached: every call of `generate` compares two, and mT5 has a quarter of
         a million pieces."""
         return hashlib.sha256(json.dumps([self.piece(i) for i in range(self.size)]).encode()).hexdigest()
-
-
-def _split_at_sentinels(text: str, sentinels: dict[str, int]) -> list[str]:
-    """Splits `text` around every known sentinel: even places of the result hold text, perhaps "",
-    odd ones sentinels."""
-    if not sentinels or "<extra_id_" not in text:
-        return [text]
-    parts = [""]
-    for part in re.split(r"(<extra_id_\d+>)", text):
-        if part in sentinels:
-            parts += [part, ""]
-        else:
-            parts[-1] += part
-    return parts
 
 
 class SentencePieceVocabulary(Vocabulary):
@@ -139,7 +157,10 @@ class SentencePieceVocabulary(Vocabulary):
         self.eos_ids = (eos,)
         self._dropped = (eos, self._processor.pad_id())
         self.size = self._pieces + extra_ids
-        self._sentinels = {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)}
+        control = np.flatnonzero(self._processor.is_control(list(range(self._pieces)))).tolist()
+        special = {self._processor.id_to_piece(i): i for i in (*control, self._processor.unk_id())}
+        special.pop("", None)
+        self._special = SpecialTokens(special | {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)})
 
     @classmethod
     def load(cls, path, extra_ids: int = 0) -> "SentencePieceVocabulary":
@@ -165,8 +186,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     def encode(self, text: str) -> list[int]:
         ids = []
-        for i, part in enumerate(_split_at_sentinels(text, self._sentinels)):
-            ids += [self._sentinels[part]] if i % 2 else self._processor.encode(part)
+        for i, part in enumerate(self._special.split(text)):
+            ids += [self._special.ids[part]] if i % 2 else self._processor.encode(part)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -191,6 +212,10 @@ class SentencePieceVocabulary(Vocabulary):
             return f"<extra_id_{self.size - 1 - token}>"
         return self._processor.id_to_piece(token).replace("▁", " ")
 
+    def special_ids(self) -> dict[str, int]:
+        ids = super().special_ids() | {"pad_token": self._processor.pad_id(), "unk_token": self._processor.unk_id()}
+        return {name: i for name, i in ids.items() if i >= 0}
+
 
 class ByteVocabulary(Vocabulary):
     """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as
@@ -202,12 +227,17 @@ class ByteVocabulary(Vocabulary):
         self.extra_ids = extra_ids
         self._first_sentinel = self.OFFSET + 256
         self.size = self._first_sentinel + extra_ids
-        self._sentinels = {f"<extra_id_{i}>": self._first_sentinel + i for i in range(extra_ids)}
+        sentinels = {f"<extra_id_{i}>": self._first_sentinel + i for i in range(extra_ids)}
+        self._special = SpecialTokens({self.piece(i): i for i in range(self.OFFSET)} | sentinels)
 
     def encode(self, text: str) -> list[int]:
+        parts = self._special.split(text)
+        for i in range(1, len(parts), 2):  # ByT5's own tokenizer drops spaces around the first three
+            if self._special.ids[parts[i]] < self.OFFSET:
+                parts[i - 1], parts[i + 1] = parts[i - 1].rstrip(), parts[i + 1].lstrip()
         ids = []
-        for i, part in enumerate(_split_at_sentinels(text, self._sentinels)):
-            ids += [self._sentinels[part]] if i % 2 else [byte + self.OFFSET for byte in part.encode("utf-8")]
+        for i, part in enumerate(parts):
+            ids += [self._special.ids[part]] if i % 2 else [byte + self.OFFSET for byte in part.encode("utf-8")]
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -227,14 +257,18 @@ class ByteVocabulary(Vocabulary):
             return chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>"
         return f"<extra_id_{token - self._first_sentinel}>" if token < self.size else f"<{token}>"
 
+    def special_ids(self) -> dict[str, int]:
+        return {"eos_token": EOS_ID, "pad_token": PAD_ID, "unk_token": UNK_ID}
 
-def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_prefix_space: bool = False) -> str:
+
+def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[dict], add_prefix_space: bool = False) -> str:
     """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
 
     Args:
       vocab_file, merges_file: paths of the two files.
-      special_tokens: tokens that are matched as a whole; those that the vocabulary lacks get the
-        ids after its own.
+      special_tokens: tokens that are matched as a whole, each with its `content` and, perhaps,
+        whether the spaces beside it belong to it (`lstrip`, `rstrip`); those that the vocabulary
+        lacks get the ids after its own.
       add_prefix_space: whether a space is put before every text.
 
     Raises:
@@ -254,7 +288,7 @@ def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[str], add_p
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.add_special_tokens([tokenizers.AddedToken(special=True, **token) for token in special_tokens])
     return tokenizer.to_str()
 
 
@@ -268,23 +302,28 @@ class TokenizerJsonVocabulary(Vocabulary):
         *,
         eos_token: str = "</s>",
         stop_ids: tuple[int, ...] = (),
+        around: tuple[Sequence[str], Sequence[str]] | None = None,
     ):
         """Reads a tokenizer, and looks for the EOS id unless `eos_ids` are given.
 
         Args:
           text: contents of a `tokenizer.json`.
-          eos_ids: the attribute; None: the id that the file puts after a text, else the id of
-            `eos_token`, else that of `</s>`, if there is any, and then `stop_ids`.
+          eos_ids: the attribute; None: the id that the frame puts after a text, if it is one, else
+            the id of `eos_token`, else that of `</s>`, if there is any, and then `stop_ids`.
           eos_token: surface form of EOS, as the tokenizer's other files give it.
           stop_ids: ids at which the model stops, which the tokenizer need not have.
+          around: tokens before and after a text, as the tokenizer's other files give them; None: the
+            file's own.
 
         Raises:
-          ValueError: `text` is no tokenizer, or no end-of-sequence token is found.
+          ValueError: `text` is no tokenizer, what it puts around a text is no frame, or no
+            end-of-sequence token is found.
         """
         import tokenizers
 
         self.text = text
-        self._growth = tokenizer_checks.check(text)
+        content = reading.parse_json(text)
+        self._growth = tokenizer_checks.check(content)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
@@ -292,9 +331,19 @@ class TokenizerJsonVocabulary(Vocabulary):
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.post_processor = None  # it is read, not run: for some contents it panics
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._check_encodes()
+        try:
+            self.frame = read_frame(content.get("post_processor"), self.size)
+        except ValueError:
+            if around is None:
+                raise
+        if around is not None:
+            self.reframe(*around)
         if eos_ids is None:
-            ends = (self._appended(), *map(self._tokenizer.token_to_id, (eos_token, "</s>")))
+            after = self.frame.after if self.frame else ()
+            ends = (*after[: len(after) == 1], *map(self._tokenizer.token_to_id, (eos_token, "</s>")))
             end = next((i for i in ends if i is not None), None)
             eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
         if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
@@ -313,25 +362,40 @@ class TokenizerJsonVocabulary(Vocabulary):
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
-    def _appended(self) -> int | None:
-        """Returns the one id that the file's post-processor puts after a text; None if it does
-        something else."""
+    def _check_encodes(self) -> None:
         try:
-            plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+            self._tokenizer.encode("a")
         except Exception as error:  # as above
             raise ValueError(
                 f"got a tokenizer.json that cannot encode ({reading.reason(error)}), expected one that can"
             ) from None
-        return whole[-1] if whole[:-1] == plain else None
+
+    def reframe(self, before: Sequence[str], after: Sequence[str]) -> None:
+        """Puts other tokens around a text than the file says, and writes them into `text`."""
+        ids: dict[str, int] = {}
+        for token in (*before, *after):
+            if (i := self._tokenizer.token_to_id(token)) is None:
+                raise ValueError(f"got {reading.shown(token)} around a text, expected a token of the vocabulary")
+            ids[token] = i
+        frame = Frame(tuple(ids[token] for token in before), tuple(ids[token] for token in after))
+        if frame != self.frame:
+            processor = {"post_processor": template(before, after, ids)}
+            self.frame, self.text = frame, json.dumps(json.loads(self.text) | processor, ensure_ascii=False)
 
     def encode(self, text: str) -> list[int]:
         tokenizer_checks.check_length(text, self._growth)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        kept = [i for i in map(int, ids) if 0 <= i < self.size and i not in self._dropped]
+        kept = [i for i in without_start(ids, self.frame) if 0 <= i < self.size and i not in self._dropped]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def piece(self, token: int) -> str:
         piece = self._tokenizer.id_to_token(token) if token >= 0 else None
         return f"<{token}>" if piece is None else piece.replace("▁", " ")
+
+    def special_ids(self) -> dict[str, int]:
+        # Only added tokens: by another's name transformers would make one of it.
+        added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        names = {"eos_token": self._tokenizer.id_to_token(self.eos_ids[0]), "pad_token": "<pad>", "unk_token": "<unk>"}
+        return {name: added[token] for name, token in names.items() if token in added}

@@ -68,7 +68,7 @@ class Pairs:
 
     def batches(self, vocabulary, paths, ids, batch_tokens, seed, start_token=None):
         pairs = [
-            (with_eos(vocabulary, source), with_eos(vocabulary, target) if given is None else given)
+            (vocabulary.encode_input(source), vocabulary.encode_output(target) if given is None else given)
             for source, target, given in text_files.read_examples(paths)
         ]
         _check_ids(paths, max((max(side) for pair in pairs for side in pair), default=0), ids)
@@ -118,11 +118,6 @@ class Text:
 
     def summary(self, batches):
         return f"{batches.pairs} blocks of {batches.longest} pieces"
-
-
-def with_eos(vocabulary: vocabularies.Vocabulary, text: str) -> list[int]:
-    """Returns the ids of a source or a target: the text's, then EOS."""
-    return vocabulary.encode(text) + list(vocabulary.eos_ids[:1])
 
 
 def _check_ids(paths: Sequence, largest: int, ids: int) -> None:

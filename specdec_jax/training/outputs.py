@@ -12,7 +12,6 @@ from specdec_jax.decoding.progress import Progress
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.training.corpus import with_eos
 from specdec_jax.training.run_folder import deferred_signals
 
 
@@ -80,7 +79,7 @@ def plan_jobs(config: OutputSettings, vocabulary, ids: int, parts: dict[str, lis
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
     for part, texts in parts.items():
-        sources = [(with_eos(vocabulary, text), text) for text in texts if text.strip()]
+        sources = [(vocabulary.encode_input(text), text) for text in texts if text.strip()]
         sources = [(row, text) for row, text in sources if len(row) <= config.buckets[-1] and max(row) < ids]
         if not sources:
             raise ValueError(f"{part}: got no source of at most {config.buckets[-1]} pieces, expected at least one")

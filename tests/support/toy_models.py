@@ -12,6 +12,7 @@ import numpy as np
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import padded_lengths
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.vocabularies import Vocabulary
 
 
 def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) -> LanguageModel:
@@ -235,7 +236,7 @@ class EchoModel:
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"
 
 
-class Words:
+class Words(Vocabulary):
     """A vocabulary of the words w2, w3, … with EOS 1; `offset` tells two of them apart."""
 
     size, eos_ids = 16, (1,)
@@ -248,6 +249,9 @@ class Words:
 
     def decode(self, ids):
         return " ".join(f"w{int(i) - self.offset}" for i in ids if i > 1)
+
+    def piece(self, token):
+        return f"w{token - self.offset}"
 
     def fingerprint(self):
         return str(self.offset)
