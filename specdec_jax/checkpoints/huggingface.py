@@ -6,14 +6,14 @@ import pathlib
 from typing import Any
 
 from specdec_jax.checkpoints import (
-    flax_msgpack,
     huggingface_gpt,
     huggingface_t5,
     huggingface_tokenizers,
+    huggingface_weights,
     safetensors_files,
 )  # fmt: skip
 from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Report
+from specdec_jax.checkpoints.leaves import Checkpoint, Report
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 
@@ -25,14 +25,7 @@ WRITERS = {"t5": huggingface_t5}  # by the name of our family
 def is_folder(folder: pathlib.Path) -> bool:
     """Returns whether `folder` looks like a Hugging Face model: it has a config.json, or weights
     under a name that Hugging Face uses."""
-    names = (
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "flax_model.msgpack",
-        "pytorch_model.bin",
-    )
-    return any((folder / name).exists() for name in names)
+    return (folder / "config.json").exists() or bool(huggingface_weights.present(folder))
 
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
@@ -46,12 +39,14 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     options, generation = reading.read_json(folder / "config.json"), optional(folder / "generation_config.json")
     reader = _reader(folder, options)
     options = reader.SPECIAL_IDS | options
-    config, leaves = reader.open_model(folder, options, _open_tensors(folder))
+    tensors, notes = huggingface_weights.open_tensors(folder)
+    config, leaves = reader.open_model(folder, options, tensors)
     start = _ids(folder, generation, options, reader.START) or (0,)
     if len(start) > 1:
         raise ValueError(f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one")
     eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
-    return Checkpoint(config, leaves, huggingface_tokenizers.open_folder(folder, eos_ids or ()), start[0], eos_ids)
+    vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or ())
+    return Checkpoint(config, leaves, vocabulary, start[0], eos_ids, notes=notes)
 
 
 def _ids(folder: pathlib.Path, generation: dict, options: dict, name: str) -> tuple[int, ...] | None:
@@ -75,30 +70,6 @@ def _reader(folder: pathlib.Path, options: dict) -> Any:
         expected = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in pairs)
         raise ValueError(f"{folder / 'config.json'}: unknown architecture: got {got}, expected {expected}")
     return reader
-
-
-def _open_tensors(folder: pathlib.Path) -> dict[str, Leaf]:
-    if (folder / "model.safetensors").exists() or (folder / "model.safetensors.index.json").exists():
-        return safetensors_files.open_folder(folder)
-    if (folder / "flax_model.msgpack").exists():
-        return _from_flax(flax_msgpack.open_file(folder / "flax_model.msgpack"))
-    if (folder / "pytorch_model.bin").exists() or (folder / "pytorch_model.bin.index.json").exists():
-        raise ValueError(
-            f"{folder}: got pytorch_model.bin only, expected model.safetensors; convert with transformers: "
-            "AutoModelForSeq2SeqLM (GPT-2: AutoModelForCausalLM).from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    raise ValueError(f"{folder}: got no weights, expected model.safetensors, its shards, or flax_model.msgpack")
-
-
-def _from_flax(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Returns Flax's leaves with PyTorch's names and `[out, in]` kernels, so that one mapping
-    serves both."""
-    tensors = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split("/")
-        leaf = leaf.transposed() if last == "kernel" else leaf
-        tensors[".".join([*parents, "bias" if last == "bias" else "weight"])] = leaf
-    return tensors
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
