@@ -49,8 +49,9 @@ def save(
     check(folder)
     leaves = {"/".join(names): _leaf(value) for names, value in layouts.stored_parameters(model.network.params)}
     checkpoint = Checkpoint(
-        model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint
-    )
+        model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint,
+        model.generation_config,
+    )  # fmt: skip
     _write(checkpoint, folder, check, format, dtype, say)
 
 
@@ -186,8 +187,9 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
         for name in ("dropout_rate", "dtype", "matmul_dtype"):  # settings of training, and of how parameters are held
             shape.pop(name, None)
         ids = dict(
-            start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint
-        )
+            start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint,
+            generation_config=checkpoint.generation_config,
+        )  # fmt: skip
         return shape | ids | dict(vocabulary=vocabulary and vocabulary.fingerprint())
 
     check(written, "what was written")

@@ -16,6 +16,7 @@ from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
 from specdec_jax.checkpoints.leaves import Checkpoint, Report
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
+from specdec_jax.models.generation_config import GenerationConfig
 
 _READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
 _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}  # by config.json's model_type
@@ -46,7 +47,24 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
         raise ValueError(f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one")
     eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
     vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or ())
-    return Checkpoint(config, leaves, vocabulary, start[0], eos_ids, notes=notes)
+    defaults, more = _decoding_defaults(folder, generation, options)
+    return Checkpoint(
+        config, leaves, vocabulary, start[0], eos_ids, generation_config=defaults, notes=(*notes, *more)
+    )
+
+
+def _decoding_defaults(
+    folder: pathlib.Path, generation: dict, options: dict
+) -> tuple[GenerationConfig, tuple[str, ...]]:
+    """Returns how the model decodes by default, and lines about it.
+
+    As in transformers, that is what generation_config.json says, or, only where there is none, what
+    config.json says; `task_specific_params` say nothing unless a caller asks for them.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        path, generation = folder / "config.json", options
+    return (found := GenerationConfig.read(generation, path)), found.lines(folder, path.name)
 
 
 def _ids(folder: pathlib.Path, generation: dict, options: dict, name: str) -> tuple[int, ...] | None:
@@ -86,7 +104,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     }  # fmt: skip
     files = huggingface_tokenizers.files_of(checkpoint.vocabulary)
     files["config.json"] = writer.options_of(checkpoint.config, dtype) | ids
-    files["generation_config.json"] = ids
+    files["generation_config.json"] = ids | checkpoint.generation_config.written()
     for name, content in files.items():
         content = content if isinstance(content, bytes) else (json.dumps(content, indent=1) + "\n").encode()
         write_file(folder / name, content)

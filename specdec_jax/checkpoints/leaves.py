@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.vocabularies import Vocabulary
 
@@ -92,6 +93,7 @@ class Checkpoint:
       start_token, eos_ids: None if the checkpoint does not give them.
       encoder_fingerprint: fingerprint of the model whose encoder output the network attends to, see
         `LanguageModel`.
+      generation_config: how the model decodes where a call does not say otherwise.
       notes: lines that whoever loads it should read.
     """
 
@@ -101,6 +103,7 @@ class Checkpoint:
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
     encoder_fingerprint: str | None = None
+    generation_config: GenerationConfig = GenerationConfig()
     notes: tuple[str, ...] = ()
 
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,13 +96,18 @@ def load(
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
-    network = checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
-    with returning_freed_memory(), ParameterProgress(f"reading {path}", parameter_count(network), say) as progress:
+    count, network = parameter_count(checkpoint.config), checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
+    with returning_freed_memory(), ParameterProgress(f"reading {path}", count, say) as progress:
         params = read_params(checkpoint, dtype, rules, kernels, input_bits, progress.advance)
         return LanguageModel(
-            network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
-            name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint, rules=rules,
-        )  # fmt: skip
+            network, params, name=str(path), donate_params=True, rules=rules, **_beside_parameters(checkpoint)
+        )
+
+
+def _beside_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the arguments of `LanguageModel` that a checkpoint has under the same names."""
+    names = ("vocabulary", "start_token", "eos_ids", "encoder_fingerprint", "generation_config")
+    return {name: getattr(checkpoint, name) for name in names}
 
 
 def open_complete(folder: pathlib.Path, config: T5Config | None, vocabulary, say: Callable[[str], None]) -> Checkpoint:

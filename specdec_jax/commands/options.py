@@ -138,9 +138,10 @@ class DecodingOptions:
 
         With `plain`, they are those of plain decoding, where a lossy verifier has nothing to judge.
         """
-        common = dict(
-            sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length
-        )
+        common: dict[str, Any] = dict(
+            sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length,
+            generation_config=None,
+        )  # fmt: skip
         if plain and self.verifier in LOSSY:
             return common
         return common | dict(
