@@ -108,12 +108,14 @@ class BeamOptions:
 
 
 def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
-    """Checks the options of a beam search and returns them; None if `num_beams` is None.
+    """Checks the options of a beam search and returns them; None if `num_beams` is None. Others that are None are at
+    their defaults.
 
     Raises:
       ValueError: an option outside its range.
       UnsupportedCombination: another option without `num_beams`.
     """
+    others = {name: value for name, value in others.items() if value is not None}
     if num_beams is not None:
         return BeamOptions(num_beams, **others)
     for field in dataclasses.fields(BeamOptions)[1:]:
@@ -174,7 +176,7 @@ def _plan_search(
     job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
     if not job.program.mode.greedy:
         raise UnsupportedCombination(
-            f"temperature: got {max(job.rows.temperature)} with num_beams, expected 0: beam search draws nothing"
+            f"temperature: got {max(job.rows.temperature):g} with num_beams, expected 0: beam search draws nothing"
         )
     program = beams.program(ends, job.program.mode, vocab, job.program.gamma, job.drafter)
     return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))

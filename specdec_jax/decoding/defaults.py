@@ -129,7 +129,7 @@ def fill_sampling(
         "repetition_penalty": defaults.repetition_penalty, "no_repeat_ngram": defaults.no_repeat_ngram_size,
         "min_new_tokens": _least(defaults, starts, limits),
     }  # fmt: skip
-    if defaults.do_sample:
+    if defaults.do_sample and changes.get("temperature") != 0:
         found |= {"temperature": 1.0 if defaults.temperature is None else defaults.temperature}
         found |= {"top_k": 50 if defaults.top_k is None else defaults.top_k}
         found |= {"top_p": defaults.top_p, "min_p": defaults.min_p}
