@@ -25,6 +25,7 @@ from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import make_mesh
 from specdec_jax.models.t5 import T5Config
@@ -47,6 +48,7 @@ __all__ = [
     "Entropy",
     "EntropyBound",
     "GPTConfig",
+    "GenerationConfig",
     "GenerationResult",
     "HeadsConfig",
     "HeadsDrafter",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specdec_jax.checkpoints import huggingface, int8, own, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, check
-from specdec_jax.checkpoints.loader import check_stored, complete, open_checkpoint, resolve
+from specdec_jax.checkpoints.loader import check_stored, open_checkpoint, open_complete, resolve
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, layouts
@@ -49,8 +49,9 @@ def save(
     check(folder)
     leaves = {"/".join(names): _leaf(value) for names, value in layouts.stored_parameters(model.network.params)}
     checkpoint = Checkpoint(
-        model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint
-    )
+        model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint,
+        model.generation_config,
+    )  # fmt: skip
     _write(checkpoint, folder, check, format, dtype, say)
 
 
@@ -113,7 +114,7 @@ def convert(
     target = pathlib.Path(output).absolute()
     _check_empty(target)
     folder = resolve(source)
-    checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
+    checkpoint = open_complete(folder, config, vocabulary, say)
     found = t5x.find(folder)
     step = t5x.step_of(found) if found else None
     with returning_freed_memory():
@@ -143,6 +144,11 @@ def _write(
         kind = "a decoder-only model" if config.decoder_only else "a model without an encoder of its own"
         kind = kind if config.decoder_only or config.encoder_dim is not None else f"a {type(config).__name__}"
         raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
+    if format.startswith("t5x") and t5_only("format", config).separate_embeddings:
+        raise ValueError(
+            f"format: got {format!r} for a model whose encoder has an embedding of its own, expected 'specdec' or "
+            "'huggingface': T5X's networks share one"
+        )
     stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))
     default = "bfloat16" if stored == ("bfloat16",) else "float32"
     dtype = default if dtype is None else check_stored(dtype, format)
@@ -181,8 +187,9 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
         for name in ("dropout_rate", "dtype", "matmul_dtype"):  # settings of training, and of how parameters are held
             shape.pop(name, None)
         ids = dict(
-            start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint
-        )
+            start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint,
+            generation_config=checkpoint.generation_config,
+        )  # fmt: skip
         if vocabulary is None:
             return shape | ids | dict(vocabulary=None)
         around = vocabulary.encode_prompt("") if config.decoder_only else vocabulary.encode_input("")

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checkpoints.leaves import FLOATS, Leaf, fill_rows
+from specdec_jax.checkpoints.leaves import FLOATS, Leaf, fill_rows, unreadable
 from specdec_jax.files.reading import check_file, shown
 from specdec_jax.models.parameters import flatten
 
@@ -50,7 +50,7 @@ def open_file(path: pathlib.Path) -> dict[str, Leaf]:
     """Returns every array of the file by its `/`-joined name; none is read yet.
 
     Raises:
-      ValueError: the file is truncated, or holds anything but nested maps of floating-point arrays.
+      ValueError: the file is truncated, or holds anything but nested maps of arrays.
     """
     tree = read_tree(path)
     if not isinstance(tree, dict):
@@ -184,9 +184,10 @@ def _joined(tree: dict[str, Any]) -> Array:
 
 def leaf(path: pathlib.Path, name: str, array) -> Leaf:
     """Returns the parameter `name`, given what `read_tree` returned for it."""
-    if not isinstance(array, Array) or array.dtype.name not in FLOATS:
-        got = f"numbers of {array.dtype}" if isinstance(array, Array) else shown(array)
-        raise ValueError(f"{path}: parameter {name}: got {got}, expected an array of {' or '.join(FLOATS)}")
+    if not isinstance(array, Array):
+        raise ValueError(f"{path}: parameter {name}: got {shown(array)}, expected an array of {' or '.join(FLOATS)}")
+    if array.dtype.name not in FLOATS:
+        return unreadable(path, name, array.shape, array.dtype.name)
     width = math.prod(array.shape[1:])
 
     def read_rows(start: int, stop: int) -> np.ndarray:

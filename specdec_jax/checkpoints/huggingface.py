@@ -6,16 +6,17 @@ import pathlib
 from typing import Any
 
 from specdec_jax.checkpoints import (
-    flax_msgpack,
     huggingface_gpt,
     huggingface_t5,
     huggingface_tokenizers,
+    huggingface_weights,
     safetensors_files,
 )  # fmt: skip
 from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Report
+from specdec_jax.checkpoints.leaves import Checkpoint, Report
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
+from specdec_jax.models.generation_config import GenerationConfig
 
 _READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
 _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}  # by config.json's model_type
@@ -25,14 +26,7 @@ WRITERS = {"t5": huggingface_t5}  # by the name of our family
 def is_folder(folder: pathlib.Path) -> bool:
     """Returns whether `folder` looks like a Hugging Face model: it has a config.json, or weights
     under a name that Hugging Face uses."""
-    names = (
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "flax_model.msgpack",
-        "pytorch_model.bin",
-    )
-    return any((folder / name).exists() for name in names)
+    return (folder / "config.json").exists() or bool(huggingface_weights.present(folder))
 
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
@@ -46,13 +40,29 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     options, generation = reading.read_json(folder / "config.json"), optional(folder / "generation_config.json")
     reader = _reader(folder, options)
     options = reader.SPECIAL_IDS | options
-    config, leaves = reader.open_model(folder, options, _open_tensors(folder))
+    tensors, notes = huggingface_weights.open_tensors(folder)
+    config, leaves = reader.open_model(folder, options, tensors)
     start = _ids(folder, generation, options, reader.START) or (0,)
     if len(start) > 1:
         raise ValueError(f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one")
     eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
     vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or (), config.vocab_size)
-    return Checkpoint(config, leaves, vocabulary, start[0], eos_ids)
+    defaults, more = _decoding_defaults(folder, generation, options)
+    return Checkpoint(config, leaves, vocabulary, start[0], eos_ids, generation_config=defaults, notes=(*notes, *more))
+
+
+def _decoding_defaults(
+    folder: pathlib.Path, generation: dict, options: dict
+) -> tuple[GenerationConfig, tuple[str, ...]]:
+    """Returns how the model decodes by default, and lines about it.
+
+    As in transformers, that is what generation_config.json says, or, only where there is none, what
+    config.json says; `task_specific_params` say nothing unless a caller asks for them.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        path, generation = folder / "config.json", options
+    return (found := GenerationConfig.read(generation, path)), found.lines(folder, path.name)
 
 
 def _ids(folder: pathlib.Path, generation: dict, options: dict, name: str) -> tuple[int, ...] | None:
@@ -78,30 +88,6 @@ def _reader(folder: pathlib.Path, options: dict) -> Any:
     return reader
 
 
-def _open_tensors(folder: pathlib.Path) -> dict[str, Leaf]:
-    if (folder / "model.safetensors").exists() or (folder / "model.safetensors.index.json").exists():
-        return safetensors_files.open_folder(folder)
-    if (folder / "flax_model.msgpack").exists():
-        return _from_flax(flax_msgpack.open_file(folder / "flax_model.msgpack"))
-    if (folder / "pytorch_model.bin").exists() or (folder / "pytorch_model.bin.index.json").exists():
-        raise ValueError(
-            f"{folder}: got pytorch_model.bin only, expected model.safetensors; convert with transformers: "
-            "AutoModelForSeq2SeqLM (GPT-2: AutoModelForCausalLM).from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    raise ValueError(f"{folder}: got no weights, expected model.safetensors, its shards, or flax_model.msgpack")
-
-
-def _from_flax(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Returns Flax's leaves with PyTorch's names and `[out, in]` kernels, so that one mapping
-    serves both."""
-    tensors = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split("/")
-        leaf = leaf.transposed() if last == "kernel" else leaf
-        tensors[".".join([*parents, "bias" if last == "bias" else "weight"])] = leaf
-    return tensors
-
-
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
     """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an empty folder.
 
@@ -116,7 +102,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     }  # fmt: skip
     files = huggingface_tokenizers.files_of(checkpoint.vocabulary)
     files["config.json"] = writer.options_of(checkpoint.config, dtype) | ids
-    files["generation_config.json"] = ids
+    files["generation_config.json"] = ids | checkpoint.generation_config.written()
     for name, content in files.items():
         content = content if isinstance(content, bytes) else (json.dumps(content, indent=1) + "\n").encode()
         write_file(folder / name, content)

@@ -4,6 +4,8 @@ ours and back."""
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
 from specdec_jax.checkpoints.leaves import Leaf
 from specdec_jax.models.fields import build
@@ -21,7 +23,14 @@ _ACTIVATIONS = {
     "relu": ("relu",), "gelu_new": ("gelu",), "silu": ("silu",), "gated-relu": ("relu", "linear"),
     "gated-gelu": ("gelu", "linear"), "gated-gelu_new": ("gelu", "linear"), "gated-silu": ("silu", "linear"),
 }  # fmt: skip
-_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# The tensors that may hold the embedding of the encoder, that of the decoder, and a head that is tied: as in
+# transformers, the first that is there.
+_SHARED, _ENCODERS, _DECODERS = "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = {
+    "encoder": (_ENCODERS, _SHARED, _DECODERS), "decoder": (_DECODERS, _SHARED, _ENCODERS),
+    "head": (_HEAD, _SHARED, _ENCODERS, _DECODERS),
+}  # fmt: skip
 # A bias that the first T5 checkpoints hold and no implementation uses.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
@@ -37,14 +46,29 @@ _FIELDS = {
 def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[T5Config, dict[str, Leaf]]:
     """Returns the configuration that config.json and the tensors give, and the tensors as our
     leaves."""
-    config = _config(folder, options, separate_head="lm_head.weight" in tensors)
-    return config, _by_our_names(tensors, config)
+    places = {part: _first_there(names, tensors) for part, names in _EMBEDDINGS.items()}
+    differs = lambda part: not _same_tensor(tensors, places[part], places["decoder"])
+    separate_head = places["head"] == _HEAD or differs("head")
+    config = _config(folder, options, separate_head, differs("encoder"))
+    return config, _by_our_names(tensors, config, places)
 
 
-def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Config:
+def _first_there(names: tuple[str, ...], tensors: dict[str, Leaf]) -> str:
+    return next((name for name in names if name in tensors), _SHARED)
+
+
+def _same_tensor(tensors: dict[str, Leaf], name: str, other: str) -> bool:
+    """Returns whether two tensors are one, or have the same bits; a file may hold copies."""
+    if name == other or (first := tensors[name]).shape != (second := tensors[other]).shape:
+        return name == other
+    one, two = (leaf.load(leaf.dtype).reshape(-1).view(np.uint8) for leaf in (first, second))
+    return first.dtype == second.dtype and np.array_equal(one, two)
+
+
+def _config(folder: pathlib.Path, options: dict, separate_head: bool, separate_embeddings: bool) -> T5Config:
     """Returns config.json as our configuration.
 
-    Whether the head is separate is decided by the file: transformers 5 calls every T5 tied.
+    What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
     is_mt5 = kind == "mt5"
@@ -59,10 +83,13 @@ def _config(folder: pathlib.Path, options: dict, separate_head: bool) -> T5Confi
     names = _FIELDS | ({} if "scale_decoder_outputs" in options else {"scale_decoder_outputs": "tie_word_embeddings"})
     fields = read_fields(options, _FIELDS, defaults)
     fields |= {"mlp_activations": activations, "logits_via_embedding": not separate_head}
-    fields["relative_bias_per_layer"] = kind == "umt5"
+    fields |= {"relative_bias_per_layer": kind == "umt5", "separate_embeddings": separate_embeddings}
     return build(T5Config, fields, path, names)
 
 
+_FIXED = {
+    "token_embedder/embedding": _SHARED, "encoder_embedder/embedding": _ENCODERS, "decoder/logits_dense/kernel": _HEAD,
+}  # fmt: skip
 _ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
 
@@ -71,9 +98,8 @@ def tensor_name(name: str) -> str:
 
     Example: `decoder/layers_3/mlp/wo/kernel` -> `decoder.block.3.layer.2.DenseReluDense.wo.weight`.
     """
-    fixed = {"token_embedder/embedding": "shared.weight", "decoder/logits_dense/kernel": "lm_head.weight"}
-    if name in fixed:
-        return fixed[name]
+    if name in _FIXED:
+        return _FIXED[name]
     stack, *path = name.split("/")
     if path[-2] == "relpos_bias":
         # T5 has one table, in its first layer; umT5 has one in every layer.
@@ -98,13 +124,20 @@ def _turned(name: str, leaf: Leaf) -> Leaf:
     return leaf.transposed() if name.endswith(("/kernel", "/rel_embedding")) else leaf
 
 
-def _by_our_names(tensors: dict[str, Leaf], config: T5Config) -> dict[str, Leaf]:
+def _by_our_names(tensors: dict[str, Leaf], config: T5Config, places: dict[str, str]) -> dict[str, Leaf]:
     """Returns Hugging Face's tensors as our leaves; tensors that no T5 of this configuration has
-    keep their names."""
-    embedding = next((name for name in _EMBEDDINGS if name in tensors), _EMBEDDINGS[0])
-    leaves, used = {}, {*_EMBEDDINGS, _UNUSED}
+    keep their names.
+
+    Args:
+      places: the tensors that are the "encoder"'s and the "decoder"'s embedding, and the "head".
+    """
+    special = {
+        "token_embedder/embedding": places["decoder"], "encoder_embedder/embedding": places["encoder"],
+        "decoder/logits_dense/kernel": places["head"],
+    }  # fmt: skip
+    leaves, used = {}, {_SHARED, _ENCODERS, _DECODERS, _UNUSED}
     for name in parameter_shapes(config):
-        theirs = embedding if name == "token_embedder/embedding" else tensor_name(name)
+        theirs = special.get(name) or tensor_name(name)
         used.add(theirs)
         if theirs in tensors:
             leaves[name] = _turned(name, tensors[theirs])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.vocabularies import Vocabulary
 
@@ -72,6 +73,15 @@ class Leaf:
         return cls(tuple(array.shape), read, array.dtype.name)
 
 
+def unreadable(path, name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
+    """Returns the leaf of a stored array that is no parameter; it may be left out, and `check` refuses it."""
+
+    def read(*_) -> np.ndarray:
+        raise ValueError(f"{path}: parameter {name}: got dtype {dtype}, expected one of {', '.join(FLOATS)}")
+
+    return Leaf(shape, read, dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint of which no parameter has been read yet.
@@ -83,6 +93,8 @@ class Checkpoint:
       start_token, eos_ids: None if the checkpoint does not give them.
       encoder_fingerprint: fingerprint of the model whose encoder output the network attends to, see
         `LanguageModel`.
+      generation_config: how the model decodes where a call does not say otherwise.
+      notes: lines that whoever loads it should read.
     """
 
     config: ModelConfig
@@ -91,6 +103,8 @@ class Checkpoint:
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
     encoder_fingerprint: str | None = None
+    generation_config: GenerationConfig = GenerationConfig()
+    notes: tuple[str, ...] = ()
 
 
 def reporting(leaves: dict[str, Leaf], report: Report) -> Iterator[str]:
@@ -101,9 +115,12 @@ def reporting(leaves: dict[str, Leaf], report: Report) -> Iterator[str]:
 
 
 def check(checkpoint: Checkpoint, path) -> None:
-    """Raises ValueError if a parameter is missing, unexpected or of the wrong shape."""
+    """Raises ValueError if a parameter is missing, unexpected, of the wrong shape or no floating-point numbers."""
     kind = checkpoint.config.family.upper()
     check_shapes(checkpoint.leaves, parameter_shapes(checkpoint.config), path, f"of a {kind} of this configuration")
+    for name, leaf in checkpoint.leaves.items():
+        if leaf.dtype not in FLOATS and leaf.parts is None:
+            raise ValueError(f"{path}: parameter {name}: got dtype {leaf.dtype}, expected one of {', '.join(FLOATS)}")
 
 
 def check_shapes(leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], path, whose: str) -> None:

@@ -6,12 +6,13 @@ import pathlib
 import re
 import shlex
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specdec_jax.checkpoints import huggingface, own, t5x
+from specdec_jax.checkpoints import huggingface, huggingface_weights, own, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.leaves import Checkpoint, check
 from specdec_jax.checkpoints.memory import check_memory
@@ -94,19 +95,32 @@ def load(
         raise ValueError("replicate: got True without a mesh, expected mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
-    checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
+    checkpoint = open_complete(folder, config, vocabulary, say)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
     dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.input_bits(quantize))
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
-    network = checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
-    with returning_freed_memory(), ParameterProgress(f"reading {path}", parameter_count(network), say) as progress:
+    count, network = parameter_count(checkpoint.config), checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
+    with returning_freed_memory(), ParameterProgress(f"reading {path}", count, say) as progress:
         params = read_params(checkpoint, dtype, rules, kernels, input_bits, progress.advance)
         return LanguageModel(
-            network, params, checkpoint.vocabulary, start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids,
-            name=str(path), donate_params=True, encoder_fingerprint=checkpoint.encoder_fingerprint, rules=rules,
-        )  # fmt: skip
+            network, params, name=str(path), donate_params=True, rules=rules, **_beside_parameters(checkpoint)
+        )
+
+
+def _beside_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the arguments of `LanguageModel` that a checkpoint has under the same names."""
+    names = ("vocabulary", "start_token", "eos_ids", "encoder_fingerprint", "generation_config")
+    return {name: getattr(checkpoint, name) for name in names}
+
+
+def open_complete(folder: pathlib.Path, config: T5Config | None, vocabulary, say: Callable[[str], None]) -> Checkpoint:
+    """Returns what `complete` makes of the checkpoint in a folder, and says its notes."""
+    checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
+    for note in checkpoint.notes:
+        say(note)
+    return checkpoint
 
 
 def complete(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkpoint:
@@ -206,26 +220,55 @@ def resolve(path) -> pathlib.Path:
 
 
 def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
-    """Opens a checkpoint in the format that its folder's contents show; reads no parameter."""
+    """Opens a checkpoint in the format that its folder's contents show; reads no parameter.
+
+    Where the folder holds several, a note says which one is read: this package's own, where
+    config.json is; else transformers' choice among Hugging Face's; else T5X's.
+    """
     arguments.check_kind("config", config, T5Config | None, "a T5Config")
     step = t5x.find(folder)
-    if step is not None:
-        if own.is_folder(step, "t5x"):  # `save` wrote it
-            described = own.open_description(step)
-            checkpoint = t5x.open_step(step, config or t5_only(str(step / "config.json"), described.config))
-            return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
-        checkpoint = t5x.open_step(step, config)
-        return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
-    if config is not None:
+    mine, theirs = own.is_folder(folder), huggingface_weights.present(folder, huggingface_weights.READABLE)
+    theirs = theirs if _is_theirs(folder) else []
+    if step is not None and (config is not None or not (mine or theirs)):
+        checkpoint, read = _open_step(step, config), _parts_of(step, folder)[0]
+    elif config is not None:
         raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (here is a config.json)")
-    if own.is_folder(folder):
-        return own.open_folder(folder)
-    if own.is_folder(folder, "heads"):
+    elif mine:
+        checkpoint, read = own.open_folder(folder), "params"
+    elif own.is_folder(folder, "heads"):
         raise ValueError(f"{folder}: got heads, which only draft for their target, expected a model")
-    if huggingface.is_folder(folder):
-        return huggingface.open_folder(folder)
-    expected = "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save wrote"
-    raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")
+    elif huggingface.is_folder(folder):
+        checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
+    else:
+        expected = "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save wrote"
+        raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")
+    there = ["params"] * mine + huggingface_weights.present(folder) + _parts_of(step, folder)
+    others = [name for name in there if name != read]
+    if not others:
+        return checkpoint
+    note = f"{folder}: several checkpoints are there: reading {read}, leaving {', '.join(others)}"
+    return dataclasses.replace(checkpoint, notes=(note, *checkpoint.notes))
+
+
+def _is_theirs(folder: pathlib.Path) -> bool:
+    """Returns whether the folder's config.json is Hugging Face's, and not one that `save` wrote for T5X's format."""
+    kinds = ("model", "heads", "t5x")
+    return (folder / "config.json").exists() and not any(own.is_folder(folder, kind) for kind in kinds)
+
+
+def _parts_of(step: pathlib.Path | None, folder: pathlib.Path) -> list[str]:
+    """Returns the names, from `folder` on, of what holds the parameters of a T5X checkpoint; the first one counts."""
+    names = [step / name for name in ("checkpoint", "state") if (step / name).exists()] if step else []
+    return [str(path.relative_to(folder)) for path in names]
+
+
+def _open_step(step: pathlib.Path, config: T5Config | None) -> Checkpoint:
+    if own.is_folder(step, "t5x"):  # `save` wrote it
+        described = own.open_description(step)
+        checkpoint = t5x.open_step(step, config or t5_only(str(step / "config.json"), described.config))
+        return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
+    checkpoint = t5x.open_step(step, config)
+    return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
 
 
 def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:

@@ -18,6 +18,7 @@ from specdec_jax.files import reading
 from specdec_jax.files.writing import new_folder, write_file
 from specdec_jax.models.families import describe, family_of
 from specdec_jax.models.fields import build
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.parameters import flatten
 from specdec_jax.models.vocabularies import (
@@ -60,13 +61,16 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
         ("eos_ids", [] if eos_ids is None else eos_ids, list, "a list of ids"),
         ("vocabulary", {} if entry is None else entry, dict, "an object"),
         ("encoder_fingerprint", "" if encoder is None else encoder, str, "a string"),
+        ("generation_config", content.get("generation_config") or {}, dict, "an object"),
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
     vocabulary = None if entry is None else open_vocabulary(folder, entry)
+    defaults = GenerationConfig.read(content.get("generation_config") or {}, path)
     return Checkpoint(
-        config, {}, vocabulary, content.get("start_token"), None if eos_ids is None else tuple(eos_ids), encoder
-    )
+        config, {}, vocabulary, content.get("start_token"), None if eos_ids is None else tuple(eos_ids), encoder,
+        defaults, defaults.lines(folder, path.name),
+    )  # fmt: skip
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
@@ -148,6 +152,8 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
         "start_token": checkpoint.start_token,
         "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
     }  # fmt: skip
+    if defaults := checkpoint.generation_config.written():
+        record["generation_config"] = defaults
     if checkpoint.encoder_fingerprint is not None:
         record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
     _write_record(record, folder)

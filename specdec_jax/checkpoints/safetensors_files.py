@@ -13,25 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specdec_jax.checkpoints.leaves import Leaf, Report, fill_rows, reporting
+from specdec_jax.checkpoints.leaves import Leaf, Report, fill_rows, reporting, unreadable
 from specdec_jax.files import reading
 from specdec_jax.files.writing import naming, write_file
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 _CODES = {np.dtype(dtype).name: code for code, dtype in _DTYPES.items()}
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # most bytes of tensors in one file, as in transformers
 
 
 def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
-    """Returns every tensor of `model.safetensors`, or of the shards that
+    """Returns every tensor of `model.safetensors`, else of the shards that
     `model.safetensors.index.json` names.
+
+    That order is transformers': saving a whole model into a folder of shards leaves their index.
 
     Raises:
       ValueError: a shard or a tensor is missing, or a file is damaged.
     """
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return _open_file(folder / "model.safetensors")
+    index = folder / INDEX
+    if (folder / WHOLE).exists() or not index.exists():
+        return _open_file(folder / WHOLE)
     shard_of = reading.read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index}: got weight_map {reading.shown(shard_of)}, expected each tensor's file by its name")
@@ -69,9 +72,10 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
 
 
 def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
+    """Returns a tensor; one of another dtype can be left out, as masks of GPT-2 are, but not be read."""
     shape, code, offset = tuple(entry["shape"]), entry["dtype"], base + entry["data_offsets"][0]
     if code not in _DTYPES:
-        raise ValueError(f"{path}: tensor {name}: got dtype {code}, expected one of {', '.join(_DTYPES)}")
+        return unreadable(path, name, shape, code)
     dtype, width = np.dtype(_DTYPES[code]), math.prod(shape[1:])
 
     def read_rows(start: int, stop: int) -> np.ndarray:
@@ -92,7 +96,7 @@ def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, rep
             shards.append([])
         shards[-1].append(name)
     one, count = len(shards) == 1, len(shards)
-    files = ["model.safetensors" if one else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = [WHOLE if one else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     file_of = {}
     for file, names in zip(files, shards):
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -110,4 +114,4 @@ def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, rep
             stream.write(np.ascontiguousarray(tensors[name].load(dtype)).reshape(-1).view(np.uint8).data)
     if not one:
         index = {"metadata": {"total_size": sum(map(size, tensors))}, "weight_map": file_of}
-        write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1) + "\n")
+        write_file(folder / INDEX, json.dumps(index, indent=1) + "\n")

@@ -43,6 +43,8 @@ def why_not(config: ModelConfig) -> str | None:
     if (config.num_buckets, config.max_distance) != (32, 128):
         got = f"num_buckets={config.num_buckets}, max_distance={config.max_distance}"
         return f"got {got}, expected 32 and 128, which T5X's module has built in"
+    if config.separate_embeddings:
+        return "got separate_embeddings, expected one embedding that encoder and decoder share"
     if config.relative_bias_per_layer:
         return "got relative_bias_per_layer, expected a position table that all layers of a stack share"
     if config.scales_outputs != config.logits_via_embedding:

@@ -8,7 +8,7 @@ from specdec_jax.decoding.beams import beam_options
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.speculative.beams import STYLES
 
-_EARLY = {"false": False, "true": True, "never": "never"}
+_EARLY = {"false": False, "true": True, "never": "never", None: None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,8 @@ class SearchFlags:
           ValueError: values outside their range, or options that mean nothing without `num_beams`.
         """
         if self.early_stopping not in _EARLY:
-            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {', '.join(_EARLY)}")
+            names = ", ".join(filter(None, _EARLY))
+            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {names}")
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SearchFlags)}
         given |= {"early_stopping": _EARLY[self.early_stopping], **others}
         return {} if beam_options(**given) is None else given
@@ -56,7 +57,7 @@ class SearchFlags:
         if self.num_beams is None:
             return
         for name, value in usual.items():
-            if (got := getattr(self, name)) != value:
+            if (got := getattr(self, name)) is not None and got != value:
                 expected = value if isinstance(value, str | float) else "none"
                 raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
 
@@ -74,6 +75,12 @@ class BeamFlags(SearchFlags):
     def beams(self) -> dict[str, Any]:
         """Returns what `search` does, for these flags too."""
         return self.search(num_return_sequences=self.num_return_sequences, beam_width=self.beam_width)
+
+
+def open_field(name: str) -> Any:
+    """Returns the field `name` of `BeamFlags` with None for what is not given and the model may have a default for."""
+    field = {field.name: field for field in dataclasses.fields(BeamFlags)}[name]
+    return option(None, f"{field.metadata['help']} (default: the model's, else {field.default})")
 
 
 def width_option(default: str) -> Any:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints import own
-from specdec_jax.commands.beam_options import BeamFlags
+from specdec_jax.commands.beam_options import BeamFlags, open_field
 from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.journal import Journal
-from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option, same_file
+from specdec_jax.commands.model_defaults import DefaultedOptions
+from specdec_jax.commands.options import AUTO_HELP, at_least, check_gamma, option, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.sentences import check_text, read_sentences
 from specdec_jax.decoding.beams import plan_decoding
@@ -25,6 +26,7 @@ from specdec_jax.decoding.checks import (
     check_stop,
     listed,
 )
+from specdec_jax.decoding.defaults import fill_search
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.jobs import decode_all, decode_stream, refills, rows_for
 from specdec_jax.decoding.keys import fold_keys
@@ -36,6 +38,7 @@ from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.auto import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
@@ -45,8 +48,12 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(BeamFlags, DecodingOptions):
+class GenerateOptions(BeamFlags, DefaultedOptions):
     """Options of `specdec generate`."""
+
+    beam_style: str | None = open_field("beam_style")  # type: ignore[assignment]
+    early_stopping: str | None = open_field("early_stopping")  # type: ignore[assignment]
+    num_return_sequences: int | None = open_field("num_return_sequences")  # type: ignore[assignment]
 
     gamma: int | str = option("auto", AUTO_HELP)
     tree: str | None = option(None, f"token tree that a drafting model drafts instead of a chain: {EXPECTED}")
@@ -99,7 +106,8 @@ class GenerateOptions(BeamFlags, DecodingOptions):
         check_beside_tree(tree, self.verifier)
         self.gamma_of(self.gamma, tree)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
-        check_limits(self.sampling(), np.array([self.max_new_tokens]), self.num_samples)
+        if self.temperature is not None or self.generation_config == "none":  # else the model may say how
+            check_limits(self.sampling(), np.array([self.limit]), self.num_samples)
         check_text("stop", check_stop(self.stop, self.deadline))
         check_non_finite(self.non_finite)
         check_output(self.output_file, "output_file")
@@ -121,7 +129,16 @@ class GenerateOptions(BeamFlags, DecodingOptions):
     @property
     def outputs(self) -> int:
         """Number of outputs for every sentence."""
-        return self.num_return_sequences if self.beams() else self.num_samples
+        return self.num_return_sequences or 1 if self.beams() else self.num_samples
+
+    def filled(self, target: LanguageModel) -> "GenerateOptions":
+        """Returns the options with the model's defaults of how many outputs there are, and how long they can be."""
+        given = {"num_beams": self.num_beams, "num_return_sequences": self.num_return_sequences}
+        search = fill_search(self.defaults(target), given)
+        outputs, limit = search.get("num_return_sequences", 1), int(max(self.limits(target, [1])))
+        return dataclasses.replace(
+            self, num_beams=search.get("num_beams"), num_return_sequences=outputs, max_new_tokens=limit
+        )
 
     def _check_task(self) -> None:
         """Raises ValueError for options that mean nothing with a task, or nothing without one."""
@@ -162,8 +179,9 @@ def run(options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], 
     sentences = read_sentences(arguments, options.input_file)
     target, drafter = options.load()
     job = Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
-    check_prompts(target, drafter if options.drafts else None, list(map(len, job.inputs)), options.max_new_tokens)
-    decoding = _decoding(options, drafter)
+    lengths = [len(ids) if decoder_only(target) else 1 for ids in job.inputs]
+    check_prompts(target, drafter if options.drafts else None, lengths, options.limits(target, lengths))
+    decoding, options = _decoding(options, drafter), options.filled(target)
     if options.resumes:
         return _write_file(target, job, options, decoding, begun)
     endings = Endings(options.max_new_tokens, _say)
@@ -193,11 +211,11 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str], begun: Callabl
     split = options.split or "test"
     tasks = seqio_jobs.find(options.task, split, options.module_import, options.tfds_data_dir)
     target, drafter = options.load()
+    decoding, options = _decoding(options, drafter), options.filled(target)
     job = seqio_jobs.Job(
         tasks, split, target, input_length=options.max_input_length, output_length=options.max_new_tokens,
         batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
     )  # fmt: skip
-    decoding = _decoding(options, drafter)
     if options.resumes:
         return _write_file(target, job, options, decoding, begun, job.finish)
     endings = Endings(options.max_new_tokens, _say)
@@ -311,8 +329,9 @@ def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
     anything else."""
     match record:
         case {"gamma": 0}:
-            nothing = dict(lenience=None, typical_epsilon=None, typical_delta=None, verifier="block")
-            return nothing | options.decoding(plain=True) | dict(drafter=None, gamma=0)
+            how = dict(lenience=None, typical_epsilon=None, typical_delta=None, verifier="block")
+            plain = options.decoding(plain=True)
+            return how | {name: plain[name] for name in how if name in plain} | dict(drafter=None, gamma=0)
         case {"gamma": int(gamma)}:
             return {"gamma": gamma}
         case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if len(record) == 4:
@@ -336,6 +355,7 @@ def _deciding(
         "versions": {name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
         "dtype": target.config.dtype,
         "target in 8 bits": target.quantized,
+        "decoding defaults": repr(options.defaults(target)),
         "bits of the target's inputs": target.input_bits,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],

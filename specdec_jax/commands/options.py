@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specdec_jax.checkpoints import loader
+from specdec_jax.checkpoints.progress import print_line
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_limits,
@@ -122,6 +123,11 @@ class DecodingOptions:
     max_input_length: int = option(512, "maximum length of an input, in tokens; a longer one is refused, never cut")
     seed: int = option(0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
 
+    @property
+    def limit(self) -> int:
+        """The most new tokens of an output, as far as it is known before a model is loaded."""
+        return self.max_new_tokens
+
     def sampling(self) -> SamplingConfig:
         """Returns how tokens are chosen."""
         return SamplingConfig(
@@ -138,9 +144,10 @@ class DecodingOptions:
 
         With `plain`, they are those of plain decoding, where a lossy verifier has nothing to judge.
         """
-        common = dict(
-            sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length
-        )
+        common: dict[str, Any] = dict(
+            sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length,
+            generation_config=None,
+        )  # fmt: skip
         if plain and self.verifier in LOSSY:
             return common
         return common | dict(
@@ -186,7 +193,7 @@ class DecodingOptions:
         """Checks the same as `check`, except that a target is named; for commands that may do
         without a checkpoint."""
         sampling = self.sampling()
-        at_least(1, max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length)
+        at_least(1, max_new_tokens=self.limit, max_input_length=self.max_input_length)
         if self.verifier not in VERIFIERS:
             why = " (--forced_alpha of `specdec benchmark` times with it)" if self.verifier == FORCED.name else ""
             raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}")
@@ -199,7 +206,7 @@ class DecodingOptions:
                 f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at "
                 "least 1"
             )
-        check_limits(sampling, np.array([self.max_new_tokens]), 1)
+        check_limits(sampling, np.array([self.limit]), 1)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
         at_least(0, shortlist_size=self.shortlist_size)
@@ -254,6 +261,8 @@ class DecodingOptions:
         if self.drafter:
             check_drafter_name(self.drafter)
         target = target or load(self.target, quantize=self.quantize)
+        if self.decoding()["generation_config"] is None and target.generation_config.fields():
+            print_line(f"{target.name}: decoding by the flags alone, without the model's own defaults")
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
         drafter = named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_kinds
+from specdec_jax.decoding.defaults import MODELS, defaults_of, fill_search, without_search
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan, plan
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, collect, stats_of, target_of
@@ -20,7 +21,7 @@ from specdec_jax.speculative.beams import STYLES, BeamConfig, BeamState, best_fi
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.prefill import fill_cache
-from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
+from specdec_jax.speculative.sampling import SamplingMode
 from specdec_jax.speculative.state import Counts
 
 # The default exponents of the length penalty, in T5X and in transformers.
@@ -107,12 +108,14 @@ class BeamOptions:
 
 
 def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
-    """Checks the options of a beam search and returns them; None if `num_beams` is None.
+    """Checks the options of a beam search and returns them; None if `num_beams` is None. Others that are None are at
+    their defaults.
 
     Raises:
       ValueError: an option outside its range.
       UnsupportedCombination: another option without `num_beams`.
     """
+    others = {name: value for name, value in others.items() if value is not None}
     if num_beams is not None:
         return BeamOptions(num_beams, **others)
     for field in dataclasses.fields(BeamOptions)[1:]:
@@ -134,13 +137,24 @@ def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
     """Checks the arguments of `generate`, those of a beam search included, and returns them as a
     plan."""
     names = [field.name for field in dataclasses.fields(BeamOptions)]
-    beams = beam_options(**{name: options.pop(name) for name in names if name in options})
-    return plan(target, inputs, **options) if beams is None else _plan_search(target, inputs, beams, **options)
+    given = {name: options.pop(name) for name in names if name in options}
+    defaults = defaults_of(target, options.get("generation_config", MODELS))
+    options["generation_config"] = without_search(defaults)
+    beams = beam_options(**fill_search(defaults, given))
+    if beams is None:
+        return plan(target, inputs, **options)
+    try:
+        return _plan_search(target, inputs, beams, **options)
+    except UnsupportedCombination as error:
+        if given.get("num_beams") is not None:
+            raise
+        hint = f"num_beams = {beams.num_beams} is a default of {target.name or 'the model'}; generation_config=None"
+        raise UnsupportedCombination(f"{error} ({hint} decodes without)") from None
 
 
 def _plan_search(
     target: LanguageModel, inputs, beams: BeamOptions, *, drafter: Drafter | None = None, gamma="auto",
-    sampling: SamplingConfig = SamplingConfig(), first=False, **options,
+    sampling=None, first=False, **options,
 ) -> Plan:  # fmt: skip
     """Checks the arguments of `generate` for a beam search and returns them as a plan.
 
@@ -155,16 +169,16 @@ def _plan_search(
         value = options.pop(name, unset)
         if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
             raise UnsupportedCombination(f"{name}: got {value!r} with num_beams, expected {unset!r}")
-    if not sampling.mode.greedy:
-        raise UnsupportedCombination(
-            f"temperature: got {sampling.temperature} with num_beams, expected 0: beam search draws nothing"
-        )
     check_tree(drafter, gamma)
     ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
     beams.check_ids(ends, vocab)
     gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
     job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    program = beams.program(ends, sampling.mode, vocab, job.program.gamma, job.drafter)
+    if not job.program.mode.greedy:
+        raise UnsupportedCombination(
+            f"temperature: got {max(job.rows.temperature):g} with num_beams, expected 0: beam search draws nothing"
+        )
+    program = beams.program(ends, job.program.mode, vocab, job.program.gamma, job.drafter)
     return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
 
 

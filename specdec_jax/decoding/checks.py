@@ -1,7 +1,8 @@
 """Refuses combinations that do not work: a target and a drafter, a policy of γ, a verifier, limits,
 prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,13 +31,20 @@ def check_sampling(sampling: SamplingConfig) -> None:
     arguments.check_kind("sampling", sampling, SamplingConfig, expected)
 
 
-def check_kinds(target: LanguageModel, sampling: SamplingConfig) -> None:
+class SamplingChanges(NamedTuple):
+    """Fields of a `SamplingConfig` that take the place of the model's, which keeps its others: flags of a command."""
+
+    fields: Mapping[str, Any]
+
+
+def check_kinds(target: LanguageModel, sampling: SamplingConfig | SamplingChanges | None) -> None:
     """Raises ValueError for a target that is no model, or reads another's encoder output, or for a
-    `sampling` that is no `SamplingConfig`."""
+    `sampling` that is no `SamplingConfig`, where it is not left to the model."""
     arguments.check_model("target", target)
     if target.config.encoder_dim is not None:
         raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
-    check_sampling(sampling)
+    if sampling is not None and not isinstance(sampling, SamplingChanges):
+        check_sampling(sampling)
 
 
 def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:

@@ -13,6 +13,7 @@ from specdec_jax.decoding.loop import advance, complete, decode_plan
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import GenerationResult, finish
 from specdec_jax.models import arguments
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
@@ -24,15 +25,16 @@ from specdec_jax.speculative.verifier import Verifier
 
 def generate(
     target: LanguageModel, inputs, *, drafter: Drafter | None = None,
-    gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig = SamplingConfig(),
+    gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig | None = None,
     tree: Tree | DynamicTree | None = None, verifier: str | Verifier = "block",
     lenience: float | Sequence[float] | None = None, typical_epsilon: float | Sequence[float] | None = None,
     typical_delta: float | Sequence[float] | None = None, forced_alpha: float | Sequence[float] | None = None,
-    max_new_tokens: int | Sequence[int] = 64, key=None, num_samples: int = 1,
+    max_new_tokens: int | Sequence[int] | None = None, key=None, num_samples: int = 1,
     input_lengths=None, max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (), deadline: float | None = None, num_beams: int | None = None,
-    length_penalty: float | None = None, beam_style: str = "t5x", early_stopping: bool | str = False,
-    num_return_sequences: int = 1, beam_width: int | None = None, non_finite: str = "raise",
+    length_penalty: float | None = None, beam_style: str | None = None, early_stopping: bool | str | None = None,
+    num_return_sequences: int | None = None, beam_width: int | None = None, non_finite: str = "raise",
+    generation_config: GenerationConfig | str | None = "model",
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
@@ -51,22 +53,22 @@ def generate(
         that are drawn (not their law) then depend on the machine: fix γ to repeat them on another.
       tree: a tree of drafted tokens in the place of a chain, e.g. `Tree.uniform((3, 2, 1))`: it has a verifier of its
         own, and γ is the most nodes that are drafted, by default all; a policy adapts their number.
-      sampling: argmax (the default), temperature, filters, and processors such as a repetition penalty.
+      sampling: temperature, filters, processors such as a repetition penalty; None: the model's default, else argmax.
       verifier: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" (the output is
         that of plain decoding with "gumbel" and the same key), "rejection" (section A.2, for comparison); lossy:
         "lenient" and "typical"; `verifiers.py` explains each. Or a `Verifier` of your own.
       lenience: l in (0, 1] of "lenient". typical_epsilon, typical_delta: ε, δ of "typical", by default 0.09, 0.3.
       forced_alpha: α in (0, 1] of "forced", which accepts by coin, for timing: its outputs mean nothing.
-      max_new_tokens: limit for new tokens, EOS included; one, or one per input.
-      key: one key (input i gets `fold_in(key, i)`) or B keys; None: the key of seed 0. Keys of other kinds than
-        threefry (such as T5X's rbg) are made into threefry keys first.
+      max_new_tokens: limit for new tokens, EOS included; one, or one per input; None: the model's default, else 64.
+      key: one key, of any kind (input i gets `fold_in(key, i)`), or B keys; None: the key of seed 0.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, once.
       input_lengths: `[B]`, only with an array of inputs. max_input_length: longer inputs are refused.
       decoder_prefix: B forced beginnings of the output, without start token or EOS, which the result does not repeat.
       eos_ids: ids that stop a row; None: the model's own. stop: strings that stop a row; neither they nor a token that
         reaches into one are part of the result.
       deadline: seconds after the call, compilation included (see `warm_up`), until the rows are returned as they are.
-      num_beams: K beams of a beam search; None: none. For what follows it see `beams.BeamOptions`.
+      num_beams: K beams of a beam search; None: the model's default, else none. Others: see `beams.BeamOptions`.
+      generation_config: the defaults: "model" (`target.generation_config`), other ones, or None for none.
       non_finite: "raise" an error at NaN and infinite logits, or "report" it in the result's `errors`, row by row.
 
     Raises:
@@ -79,8 +81,8 @@ def generate(
         typical_epsilon=typical_epsilon, typical_delta=typical_delta, forced_alpha=forced_alpha,
         max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
         max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
-        num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width,
-        early_stopping=early_stopping, num_return_sequences=num_return_sequences, tree=tree,
+        num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width, tree=tree,
+        early_stopping=early_stopping, num_return_sequences=num_return_sequences, generation_config=generation_config,
     )  # fmt: skip
     return complete(target, job, None, begun).checked(reports)
 

@@ -23,6 +23,7 @@ from specdec_jax.decoding.checks import (
     check_stop,
     verifier_settings,
 )
+from specdec_jax.decoding.defaults import MODELS, defaults_of, expect_no_search, fill
 from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, listed, pad, prompt_tokens, slots
 from specdec_jax.decoding.keys import row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
@@ -34,7 +35,7 @@ from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.auto import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
-from specdec_jax.speculative.sampling import SamplingConfig, SamplingRows
+from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import DecodeState, StaticConfig
 from specdec_jax.speculative.verifier import Settings
 from specdec_jax.speculative.verifiers import verifier_of
@@ -209,10 +210,10 @@ def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
 
 
 def plan(
-    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", tree=None, sampling=SamplingConfig(),
-    verifier="block", lenience=None, typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64,
+    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", tree=None, sampling=None,
+    verifier="block", lenience=None, typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=None,
     key=None, num_samples=1, input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(),
-    deadline=None, num_beams=None,
+    deadline=None, num_beams=None, generation_config=MODELS,
 ) -> Plan:  # fmt: skip
     """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes beam searches.
 
@@ -222,8 +223,7 @@ def plan(
     """
     check_process()
     check_kinds(target, sampling)
-    if num_beams is not None:
-        raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
+    expect_no_search(target, num_beams, defaults := defaults_of(target, generation_config))
     inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
     batch = len(lengths)
     tree, gamma, verifier = tree_options(tree, drafter, gamma, verifier)
@@ -231,7 +231,6 @@ def plan(
     gamma = _number_or_policy(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
     policy, gammas = _gammas(gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1)
-    limits = check_per_row("max_new_tokens", max_new_tokens, batch, 1, 2**20)
     samples = arguments.check_integer("num_samples", num_samples, 1, 2**20)
     if drafter is not None:
         check_pair(target, drafter)
@@ -239,6 +238,8 @@ def plan(
     together = batch if batch_size is None else batch_size
     _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, deadline)
     eos_ids = check_eos_ids(target, eos_ids)
+    prefix, prefix_lengths = _beginnings(target, tokens, lengths, decoder_prefix)
+    limits, sampling = fill(target, defaults, max_new_tokens, sampling, prefix_lengths, eos_ids)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     verifier = verifier_of(verifier)
     settings = verifier_settings(
@@ -248,12 +249,14 @@ def plan(
     check_limits(sampling, limits, samples)
     stop = check_stop(stop, deadline, target)
     empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None
-    prefix, prefix_lengths, longest = _beginnings(target, tokens, lengths, decoder_prefix, limits, drafter)
+    # The padded length of prompts, not that of the longest one, so that nothing more compiles for another.
+    longest = int(max(prefix_lengths + limits))
     if decoder_only(target):
+        check_prompts(target, drafter, prefix_lengths, limits)
+        longest = prefix.shape[1] + int(max(limits))
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
-    program = StaticConfig(
-        width if tree is None else tree.depth, sampling.mode, target.config.vocab_size, verifier, (), tree
-    )
+    depth = width if tree is None else tree.depth
+    program = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
     program = program._replace(widths=_widths(target, drafter, policy, program))
     keys, rules = row_keys(key, batch, samples), target.network.rules
     if rules is not None:  # once for the request, and not with every call
@@ -309,26 +312,19 @@ def _check_mesh(target: LanguageModel, name: str, rows: int, deadline) -> None:
         raise UnsupportedCombination("deadline: got one for several processes, expected None: their clocks differ")
 
 
-def _beginnings(
-    target: LanguageModel, tokens, lengths, decoder_prefix, limits, drafter: Drafter | None
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns what the decoder begins with, `[N, P]` and lengths `[N]`, and the most tokens that a
-    row may reach.
+def _beginnings(target: LanguageModel, tokens, lengths, decoder_prefix) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what the decoder begins with, `[N, P]`, and its lengths, `[N]`.
 
     It begins with a start token and a decoder prefix, or with the inputs themselves if the target
     is decoder-only.
     """
     if not decoder_only(target):
-        prefix, prefix_lengths = decoder_tokens(target, decoder_prefix, len(lengths))
-        return prefix, prefix_lengths, int(max(prefix_lengths + limits))
+        return decoder_tokens(target, decoder_prefix, len(lengths))
     if decoder_prefix is not None:
         raise UnsupportedCombination(
             "decoder_prefix: got a prefix for a decoder-only model, expected None: put it at the end of the input"
         )
-    prefix, prefix_lengths = prompt_tokens(target, tokens, lengths)
-    check_prompts(target, drafter, prefix_lengths, limits)
-    # The padded length, not that of the longest prompt, so that nothing more compiles for another prompt.
-    return prefix, prefix_lengths, prefix.shape[1] + int(max(limits))
+    return prompt_tokens(target, tokens, lengths)
 
 
 def _widths(

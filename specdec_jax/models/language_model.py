@@ -14,6 +14,7 @@ from specdec_jax.models.axes import Logits
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.filling import filled_params
 from specdec_jax.models.forks import check_process
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.network import (
     Network,
@@ -44,6 +45,8 @@ class LanguageModel:
       name: name in messages and records.
       encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
         whose encoder output it was trained on; None: unknown.
+      generation_config: how it decodes where a call of `generate` does not say otherwise; may be
+        assigned. `GenerationConfig()` says nothing.
       network: the same model as jitted functions take it.
       quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output;
         all else is then in the configuration's dtype, and `params` has the values times the scales.
@@ -55,6 +58,7 @@ class LanguageModel:
         self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="",
         donate_params=False,
         encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
+        generation_config: GenerationConfig = GenerationConfig(),
     ):  # fmt: skip
         """Checks the ids and converts the parameters to the loop's layout; arguments without a line
         are attributes.
@@ -74,7 +78,7 @@ class LanguageModel:
         check_process()
         check_ids(config, vocabulary, start_token, eos_ids)
         self.config, self.vocabulary, self.name = config, vocabulary, name
-        self.encoder_fingerprint = encoder_fingerprint
+        self.encoder_fingerprint, self.generation_config = encoder_fingerprint, generation_config
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
         self.quantized, self.input_bits = layouts.rounding_of(params)

@@ -31,6 +31,7 @@ RULES = {
 # device.
 _PARAMETERS = {
     "token_embedder/embedding": ("vocab", "embed"),
+    "encoder_embedder/embedding": ("vocab", "embed"),
     "position_embedder/embedding": ("abspos_buckets", "embed"),
     "relpos_bias/rel_embedding": ("heads", "relpos_buckets"),
     "logits_dense/kernel": ("embed", "vocab"),

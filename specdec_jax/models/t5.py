@@ -29,17 +29,15 @@ class T5Config(ModelConfig):
 
     Attributes:
       vocab_size: rows of the embedding and width V of the logits (T5: 32,128 for 32,100 pieces).
-      emb_dim: width D.
       num_heads, head_dim: H heads of K features; H·K need not equal D.
-      mlp_dim: hidden width of the feed-forward block.
+      emb_dim, mlp_dim: width D, and hidden width of the feed-forward block.
       mlp_activations: names of one activation, ("relu",) for 1.0, or of two for a gated block, ("gelu", "linear")
         for 1.1, ("silu", "linear") for UL2.
       logits_via_embedding: whether the head is the transposed embedding (1.0).
-      scale_decoder_outputs: whether the decoder's output is multiplied by 1/√D before the head; None: as
-        `logits_via_embedding`.
+      scale_decoder_outputs: whether decoder outputs are multiplied by 1/√D before the head; None: as the field above.
       num_buckets, max_distance: parameters of the relative position bias.
-      relative_bias_per_layer: whether every layer has a table of that bias, as in umT5 and T5X's `scalable_t5`;
-        else the layers of a stack share one.
+      relative_bias_per_layer: whether every layer has a table of that bias (umT5, T5X's `scalable_t5`), or a stack one.
+      separate_embeddings: whether the encoder has an embedding of its own; else both stacks share one.
       encoder_dim: width of another model's encoder output, to which the decoder attends. The network then has no
         encoder of its own, `num_encoder_layers` is 0, and calls that begin with inputs are given that output too.
       dropout_rate: dropout rate in training.
@@ -64,6 +62,7 @@ class T5Config(ModelConfig):
     dtype: str = "float32"
     matmul_dtype: str | None = None
     relative_bias_per_layer: bool = False
+    separate_embeddings: bool = False
     family: ClassVar[str] = "t5"
     decoder_only: ClassVar[bool] = False
 
@@ -74,6 +73,8 @@ class T5Config(ModelConfig):
         if own != (self.num_encoder_layers > 0):
             expected = "at least 1" if own else "0 with encoder_dim, which says that the encoder is another model's"
             raise FieldError(self, "num_encoder_layers", f"got {self.num_encoder_layers}, expected {expected}")
+        if self.separate_embeddings and not own:
+            raise FieldError(self, "separate_embeddings", "got True without an encoder, expected False")
         if self.max_distance <= self.num_buckets // 2:
             expected = f"more than half of num_buckets = {self.num_buckets}"
             raise FieldError(self, "max_distance", f"got {self.max_distance}, expected {expected}")
@@ -113,8 +114,7 @@ def t5_only(name: str, config: ModelConfig) -> T5Config:
 
 
 def _t5_1_0(emb_dim, num_heads, head_dim, layers, mlp_dim):
-    of_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
-    return T5Config(32128, emb_dim, num_heads, head_dim, layers, layers, mlp_dim, **of_1_0)
+    return T5Config(32128, emb_dim, num_heads, head_dim, layers, layers, mlp_dim, ("relu",), True)
 
 
 def _t5_1_1(emb_dim, num_heads, layers, mlp_dim):
@@ -360,13 +360,16 @@ class T5(FamilyModule):
     def setup(self):
         config = self.config
         self.token_embedder = Embedder(config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native)
+        if config.separate_embeddings:
+            self.encoder_embedder = Embedder(config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native)
         if self.config.encoder_dim is None:
             self.encoder = Encoder(self.config, self.fused, self.native)
         self.decoder = Decoder(self.config, self.fused, self.native)
 
     def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
         """Runs the encoder on `inputs`, with `mask` True at tokens."""
-        return self.encoder(self.token_embedder(inputs, mask), mask, deterministic)
+        embedder = self.encoder_embedder if self.config.separate_embeddings else self.token_embedder
+        return self.encoder(embedder(inputs, mask), mask, deterministic)
 
     def prefill(
         self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None,

@@ -7,6 +7,8 @@ def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter by its name; `config` is a `T5Config`."""
     width, inner = config.emb_dim, config.num_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
+    if config.separate_embeddings:
+        shapes["encoder_embedder/embedding"] = (config.vocab_size, width)
     if not config.logits_via_embedding:
         shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
     count = len(config.mlp_activations)

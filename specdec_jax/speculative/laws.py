@@ -130,6 +130,8 @@ def process(
         processed = processors.penalize_repetition(processed, context, rows.repetition_penalty)
     if mode.ngram:
         processed = processors.forbid_repeated_ngrams(processed, context, mode.ngram)
+    if mode.sequences:
+        processed = processors.forbid_sequences(processed, context, mode.sequences)
     if mode.processor is not None:
         processed = processors.apply_own(processed, context, mode.processor)
     if mode.min_length:

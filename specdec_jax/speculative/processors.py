@@ -73,6 +73,24 @@ def forbid_repeated_ngrams(logits: Float[Array, "B T V"], context: Context, size
     return _put(logits, completing, same, -jnp.inf)
 
 
+def forbid_sequences(
+    logits: Float[Array, "B T V"], context: Context, sequences: tuple[tuple[int, ...], ...]
+) -> Float[Array, "B T V"]:
+    """Sets the logits of ids that would complete one of `sequences` to −inf.
+
+    The start token, or the prompt, belongs to the prefix.
+    """
+    lengths = context.prefix_lengths(logits.shape[1])
+    for size in sorted({len(sequence) for sequence in sequences}):
+        group = np.array([sequence for sequence in sequences if len(sequence) == size], np.int32)
+        there = jnp.broadcast_to(lengths[..., None] >= size - 1, (*lengths.shape, len(group)))
+        for offset in range(size - 1):
+            latest = jnp.take_along_axis(context.tokens, jnp.maximum(lengths - size + 1 + offset, 0), axis=1)
+            there &= latest[..., None] == group[:, offset]
+        logits = _put(logits, jnp.broadcast_to(group[:, -1], there.shape), there, -jnp.inf)
+    return logits
+
+
 def forbid_early_end(
     logits: Float[Array, "B T V"], context: Context, min_new_tokens: Int[Array, " B"]
 ) -> Float[Array, "B T V"]:

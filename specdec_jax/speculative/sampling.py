@@ -25,7 +25,7 @@ class SamplingConfig:
     others one for all.
 
     The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask;
-    repetition penalty; n-grams; `processor`; minimum length; forced tokens. Where they leave no id
+    repetition penalty; n-grams; forbidden sequences; `processor`; minimum length; forced tokens. Where they leave no id
     at all they are not applied.
 
     Attributes:
@@ -42,6 +42,8 @@ class SamplingConfig:
       min_new_tokens: * least number of new tokens before an EOS.
       logit_bias: id -> number added to its logit.
       forbidden_tokens: ids that are never chosen.
+      forbidden_sequences: sequences of ids, of which the last one is forbidden where the others are
+        the last tokens of the prefix. Other sequences compile a new program.
       vocabulary_mask: `[V]` bool, True for ids that may be chosen; None allows all.
       forced_tokens: place among the new tokens, from 0 -> the id that must stand there.
       processor: a function of (prefix tokens `[N, S]`, 0 past the prefix; lengths `[N]`; logits
@@ -64,6 +66,7 @@ class SamplingConfig:
     vocabulary_mask: Sequence[bool] | np.ndarray | None = None
     forced_tokens: Mapping[int, int] | None = None
     processor: Processor | None = None
+    forbidden_sequences: Sequence[Sequence[int]] = ()
 
     def __post_init__(self):
         for name, (fits, expected) in _RANGES.items():
@@ -83,6 +86,10 @@ class SamplingConfig:
                 raise ValueError(f"forced_tokens: got place {place}, expected an integer from 0 to {2**20 - 1}")
         ids = arguments.check_list("forbidden_tokens", self.forbidden_tokens, "a list of ids")
         object.__setattr__(self, "forbidden_tokens", ids)
+        listed = functools.partial(arguments.check_list, "forbidden_sequences", expected="a list of lists of ids")
+        object.__setattr__(self, "forbidden_sequences", tuple(map(listed, listed(self.forbidden_sequences))))
+        if not all(self.forbidden_sequences):
+            raise ValueError("forbidden_sequences: got an empty sequence, expected ids in each")
         if self.processor is not None and not callable(self.processor):
             raise ValueError(f"processor: got {arguments.quoted(self.processor)}, expected a function")
 
@@ -100,6 +107,7 @@ class SamplingConfig:
             bias=bool(self.logit_bias or len(self.forbidden_tokens) or self.vocabulary_mask is not None),
             forced=bool(self.forced_tokens),
             processor=self.processor,
+            sequences=tuple(tuple(map(int, sequence)) for sequence in self.forbidden_sequences),
         )
 
     def rows(self, batch: int, vocab_size: int) -> "SamplingRows":
@@ -115,6 +123,8 @@ class SamplingConfig:
             if value.ndim and value.shape != (batch,):
                 raise ValueError(f"{name}: got {value.size} values, expected one or {batch} (one per input)")
             values[name] = np.broadcast_to(value, (batch,))
+        for token in (token for sequence in self.forbidden_sequences for token in sequence):
+            _checked("forbidden_sequences", token, vocab_size)
         mode = self.mode
         bias = self._bias(vocab_size) if mode.bias else None
         return SamplingRows(**values, bias=bias, forced=self._forced(vocab_size) if mode.forced else None)
@@ -190,6 +200,7 @@ class SamplingMode(NamedTuple):
     forced: bool = False
     processor: Processor | None = None
     native: bool = False
+    sequences: tuple[tuple[int, ...], ...] = ()
 
     def of(self, native: bool) -> "SamplingMode":
         """Returns the same mode with `native`."""
@@ -203,7 +214,7 @@ class SamplingMode(NamedTuple):
     @property
     def reads_prefix(self) -> bool:
         """Whether a processor reads the tokens of the prefix."""
-        return self.repetition or self.ngram > 0 or self.processor is not None
+        return self.repetition or self.ngram > 0 or bool(self.sequences) or self.processor is not None
 
 
 @flax.struct.dataclass

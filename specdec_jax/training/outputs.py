@@ -136,6 +136,7 @@ def _lines(
         target, job.sources[chosen], batch_size=config.batch_size, seed=config.seed, first=job.first + start,
         num_samples=job.per_source, sampling=SamplingConfig(temperature=config.temperature if job.samples else 0.0),
         max_new_tokens=config.max_new_tokens, max_input_length=config.buckets[-1], non_finite="report",
+        generation_config=None,
     )  # fmt: skip
     texts = [text for text in job.texts[chosen] for _ in range(job.per_source)]
     lost = []

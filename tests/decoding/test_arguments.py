@@ -28,7 +28,6 @@ GENERATE = [
     (dict(target=None), "target: got NoneType, expected a LanguageModel"),
     (dict(target=DRAFTER), "target: got ModelDrafter, expected a LanguageModel"),
     (dict(target="ende/target"), "target: got 'ende/target', expected a LanguageModel, such as"),
-    (dict(sampling=None), r"sampling: got None, expected a SamplingConfig, such as SamplingConfig\(temp"),
     (dict(sampling={"temperature": 1.0}), "sampling: got {'temperature': 1.0}, expected a SamplingConfig"),
     (dict(sampling={}, **TWO_BEAMS), "sampling: got {}, expected a SamplingConfig"),
     (dict(drafter=sd.PromptLookupDrafter), "drafter: got type, expected a Drafter"),

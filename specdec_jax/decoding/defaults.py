@@ -1,0 +1,176 @@
+"""Fills in what a call of `generate` leaves open, from the model's `generation_config`.
+
+An argument of the call counts before the model's default, and the model's before the package's.
+`sampling` is one argument: a `SamplingConfig` takes the place of all the model's settings of it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination, check_per_row
+from specdec_jax.models import arguments
+from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.sampling import SamplingConfig
+
+MODELS = "model"  # the value of `generation_config` that means the model's own
+MAX_NEW_TOKENS = 64
+_NONE = GenerationConfig()
+# Arguments of `generate` that belong to a beam search, and are fields of a `GenerationConfig` too.
+_OF_SEARCH = ("length_penalty", "early_stopping", "num_return_sequences")
+
+
+def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
+    """Returns the defaults of a call, for its argument `generation_config`.
+
+    Raises:
+      ValueError: anything but a `GenerationConfig`, "model" (the model's own), or None (none).
+    """
+    if isinstance(given, str) and given == MODELS:
+        return getattr(target, "generation_config", _NONE)  # what is no model is refused later
+    if given is None:
+        return _NONE
+    if not isinstance(given, GenerationConfig):
+        raise ValueError(
+            f"generation_config: got {arguments.quoted(given)}, expected a GenerationConfig, 'model' (the model's own), or None (none)"
+        )
+    return given
+
+
+def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a beam search: those that are given, with defaults in the place of None.
+
+    The search has transformers' form where the defaults say anything of one, else T5X's.
+    """
+    found = {name: value for name, value in options.items() if value is not None}
+    if found.get("num_beams", defaults.num_beams) is None:
+        return found
+    of_search = {name: getattr(defaults, name) for name in _OF_SEARCH if getattr(defaults, name) is not None}
+    if defaults.num_beams is not None or of_search:
+        found = {"beam_style": "huggingface"} | found
+    if found.get("beam_style") != "huggingface":  # T5X's length penalty is another one
+        of_search = {}
+    number = {} if defaults.num_beams is None else {"num_beams": defaults.num_beams}
+    if "num_beams" in found:  # the number of outputs belongs to the model's own number of beams
+        of_search.pop("num_return_sequences", None)
+    return number | of_search | found
+
+
+def expect_no_search(target: LanguageModel, num_beams: Any, defaults: GenerationConfig) -> None:
+    """Refuses a beam search, asked for or a default, where tokens are seen while they are decoded."""
+    if num_beams is not None:
+        raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
+    if defaults.num_beams is not None:
+        raise UnsupportedCombination(
+            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, for what is seen while it "
+            "is decoded, expected generation_config=None, or one without num_beams"
+        )
+
+
+def fill(
+    target: LanguageModel, defaults: GenerationConfig, max_new_tokens: Any, sampling: Any, starts: np.ndarray,
+    eos_ids: tuple[int, ...],
+) -> tuple[np.ndarray, SamplingConfig]:  # fmt: skip
+    """Returns what `fill_limits` and `fill_sampling` do."""
+    limits = fill_limits(target, defaults, max_new_tokens, starts)
+    return limits, fill_sampling(sampling, defaults, starts, limits, eos_ids, target.config.vocab_size)
+
+
+def fill_limits(target: LanguageModel, defaults: GenerationConfig, given: Any, starts: np.ndarray) -> np.ndarray:
+    """Returns the most new tokens of each row, `[N]`.
+
+    Args:
+      target: the model; for messages.
+      defaults: the defaults of the call.
+      given: the argument `max_new_tokens`, or None.
+      starts: `[N]`, tokens before the new ones: start token and decoder prefix, or prompt.
+
+    Raises:
+      ValueError: a limit out of range, or no room for a new token below the default `max_length`.
+    """
+    value = MAX_NEW_TOKENS if defaults.max_new_tokens is None else defaults.max_new_tokens
+    if given is None and defaults.max_new_tokens is None and defaults.max_length is not None:
+        value = defaults.max_length - np.asarray(starts)
+        if np.any(value < 1):
+            row = int(np.argmin(value))
+            raise ValueError(
+                f"input {row}: got {starts[row]} tokens before the first new one, expected fewer than max_length = "
+                f"{defaults.max_length}, the default of {target.name or 'the model'}, or max_new_tokens"
+            )
+    return check_per_row("max_new_tokens", value if given is None else given, len(starts), 1, 2**20)
+
+
+def fill_sampling(
+    given: Any, defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray, eos_ids: tuple[int, ...],
+    vocab_size: int,
+) -> SamplingConfig:  # fmt: skip
+    """Returns how the tokens of N rows are chosen.
+
+    Args:
+      given: the argument `sampling`, or None, or `SamplingChanges`.
+      defaults: the defaults of the call.
+      starts, limits: `[N]`, tokens before the new ones, and the most new ones.
+      eos_ids: ids that end a row, which `bad_words_ids` do not forbid.
+      vocab_size: width of the logits.
+
+    Raises:
+      ValueError: a setting out of range.
+      UnsupportedCombination: a forced token that would stand at another place in each row.
+    """
+    if given is not None and not isinstance(given, SamplingChanges):
+        return given
+    changes = {} if given is None else dict(given.fields)
+    if defaults == _NONE:
+        return SamplingConfig(**changes)
+    found: dict[str, Any] = {
+        "repetition_penalty": defaults.repetition_penalty, "no_repeat_ngram": defaults.no_repeat_ngram_size,
+        "min_new_tokens": _least(defaults, starts, limits),
+    }  # fmt: skip
+    if defaults.do_sample and changes.get("temperature") != 0:
+        found |= {"temperature": 1.0 if defaults.temperature is None else defaults.temperature}
+        found |= {"top_k": 50 if defaults.top_k is None else defaults.top_k}
+        found |= {"top_p": defaults.top_p, "min_p": defaults.min_p}
+    words = [word for word in defaults.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_ids)]
+    forbidden = {token for token in defaults.suppress_tokens or () if token < vocab_size}
+    found["forbidden_tokens"] = tuple(sorted(forbidden | {word[0] for word in words if len(word) == 1}))
+    found["forbidden_sequences"] = tuple(word for word in words if len(word) > 1)
+    if "forced_tokens" not in changes:
+        found["forced_tokens"] = _forced(defaults, starts, limits)
+    return SamplingConfig(**{name: value for name, value in found.items() if value is not None} | changes)
+
+
+def _least(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -> Any:
+    """Returns the least number of new tokens before an EOS, one or one per row; None: there is none."""
+    if defaults.min_new_tokens is not None:
+        return np.minimum(defaults.min_new_tokens, limits)
+    return None if defaults.min_length is None else np.clip(defaults.min_length - np.asarray(starts), 0, limits)
+
+
+def _forced(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -> dict[int, int] | None:
+    """Returns the forced tokens by their places."""
+    forced: dict[int, int] = {}
+    if defaults.forced_bos_token_id is not None:
+        alone = np.asarray(starts) == 1
+        if np.any(alone) and not np.all(alone):
+            raise UnsupportedCombination(
+                "forced_bos_token_id: got a default for inputs of which some have a decoder prefix, or a prompt, and "
+                "others none, expected generation_config=None, or calls with one kind"
+            )
+        forced |= {0: defaults.forced_bos_token_id} if np.all(alone) else {}
+    if defaults.forced_eos_token_id is not None:
+        last = {int(limit) - 1 for limit in limits}
+        if len(last) > 1:
+            raise UnsupportedCombination(
+                f"forced_eos_token_id: got a default for inputs with {len(last)} different limits of new tokens, "
+                "expected one max_new_tokens for all, or generation_config=None"
+            )
+        forced |= dict.fromkeys(last, defaults.forced_eos_token_id)
+    return forced or None
+
+
+def without_search(defaults: GenerationConfig) -> GenerationConfig:
+    """Returns the defaults but for the beam search."""
+    return defaults if defaults.num_beams is None else dataclasses.replace(defaults, num_beams=None)

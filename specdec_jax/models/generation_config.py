@@ -1,0 +1,179 @@
+"""`GenerationConfig`: how a model decodes where a call does not say otherwise, by transformers' names."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec_jax.files.reading import shown
+
+_Check = tuple[Callable[[Any], bool], str]
+
+
+def _integer(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_integer(item) for item in value)
+
+
+def _sequences(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_ids(item) and len(item) > 0 for item in value)
+
+
+_INTEGER: _Check = (_integer, "an integer of at least 0")
+_NUMBER: _Check = (_number, "a finite number")
+# Each field, the value that says the same as none, and what may stand there.
+_FIELDS: dict[str, tuple[Any, _Check]] = {
+    "max_length": (None, _INTEGER),
+    "max_new_tokens": (None, _INTEGER),
+    "min_length": (0, _INTEGER),
+    "min_new_tokens": (0, _INTEGER),
+    "do_sample": (False, (lambda value: type(value) is bool, "true or false")),
+    "temperature": (1.0, _NUMBER),
+    "top_k": (50, _INTEGER),
+    "top_p": (1.0, _NUMBER),
+    "min_p": (0.0, _NUMBER),
+    "repetition_penalty": (1.0, _NUMBER),
+    "no_repeat_ngram_size": (0, _INTEGER),
+    "suppress_tokens": ((), (_ids, "a list of ids")),
+    "bad_words_ids": ((), (_sequences, "a list of lists of ids")),
+    "forced_bos_token_id": (None, _INTEGER),
+    "forced_eos_token_id": (None, _INTEGER),
+    "num_beams": (1, _INTEGER),
+    "length_penalty": (1.0, _NUMBER),
+    "early_stopping": (False, (lambda value: type(value) is bool or value == "never", "true, false or 'never'")),
+    "num_return_sequences": (1, _INTEGER),
+}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+# Fields that change transformers' outputs and do not exist here, with the value that changes nothing.
+_OTHERS: dict[str, Any] = {
+    "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "begin_suppress_tokens": None,
+    "sequence_bias": None, "exponential_decay_length_penalty": None, "typical_p": 1.0, "top_h": None,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0, "num_beam_groups": 1, "constraints": None,
+    "force_words_ids": None, "penalty_alpha": None, "dola_layers": None, "guidance_scale": 1,
+    "renormalize_logits": False, "remove_invalid_values": False, "watermarking_config": None, "token_healing": False,
+    "stop_strings": None, "max_time": None,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """How a model decodes where a call does not say otherwise; None says nothing.
+
+    The fields are transformers', with its meanings and its defaults for what is None. Lengths count
+    the start token and a decoder prefix, or the prompt, except those of new tokens. A field that
+    was read with the value of transformers' default is None.
+
+    Attributes:
+      max_length, max_new_tokens: the most tokens of a row; the second one counts if both are there.
+      min_length, min_new_tokens: least number of tokens before an EOS; as above.
+      do_sample: whether tokens are sampled, and not each the most probable one.
+      temperature, top_k, top_p, min_p: of sampling; None: 1, 50, 1 and 0.
+      repetition_penalty, no_repeat_ngram_size: as in `SamplingConfig`.
+      suppress_tokens: ids that are never chosen.
+      bad_words_ids: sequences of ids that never occur.
+      forced_bos_token_id, forced_eos_token_id: the first new token, where nothing but the start token
+        is before it, and the last one that is allowed.
+      num_beams, length_penalty, early_stopping, num_return_sequences: of a beam search in
+        transformers' form.
+      left_out: fields of the file that are not applied here, and their values.
+    """
+
+    max_length: int | None = None
+    max_new_tokens: int | None = None
+    min_length: int | None = None
+    min_new_tokens: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_return_sequences: int | None = None
+    left_out: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
+
+    def __post_init__(self):
+        for name, (_, (fits, expected)) in _FIELDS.items():
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
+
+    def __repr__(self) -> str:
+        return f"GenerationConfig({', '.join(f'{name}={value!r}' for name, value in self.fields().items())})"
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields that say something, but for `left_out`."""
+        return {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
+
+    def replace(self, **changes: Any) -> "GenerationConfig":
+        """Returns a copy with other values."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], path: Any) -> "GenerationConfig":
+        """Returns what `options`, the contents of the file `path`, say about decoding.
+
+        Raises:
+          ValueError: a value of the wrong kind.
+        """
+        given = {name: options.get(name) for name in _FIELDS}
+        left = {name: value for name, usual in _OTHERS.items() if (value := options.get(name)) not in (None, usual, [])}
+        forced = given["forced_eos_token_id"]
+        if isinstance(forced, list):  # of several, transformers takes whichever is the most probable
+            given["forced_eos_token_id"] = forced[0] if len(forced) == 1 else None
+            left |= {"forced_eos_token_id": forced} if len(forced) > 1 else {}
+        for name, (usual, (fits, expected)) in _FIELDS.items():
+            value = given[name]
+            if value is not None and not fits(value):
+                raise ValueError(f"{path}: {name}: got {shown(value)}, expected {expected}")
+            if value == usual or value == []:
+                given[name] = None
+        given["suppress_tokens"] = _tuple(given["suppress_tokens"])
+        words = given["bad_words_ids"]
+        given["bad_words_ids"] = None if words is None else tuple(map(tuple, words))
+        if given["do_sample"]:  # there are neither beams that sample, nor a number of samples as a default
+            for name in ("num_beams", "num_return_sequences"):
+                left |= {} if given[name] is None else {name: given[name]}
+                given[name] = None
+        else:
+            given |= dict.fromkeys(_SAMPLING)
+        if given["num_beams"] is None:
+            given["num_return_sequences"] = None
+        return cls(**given, left_out=tuple(left.items()))
+
+    def lines(self, name: Any, file: str) -> tuple[str, ...]:
+        """Returns what is to be said when a model is loaded: the fields that count, and those that do not."""
+        shown_fields = ", ".join(f"{field}={value!r}" for field, value in self.fields().items())
+        used = f"{name}: {file} sets the defaults of decoding: {shown_fields} (generation_config=None, or "
+        used += "--generation_config=none, decodes without them)"
+        names = ", ".join(f"{field}={shown(value)}" for field, value in self.left_out)
+        left = f"{name}: {file} also sets what decoding here does not have, and does without: {names}"
+        return (used,) * bool(shown_fields) + (left,) * bool(names)
+
+    def written(self) -> dict[str, Any]:
+        """Returns what `read` reads again, as JSON values."""
+        lists = {"suppress_tokens": self.suppress_tokens, "bad_words_ids": self.bad_words_ids}
+        found = self.fields() | {name: _lists(value) for name, value in lists.items() if value is not None}
+        return found | dict(self.left_out)
+
+
+def _tuple(value: Any) -> tuple | None:
+    return None if value is None else tuple(value)
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value
