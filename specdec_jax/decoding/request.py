@@ -28,6 +28,7 @@ from specdec_jax.decoding.keys import row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
+from specdec_jax.models.jax_settings import check_not_traced, isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import prefill as speculative_prefill
@@ -199,6 +200,7 @@ class Plan:
         )  # fmt: skip
 
 
+@isolated
 def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
     """Checks the arguments of `generate` and runs the prefill, for callers that drive `advance`
     themselves.
@@ -212,7 +214,7 @@ def plan(
     target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", tree=None, sampling=SamplingConfig(),
     verifier="block", lenience=None, typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=64,
     key=None, num_samples=1, input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(),
-    deadline=None, num_beams=None,
+    deadline=None, num_beams=None, attention_mask=None,
 ) -> Plan:  # fmt: skip
     """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes beam searches.
 
@@ -220,11 +222,12 @@ def plan(
       batch_size: number of inputs that are decoded together; None: all.
       first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
     """
+    check_not_traced("decoding")
     check_process()
     check_kinds(target, sampling)
     if num_beams is not None:
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
-    inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
+    inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, attention_mask, max_input_length)
     batch = len(lengths)
     tree, gamma, verifier = tree_options(tree, drafter, gamma, verifier)
     measured = isinstance(gamma, str) and drafter is not None
@@ -279,7 +282,9 @@ def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.nd
     return None if policy is None else policy.rows(batch), gammas
 
 
-def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> tuple[Any, np.ndarray, np.ndarray]:
+def _read_inputs(
+    target: LanguageModel, inputs, input_lengths, attention_mask, longest
+) -> tuple[Any, np.ndarray, np.ndarray]:
     """Returns the inputs in a form that can be read again, their ids `[N, L]`, and how many of them
     count `[N]`.
 
@@ -288,7 +293,7 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
     """
     longest = arguments.check_integer("max_input_length", longest, 1)
     inputs = listed("inputs", inputs)
-    tokens, lengths = as_ids(target, inputs, input_lengths, eos=not decoder_only(target))
+    tokens, lengths = as_ids(target, inputs, input_lengths, not decoder_only(target), attention_mask)
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
     check_input_lengths("input", lengths.tolist(), longest, target.config.max_positions)
