@@ -27,6 +27,7 @@ from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import GenerationResult, NotNumbers, finish
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only, join
 from specdec_jax.speculative import laws
@@ -103,6 +104,7 @@ def _named(name: str, rates: Rates) -> list[dict[str, Any]]:
     return [{name: mean, "standard_error": error} for mean, error in rates]
 
 
+@isolated
 def measure_acceptance(
     target, drafter, batches: Sequence[Batch], verifiers: Sequence[str], gamma: int, options
 ) -> Acceptance:

@@ -15,6 +15,7 @@ from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.beams import BeamOptions, plan_decoding
 from specdec_jax.decoding.generate import generate
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
@@ -60,12 +61,14 @@ def trees_of(
     return trees
 
 
+@isolated
 def search_head(target, drafter, batches: Sequence[Batch], options: BeamSetup) -> dict[str, Any]:
     """What a record begins with; the length penalty is that which is meant where none was given."""
     penalty = BeamOptions(**options.search()).penalty
     return machine.head(target, drafter, batches, options) | {"length_penalty": penalty}
 
 
+@isolated
 def benchmark_beams(
     target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
     others: Mapping[str, Arm] | None = None,

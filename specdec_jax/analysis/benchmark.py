@@ -32,6 +32,7 @@ from specdec_jax.analysis.tuning import Choice
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.progress import waiting
 from specdec_jax.decoding.trees import tree_options
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.drafter import Drafter
@@ -41,6 +42,7 @@ from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import FORCED, verifier_of
 
 
+@isolated
 def benchmark(
     target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
     others: Mapping[str, Arm] | None = None,

@@ -11,6 +11,7 @@ import numpy as np
 from specdec_jax.analysis.timing import prefill_cache
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.beams import start as start_search
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import candidates, iterate_beams, live_beams, node_sums, scored
@@ -39,6 +40,7 @@ class Difference(NamedTuple):
 _decode = jax.jit(Network.decode)
 
 
+@isolated
 def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1) -> Difference:
     """Returns the `Difference` at the token after `prefix`.
 
@@ -68,6 +70,7 @@ def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: 
     return Difference(float(first - second), float(np.max(np.abs(single - wide))))
 
 
+@isolated
 def search_margin(model: LanguageModel, given, how: Mapping[str, Any]) -> float:
     """Returns the least distance of two neighbours among the numbers that plain beam search orders, in all its steps.
 

@@ -11,10 +11,12 @@ from jaxtyping import Array, Float
 
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.models import layouts, panels
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 
 
+@isolated
 def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
     """Returns a model whose kernels are `model`'s, each number moved at random by up to half a step
     of the rounding of its column.
@@ -41,6 +43,7 @@ def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
     return _like(model, jax.tree.map_with_path(move, params))
 
 
+@isolated
 def rounded(model: LanguageModel, quantize: str) -> LanguageModel:
     """Returns `model` with weights in 8 bits, as `load` does with this `quantize`."""
     panels.check_quantize(quantize, model.config.dtype, False)

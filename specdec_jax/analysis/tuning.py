@@ -24,6 +24,7 @@ from specdec_jax.decoding import costs
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import plan
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.speculative import trees
 from specdec_jax.speculative.tree_text import read_tree, text_of
 from specdec_jax.speculative.verifiers import verifier_of
@@ -155,6 +156,7 @@ def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str
         costs.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 
 
+@isolated
 def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup) -> dict[str, Any]:
     """Returns the record of `specdec tune`; `others` are the batches of the sweep, empty for no
     sweep."""
@@ -298,6 +300,7 @@ def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict
     }
 
 
+@isolated
 def tune_beams(
     target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup
 ) -> dict[str, Any]:

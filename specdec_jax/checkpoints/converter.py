@@ -13,6 +13,7 @@ from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, layouts
 from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.t5 import T5Config, t5_only
@@ -24,6 +25,7 @@ _HOLDS: dict[str, Collection[str]] = {
 }  # fmt: skip
 
 
+@isolated
 def save(
     model: LanguageModel, path, dtype=None, format: str = "specdec", say: Callable[[str], None] = print_line
 ) -> None:  # fmt: skip
@@ -79,6 +81,7 @@ class Written(NamedTuple):
     size: int
 
 
+@isolated
 def convert(
     source, output, format: str = "huggingface", dtype=None, *, config: T5Config | None = None, vocabulary=None,
     say: Callable[[str], None] = print_line,

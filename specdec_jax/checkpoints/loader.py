@@ -21,6 +21,7 @@ from specdec_jax.checkpoints.weights import kernels_of, read_params
 from specdec_jax.models import arguments, panels
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
+from specdec_jax.models.jax_settings import check_not_traced, isolated
 from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules
@@ -46,6 +47,7 @@ def bundled() -> tuple[str, ...]:
     return tuple(sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json")))
 
 
+@isolated
 def load(
     path,
     dtype=None,
@@ -89,6 +91,7 @@ def load(
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
         or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
     """
+    check_not_traced("load")
     arguments.check_kind("mesh", mesh, Mesh | None, "a mesh, as from make_mesh")
     arguments.check_kind("say", say, Callable, "a function of one line")
     if arguments.check_flag("replicate", replicate) and mesh is None:

@@ -19,7 +19,7 @@ from rich.text import Text
 from specdec_jax.analysis import machine, timing, traces, tree_drawing
 from specdec_jax.analysis.report import plots, tree_plot
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
-from specdec_jax.commands.sentences import built_in, check_text
+from specdec_jax.commands.sentences import built_in
 from specdec_jax.decoding import costs
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
@@ -32,6 +32,7 @@ from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import native
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.vocabularies import check_texts
 from specdec_jax.speculative.auto import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
@@ -150,7 +151,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     """Runs `specdec demo`: prints a trace of every sentence, then the wall time of plain and
     speculative decoding."""
     options.check()
-    check_text("sentence", arguments)
+    check_texts("sentence", arguments)
     sentences = list(arguments) or built_in()[:_SENTENCES]
     screen = Screen()
     with waiting(f"loading {options.target} and {options.drafter}"):

@@ -16,7 +16,7 @@ from specdec_jax.commands.journal import Journal
 from specdec_jax.commands.model_defaults import DefaultedOptions
 from specdec_jax.commands.options import AUTO_HELP, at_least, check_gamma, option, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
-from specdec_jax.commands.sentences import check_text, read_sentences
+from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
@@ -39,6 +39,7 @@ from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
+from specdec_jax.models.vocabularies import check_texts
 from specdec_jax.speculative.auto import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
@@ -108,7 +109,7 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         if self.temperature is not None or self.generation_config == "none":  # else the model may say how
             check_limits(self.sampling(), np.array([self.limit]), self.num_samples)
-        check_text("stop", check_stop(self.stop, self.deadline))
+        check_texts("stop", check_stop(self.stop, self.deadline))
         check_non_finite(self.non_finite)
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:

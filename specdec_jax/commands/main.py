@@ -28,6 +28,7 @@ from specdec_jax.commands import help_page, paths
 from specdec_jax.commands.benchmark import CheckFailed
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.models.jax_settings import package_settings
 
 
 class Command(NamedTuple):
@@ -107,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _main(argv)
+        with package_settings():
+            code = _main(argv)
         _flush()
         return code
     except KeyboardInterrupt as error:

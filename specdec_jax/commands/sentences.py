@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from specdec_jax.checkpoints import loader
+from specdec_jax.models.vocabularies import check_texts
 from specdec_jax.training import text_files
 
 BUILT_IN = "ende/sentences.txt"  # of one padded length, so that few shapes compile
@@ -25,7 +26,7 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     if arguments and input_file:
         raise ValueError(f"got sentences and --input_file={input_file}, expected one of the two")
     if arguments:
-        check_text("sentence", arguments)
+        check_texts("sentence", arguments)
         return list(arguments)
     if input_file in (None, "-"):
         if sys.stdin.isatty():
@@ -40,16 +41,6 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     if not sentences:
         raise ValueError(f"got no lines from {input_file or 'standard input'}, expected at least one sentence")
     return sentences
-
-
-def check_text(name: str, texts: Sequence[str]) -> None:
-    """Raises ValueError, naming the first, for arguments whose bytes are not UTF-8; Python passes
-    them on as lone surrogates."""
-    for number, text in enumerate(texts, 1):
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError(f"{name} {number}: got {ascii(text)}, which is not UTF-8, expected UTF-8 text") from None
 
 
 def sentences_of(input_file: str | None, limit: int) -> list[str]:

@@ -34,9 +34,8 @@ def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
     if given is None:
         return _NONE
     if not isinstance(given, GenerationConfig):
-        raise ValueError(
-            f"generation_config: got {arguments.quoted(given)}, expected a GenerationConfig, 'model' (the model's own), or None (none)"
-        )
+        expected = "a GenerationConfig, 'model' (the model's own), or None (none)"
+        raise ValueError(f"generation_config: got {arguments.quoted(given)}, expected {expected}")
     return given
 
 
@@ -65,8 +64,8 @@ def expect_no_search(target: LanguageModel, num_beams: Any, defaults: Generation
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     if defaults.num_beams is not None:
         raise UnsupportedCombination(
-            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, for what is seen while it "
-            "is decoded, expected generation_config=None, or one without num_beams"
+            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, for what is seen "
+            "while it is decoded, expected generation_config=None, or one without num_beams"
         )
 
 

@@ -14,6 +14,7 @@ from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import GenerationResult, finish
 from specdec_jax.models import arguments
 from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.draws import seeded
@@ -23,6 +24,7 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
 
+@isolated
 def generate(
     target: LanguageModel, inputs, *, drafter: Drafter | None = None,
     gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig | None = None,
@@ -34,7 +36,7 @@ def generate(
     stop: str | Sequence[str] = (), deadline: float | None = None, num_beams: int | None = None,
     length_penalty: float | None = None, beam_style: str | None = None, early_stopping: bool | str | None = None,
     num_return_sequences: int | None = None, beam_width: int | None = None, non_finite: str = "raise",
-    generation_config: GenerationConfig | str | None = "model",
+    attention_mask=None, generation_config: GenerationConfig | str | None = "model",
 ) -> GenerationResult:  # fmt: skip
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
@@ -42,10 +44,10 @@ def generate(
 
     Args:
       target: the model whose law is sampled.
-      inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]` with `input_lengths` (without
-        them 0 is padding). Strings get what their tokenizer puts around a text. For an empty string, or None, nothing
-        is decoded. A decoder-only target has prompts: 0 is an id like others, and an empty prompt stands for the start
-        token.
+      inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]`. Strings get what their tokenizer
+        puts around a text. Of ids, 0 (the vocabulary's padding) before and after the text is left out. For an empty
+        string, or None, nothing is decoded. A decoder-only target has prompts: 0 is an id like others, and an empty
+        prompt stands for the start token.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       gamma: γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it (`gamma.py`), e.g.
         `Heuristic(maximum=8)`; or "auto": up to 8, as many as pay by each row's acceptance and by what iterations cost
@@ -63,6 +65,8 @@ def generate(
       key: one key, of any kind (input i gets `fold_in(key, i)`), or B keys; None: the key of seed 0.
       num_samples: N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, once.
       input_lengths: `[B]`, only with an array of inputs. max_input_length: longer inputs are refused.
+      attention_mask: with ids, 1 for those that count and 0 for padding, on either side, as transformers' tokenisers
+        give it: for a decoder-only target with prompts of several lengths, this or `input_lengths` is needed.
       decoder_prefix: B forced beginnings of the output, without start token or EOS, which the result does not repeat.
       eos_ids: ids that stop a row; None: the model's own. stop: strings that stop a row; neither they nor a token that
         reaches into one are part of the result.
@@ -83,10 +87,12 @@ def generate(
         max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
         num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width, tree=tree,
         early_stopping=early_stopping, num_return_sequences=num_return_sequences, generation_config=generation_config,
+        attention_mask=attention_mask,
     )  # fmt: skip
     return complete(target, job, None, begun).checked(reports)
 
 
+@isolated
 def warm_up(
     target: LanguageModel, *, drafter: Drafter | None = None, batch_sizes: Sequence[int] = (1,),
     max_input_length: int = 64, **options,

@@ -8,8 +8,9 @@ import numpy as np
 from specdec_jax.decoding.checks import check_input_lengths
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only, given_lengths
-from specdec_jax.models.vocabularies import check_lengths
+from specdec_jax.models.network import decoder_only
+from specdec_jax.models.padding import from_left, padding_id, without_padding
+from specdec_jax.models.vocabularies import check_texts
 
 # Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
 _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -32,48 +33,57 @@ def slots(longest: int, gamma: int) -> int:
 
 
 def listed(name: str, inputs) -> Any:
-    """Returns inputs as a list that can be read again, or as the array that they are; raises
+    """Returns inputs as a list that can be read again, or as the array of ids that they are; raises
     ValueError for what is neither."""
     if hasattr(inputs, "shape"):
-        return inputs
+        array = arguments.as_array(inputs)
+        return array.tolist() if array.ndim == 1 and array.dtype.kind in "OTU" else inputs
     if not isinstance(inputs, Iterable) or isinstance(inputs, str | bytes | Mapping):
         got = f"the string {inputs!r}" if isinstance(inputs, str) else arguments.quoted(inputs)
         raise ValueError(f"{name}: got {got}, expected a list of strings or of ids")
     return list(inputs)
 
 
-def as_ids(target: LanguageModel, inputs, input_lengths, framed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns padded ids `[B, L]` and lengths `[B]` of strings, lists of ids or an array.
+def as_ids(
+    target: LanguageModel, inputs, input_lengths, framed: bool, attention_mask=None, name: str = "input"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids `[B, L]`, padded behind the text, and lengths `[B]` of strings, lists of ids or an
+    array.
 
-    `framed` says whether strings get what the tokenizer puts around a text.
+    `framed` says whether strings get what the tokenizer puts around a text; a message calls one of
+    them by `name` and its number.
     """
+    inputs, text = listed("inputs", inputs), False
     if not hasattr(inputs, "shape"):
-        inputs = listed("inputs", inputs)
-        if any(isinstance(text, str) for text in inputs) and all(isinstance(text, str | None) for text in inputs):
+        text = any(isinstance(row, str) for row in inputs) and all(isinstance(row, str | None) for row in inputs)
+        if text:
             if target.vocabulary is None:
                 raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
-            check_lengths("input", inputs, first=0)
+            if attention_mask is not None:
+                raise ValueError("attention_mask: got one with strings, expected None (strings have no padding)")
+            check_texts(name, inputs, first=0)
             to_ids = _encoder(target) if framed else target.vocabulary.encode
             inputs = [None if text is None else to_ids(text) for text in inputs]
         if input_lengths is not None:
             raise ValueError("input_lengths: got lengths with a list of inputs, expected None (lists have lengths)")
-        rows = [_row_of_ids(number, () if row is None else row) for number, row in enumerate(inputs)]
+        rows = [_row_of_ids(name, number, () if row is None else row) for number, row in enumerate(inputs)]
         input_lengths = np.array([len(row) for row in rows], np.int32)
         array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
         for number, ids in enumerate(rows):
             array[number, : len(ids)] = ids
+        pad = padding_id(target)
+        if attention_mask is not None:
+            array, input_lengths = without_padding(target, array, None, _mask_of_rows(attention_mask, input_lengths))
+        elif pad is not None and not text:
+            inside = np.arange(array.shape[1]) < input_lengths[:, None]
+            array, input_lengths = from_left(array, inside & (array != pad))
     else:
         array = np.asarray(inputs)
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
                 f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
             )
-        expected = f"{len(array)} integers from 0 to {array.shape[1]}"
-        given = given_lengths(target, array) if input_lengths is None else input_lengths
-        input_lengths = arguments.check_numbers("input_lengths", given, expected, whole=True)
-        if input_lengths.shape != array.shape[:1] or np.any((input_lengths < 0) | (input_lengths > array.shape[1])):
-            raise ValueError(f"input_lengths: got {input_lengths}, expected {expected}")
-        input_lengths = input_lengths.astype(np.int32)
+        array, input_lengths = without_padding(target, array, input_lengths, attention_mask)
     inside = np.arange(array.shape[1]) < input_lengths[:, None]
     wrong = inside & ((array < 0) | (array >= target.config.vocab_size))
     if np.any(wrong):
@@ -83,13 +93,23 @@ def as_ids(target: LanguageModel, inputs, input_lengths, framed: bool) -> tuple[
     return array.astype(np.int32), input_lengths
 
 
-def _row_of_ids(number: int, row) -> np.ndarray:
+def _mask_of_rows(attention_mask: Any, lengths: np.ndarray) -> np.ndarray:
+    """Returns a mask `[B, L]` for lists of ids of these lengths."""
+    given = arguments.check_list("attention_mask", attention_mask, "lists of 0 and 1")
+    rows = [arguments.as_array(row) for row in given]
+    if [row.shape for row in rows] != [(length,) for length in lengths]:
+        raise ValueError("attention_mask: got other lengths than the inputs', expected 0 or 1 for each id")
+    width = max(lengths, default=0)
+    return np.array([np.pad(row, (0, width - len(row))) for row in rows]).reshape(len(rows), width)
+
+
+def _row_of_ids(name: str, number: int, row) -> np.ndarray:
     try:
         ids = np.asarray(row)
     except ValueError:  # lists of different lengths inside
         ids = np.asarray("")
     if ids.ndim != 1 or ids.size and not np.issubdtype(ids.dtype, np.integer) or arguments.has_bool(row):
-        raise ValueError(f"input {number}: got {row!r}, expected a list of integers (or strings for all inputs)")
+        raise ValueError(f"{name} {number}: got {row!r}, expected a list of integers (or strings for all inputs)")
     return ids
 
 
@@ -102,7 +122,7 @@ def empty_rows(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray
         return (lengths == 0) & (not decoder_only(target))
     if decoder_only(target):
         return np.array([row is None for row in inputs])
-    return np.array([not (row.strip() if isinstance(row, str) else row is not None and len(row)) for row in inputs])
+    return np.array([not (row.strip() if isinstance(row, str) else length) for row, length in zip(inputs, lengths)])
 
 
 def prompt_tokens(target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,7 +138,9 @@ def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[n
     numbers of ids `[B]`."""
     if decoder_prefix is None:
         return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
-    tokens, lengths = as_ids(target, listed("decoder_prefix", decoder_prefix), None, framed=False)
+    tokens, lengths = as_ids(
+        target, listed("decoder_prefix", decoder_prefix), None, framed=False, name="decoder_prefix"
+    )
     if len(lengths) != batch:
         raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)")
     width = bucket(int(max(lengths, default=0))) if max(lengths) else 0
@@ -151,7 +173,7 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
         raise ValueError(
             f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
         )
-    check_lengths("sentence", sentences)
+    check_texts("sentence", sentences)
     to_ids, vocab_size = _encoder(target), target.config.vocab_size
     inputs = [to_ids(text) if decoder_only(target) or text.strip() else [] for text in sentences]
     for number, ids in enumerate(inputs, 1):

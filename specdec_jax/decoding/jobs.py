@@ -31,6 +31,7 @@ from specdec_jax.decoding.request import Plan, prefill
 from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, Stats, collect, in_words
 from specdec_jax.models import arguments
 from specdec_jax.models.cache import KVCache
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import pinned, row_parts
 from specdec_jax.models.t5 import DecoderCache
@@ -77,6 +78,7 @@ class Output(NamedTuple):
         return f"Output({in_words(what, len(self.tokens), self.finish_reason, self.score)})"
 
 
+@isolated
 def decode_stream(
     target: LanguageModel, inputs, *, batch_size: int = 8, refill: bool = True, skip: Collection[int] = (),
     non_finite: str = "raise", **options,
@@ -116,6 +118,7 @@ def decode_stream(
     return outputs if reports else _checked(outputs)
 
 
+@isolated
 def decode_all(
     target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, num_samples: int = 1,
     first: int = 0, refill: bool = True, **options,
@@ -181,6 +184,7 @@ def _checked(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[tupl
         yield number, found
 
 
+@isolated
 def _batches(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
     """Yields the outputs of batches of like length; a batch of which every input is skipped is not
     decoded."""
@@ -213,6 +217,7 @@ def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
     return found
 
 
+@isolated
 def _refilled(target: LanguageModel, job: Plan, size: int, skip: frozenset[int]) -> Iterator:
     for width, places in queues(job.input_lengths.tolist(), size):
         places = [place for place in places if place not in skip]

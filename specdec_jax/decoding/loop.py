@@ -13,6 +13,7 @@ from specdec_jax.decoding.beams import run_search
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import Committed, GenerationResult, collect
 from specdec_jax.decoding.stop import cut
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative import prefill
 from specdec_jax.speculative.iteration import iterate
@@ -24,6 +25,7 @@ FOREVER = np.int32(2**31 - 1)
 STOP_EVERY = 8
 
 
+@isolated
 @functools.partial(jax.jit, donate_argnames="state")
 def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) -> DecodeState:
     """Runs iterations until every row is done, at most `max_iterations`: the one decode loop of the package.

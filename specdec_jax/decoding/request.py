@@ -29,6 +29,7 @@ from specdec_jax.decoding.keys import row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
+from specdec_jax.models.jax_settings import check_not_traced, isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import prefill as speculative_prefill
@@ -200,6 +201,7 @@ class Plan:
         )  # fmt: skip
 
 
+@isolated
 def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
     """Checks the arguments of `generate` and runs the prefill, for callers that drive `advance`
     themselves.
@@ -213,7 +215,7 @@ def plan(
     target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", tree=None, sampling=None,
     verifier="block", lenience=None, typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=None,
     key=None, num_samples=1, input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(),
-    deadline=None, num_beams=None, generation_config=MODELS,
+    deadline=None, num_beams=None, attention_mask=None, generation_config=MODELS,
 ) -> Plan:  # fmt: skip
     """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes beam searches.
 
@@ -221,10 +223,11 @@ def plan(
       batch_size: number of inputs that are decoded together; None: all.
       first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
     """
+    check_not_traced("decoding")
     check_process()
     check_kinds(target, sampling)
     expect_no_search(target, num_beams, defaults := defaults_of(target, generation_config))
-    inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, max_input_length)
+    inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, attention_mask, max_input_length)
     batch = len(lengths)
     tree, gamma, verifier = tree_options(tree, drafter, gamma, verifier)
     measured = isinstance(gamma, str) and drafter is not None
@@ -282,7 +285,9 @@ def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.nd
     return None if policy is None else policy.rows(batch), gammas
 
 
-def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> tuple[Any, np.ndarray, np.ndarray]:
+def _read_inputs(
+    target: LanguageModel, inputs, input_lengths, attention_mask, longest
+) -> tuple[Any, np.ndarray, np.ndarray]:
     """Returns the inputs in a form that can be read again, their ids `[N, L]`, and how many of them
     count `[N]`.
 
@@ -291,7 +296,7 @@ def _read_inputs(target: LanguageModel, inputs, input_lengths, longest: int) -> 
     """
     longest = arguments.check_integer("max_input_length", longest, 1)
     inputs = listed("inputs", inputs)
-    tokens, lengths = as_ids(target, inputs, input_lengths, framed=True)
+    tokens, lengths = as_ids(target, inputs, input_lengths, True, attention_mask)
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
     check_input_lengths("input", lengths.tolist(), longest, target.config.max_positions)

@@ -10,6 +10,7 @@ from specdec_jax.decoding import costs
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import cut
 from specdec_jax.files.reading import shown
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
@@ -165,6 +166,7 @@ class Committed(NamedTuple):
         return cls(**values, program=state.program)
 
 
+@isolated
 def finish(target: LanguageModel, state: DecodeState | Committed, request: Request) -> GenerationResult:
     """Returns what has been committed so far, trimmed and detokenised.
 

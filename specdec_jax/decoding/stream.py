@@ -13,6 +13,7 @@ from specdec_jax.decoding.request import Request, prepare
 from specdec_jax.decoding.results import NotNumbers, collect
 from specdec_jax.decoding.stop import shown
 from specdec_jax.models import arguments
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import DecodeState
 
@@ -36,6 +37,7 @@ class Piece(NamedTuple):
     error: NotNumbers | None = None
 
 
+@isolated
 def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "raise", **options) -> Iterator[Piece]:
     """Decodes a batch and yields the text of its rows as it is committed.
 
@@ -59,6 +61,7 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "
     return _pieces(target, state, request, every, begun, reports)
 
 
+@isolated
 def _pieces(target, state: DecodeState, request: Request, every: int, begun: float, reports: bool) -> Iterator[Piece]:
     vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
     for state in advance_by(target, state, request, np.int32(every), begun):

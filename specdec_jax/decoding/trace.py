@@ -12,6 +12,7 @@ from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.models import arguments
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import laws
@@ -90,6 +91,7 @@ class TraceStep(NamedTuple):
     tree: TreeStep | None = None
 
 
+@isolated
 def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
     """Returns the iterations of one input, as in the paper's Figure 1.
 

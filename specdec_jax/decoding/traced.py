@@ -22,6 +22,7 @@ from specdec_jax.decoding.request import prefill
 from specdec_jax.decoding.surroundings import laid_out, laid_out_drafter, native
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments, layouts
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -111,6 +112,7 @@ class Decoder:
     typical_delta: float | None = None
     rescale_log_probs: bool = True
 
+    @isolated
     def __post_init__(self):
         check_sampling(self.sampling)
         for name, value in tree_options(self.tree, self.drafter, self.gamma, self.verifier)._asdict().items():
@@ -138,6 +140,7 @@ class Decoder:
             typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,
         )  # fmt: skip
 
+    @isolated
     def decode(
         self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
         decoder_params: Mapping[str, Any] | None = None, prompted: bool = True,

@@ -11,6 +11,7 @@ import numpy as np
 from specdec_jax.decoding.beams import LEVELS, BeamOptions, begin, check_tree
 from specdec_jax.decoding.traced import Decoded, check_models, ends, known, lengths_of, network_of, on_network, traced
 from specdec_jax.models import arguments
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beams import BeamState, best_first
@@ -38,11 +39,13 @@ class BeamDecoder:
     gamma: int = LEVELS
     beam_width: int | None = None
 
+    @isolated
     def __post_init__(self):
         check_tree(self.drafter, self.gamma)
         arguments.check_integer("gamma", self.gamma, 0, MAX_GAMMA)
         check_models(self.drafter, self.config)
 
+    @isolated
     def decode(
         self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
         decoder_params: Mapping[str, Any] | None = None, prompted: bool = True, num_decodes: int = 1,

@@ -10,6 +10,7 @@ import numpy as np
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments, layouts
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.network import Network
@@ -71,6 +72,7 @@ class EarlyExitDrafter(Drafter):
     needs_target_state = True
     drafts_trees = True
 
+    @isolated
     def __init__(self, model: LanguageModel, layers: int, head=None):
         """Args:
           model: the target.

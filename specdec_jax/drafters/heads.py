@@ -19,6 +19,7 @@ from specdec_jax.drafters.tree_levels import draft_tree
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
@@ -60,6 +61,7 @@ class HeadsDrafter(Drafter):
     fingerprint: str = flax.struct.field(pytree_node=False)
 
     @classmethod
+    @isolated
     def of(cls, target: LanguageModel, config: HeadsConfig, params: dict) -> "HeadsDrafter":
         """Returns heads with the parameters `params` on `target`; they compute in the target's
         dtype.
@@ -74,6 +76,7 @@ class HeadsDrafter(Drafter):
         return cls(HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint)
 
     @classmethod
+    @isolated
     def load(cls, path, target: LanguageModel) -> "HeadsDrafter":
         """Returns the heads that `save` wrote, on `target`.
 
@@ -91,6 +94,7 @@ class HeadsDrafter(Drafter):
         params = {name: leaf.load(jnp.dtype(target.config.dtype)) for name, leaf in stored.items()}
         return cls.of(target, config, parameters.unflatten(params))
 
+    @isolated
     def save(self, path, dtype=None) -> None:
         """Writes a folder that `load` reads, in `dtype` or, for None, in the parameters' own dtype."""
         params = jax.tree.map(

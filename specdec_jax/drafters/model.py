@@ -20,6 +20,7 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
@@ -61,6 +62,7 @@ class ModelDrafter(Drafter):
     reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
     scorable: ClassVar[Any] = property(lambda self: not self.reduced)
 
+    @isolated
     def __init__(self, model: LanguageModel, shortlist: int | Sequence[int] | np.ndarray | None = None, int8=False):
         """A shortlist and 8 bits do not change the output law; both change what is proposed, and so
         the acceptance rate.

@@ -19,6 +19,7 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
 from specdec_jax.models import arguments
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.speculative.drafter import Drafter
@@ -51,6 +52,7 @@ class NGramDrafter(ChainDrafter):
     grows_trees: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
+    @isolated
     def count(
         cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token: int = 0,
         continuations: int = 8, sampled: bool = False, vocabulary: Vocabulary | None = None,
@@ -81,6 +83,7 @@ class NGramDrafter(ChainDrafter):
         self.table.save(path, sampled=np.bool_(self.sampled))
 
     @classmethod
+    @isolated
     def load(cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None) -> "NGramDrafter":
         """Returns the drafter that `save` wrote; `sampled`, if given, takes the place of what the
         file says.

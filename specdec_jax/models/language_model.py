@@ -16,18 +16,19 @@ from specdec_jax.models.filling import filled_params
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.jax_settings import check_not_traced, isolated
 from specdec_jax.models.network import (
     Network,
     check_positions,
     continuation_logits,
     decoder_only,
     fuses,
-    given_lengths,
     join,
     lay_out,
     random_params,
     teacher_forced_logits,
 )
+from specdec_jax.models.padding import without_padding
 from specdec_jax.models.sharding import ShardingRules
 
 
@@ -54,6 +55,7 @@ class LanguageModel:
         and on a CPU. None: they are not rounded.
     """
 
+    @isolated
     def __init__(
         self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="",
         donate_params=False,
@@ -80,7 +82,9 @@ class LanguageModel:
         self.config, self.vocabulary, self.name = config, vocabulary, name
         self.encoder_fingerprint, self.generation_config = encoder_fingerprint, generation_config
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
-        params = params if donate_params else jax.tree.map(lambda leaf: leaf, params)
+        if not donate_params:
+            # Arrays of 64 bits can be made where `jax_enable_x64` is on.
+            params = jax.tree.map(lambda leaf: leaf.astype(config.dtype) if leaf.dtype == np.float64 else leaf, params)
         self.quantized, self.input_bits = layouts.rounding_of(params)
         alone = rules is None and not config.matmul_dtype
         native = alone and panels.usable(config.dtype) and not (self.quantized and self.input_bits is None)
@@ -98,6 +102,7 @@ class LanguageModel:
         self.network = Network(packed, module, rules, platform)
 
     @classmethod
+    @isolated
     def random(
         cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random", rules=None,
         quantize: str | None = None,
@@ -115,6 +120,7 @@ class LanguageModel:
         return cls._made(config, make, vocabulary, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
 
     @classmethod
+    @isolated
     def filled(
         cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None,
         report: Callable[[int], None] = lambda count: None,
@@ -153,10 +159,12 @@ class LanguageModel:
         return f"LanguageModel({self.name!r}: {self.network!r}, {kind}, vocabulary: {vocabulary})"
 
     @property
+    @isolated
     def params(self) -> dict:
         return layouts.unpack(self.network.params)
 
     @functools.cached_property
+    @isolated
     def fingerprint(self) -> str:
         """A digest of all weights rounded to bfloat16, whatever their dtype and layout.
 
@@ -165,6 +173,7 @@ class LanguageModel:
         return identity.rounded(self.network.params, self.network.rules)
 
     @functools.cached_property
+    @isolated
     def contents(self) -> str:
         """A digest of the exact weights, with the configuration and whether the weights, and the
         inputs of products, are in 8 bits.
@@ -183,15 +192,19 @@ class LanguageModel:
         return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
 
     @functools.cached_property
+    @isolated
     def _fingerprint_of_corners(self) -> str:
         last = f"layers_{self.config.num_decoder_layers - 1}"
         return identity.of_corners(self.network.params, self.network.rules, last)
 
-    def logits(self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None) -> Logits:
+    @isolated
+    def logits(
+        self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None, attention_mask=None
+    ) -> Logits:  # fmt: skip
         """Returns the teacher-forced logits of the token after each of `decoder_tokens`.
 
         Args:
-          inputs: `[B, L]` ids; without `input_lengths`, 0 is padding. For a decoder-only model they
+          inputs: `[B, L]` ids; 0 before or after the text is padding. For a decoder-only model they
             are the tokens before `decoder_tokens`, 0 is an ordinary id, and None means that there
             are none.
           decoder_tokens: `[B, T]` decoder inputs, the start token first; for a decoder-only model
@@ -199,6 +212,8 @@ class LanguageModel:
           input_lengths: `[B]`, number of ids of each input that count; None: see `inputs`.
           encoder: the model whose encoder reads the inputs, for a model with an `encoder_dim`; else
             None.
+          attention_mask: `[B, L]`, 1 for ids that count and 0 for padding, on either side, in place
+            of `input_lengths`.
 
         Raises:
           ValueError: an id that the model lacks (ids of `inputs` past a row's length do not
@@ -206,6 +221,7 @@ class LanguageModel:
             `encoder` that is missing or does not fit.
         """
         check_process()
+        check_not_traced("logits", [inputs, decoder_tokens, input_lengths, attention_mask])
         if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
             got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
             raise ValueError(f"encoder: got {got}, expected {_expected_encoder(self.config)}")
@@ -214,10 +230,7 @@ class LanguageModel:
             if not decoder_only(self):
                 raise ValueError("inputs: got None for a model with an encoder, expected ids [B, L]")
             inputs = np.zeros((len(decoder_tokens), 0))
-        inputs = np.asarray(inputs, np.int32)
-        if input_lengths is None:
-            input_lengths = given_lengths(self, inputs)
-        input_lengths = np.asarray(input_lengths, np.int32)
+        inputs, input_lengths = without_padding(self, np.asarray(inputs, np.int32), input_lengths, attention_mask)
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)

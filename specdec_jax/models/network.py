@@ -283,14 +283,6 @@ def decoder_only(model) -> bool:
     return model.config.decoder_only
 
 
-def given_lengths(model, inputs: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
-    """Returns the lengths of `inputs` that were given without lengths.
-
-    0 is padding, but not for a decoder-only model, where it is an ordinary id.
-    """
-    return np.full(len(inputs), inputs.shape[1], np.int32) if decoder_only(model) else padded_lengths(inputs)
-
-
 def join(
     inputs: Int[np.ndarray, "B L"], input_lengths: Int[np.ndarray, " B"], tokens: Int[np.ndarray, "B T"]
 ) -> tuple[Int[np.ndarray, "B L+T"], Int[np.ndarray, "B T"]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import jax
 
+from specdec_jax.models.jax_settings import isolated
+
 
 def what_is_wrong(numbers_are_right: Callable[[], bool]) -> str | None:
     """Runs a trial; returns what is wrong, None if nothing is.
@@ -63,7 +65,7 @@ class Trial:
             if key not in self._found:
                 # The caller is being traced, another thread is not.
                 with concurrent.futures.ThreadPoolExecutor(1) as apart:
-                    self._found[key] = why = apart.submit(lambda: self._why_not(**case)).result()
+                    self._found[key] = why = apart.submit(isolated(self._why_not), **case).result()
                 if why:
                     which = f" ({', '.join(f'{name} {value}' for name, value in key)})" if key else ""
                     print(f"{self._refused}{which}: {why}", file=sys.stderr)

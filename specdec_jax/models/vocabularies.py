@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -19,19 +20,26 @@ _TOKENIZER_BYTES = 24 << 20  # the most bytes of a vocabulary's file; mT5's toke
 # The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take
 # half a gigabyte.
 LONGEST_TEXT = 1_000_000
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def check_lengths(name: str, texts: Iterable[str | None], first: int = 1) -> None:
-    """Checks that no text is too long to be encoded; None stands for no text.
+def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
+    """Checks that every text can be encoded; None stands for no text.
 
     Raises:
-      ValueError: a text is too long; the message has `name` and the text's number, counted from
+      ValueError: a text is too long, or has half a surrogate pair (as JSON's escapes and arguments
+      that are not UTF-8 give it); the message has `name` and the text's number, counted from
       `first`.
     """
     for number, text in enumerate(texts, first):
-        if text is not None and len(text) > LONGEST_TEXT:
+        if text is None:
+            continue
+        if len(text) > LONGEST_TEXT:
             expected = f"at most {LONGEST_TEXT:,}"
             raise ValueError(f"{name} {number}: got a text of {len(text):,} characters, expected {expected}")
+        if lone := _SURROGATE.search(text):
+            got = f"{reading.shown(text)}, which is not UTF-8 (character {lone.start()} is half of a surrogate pair)"
+            raise ValueError(f"{name} {number}: got {got}, expected UTF-8 text")
 
 
 def sentinels_for(pieces: int, logits: int | None) -> int:
@@ -60,11 +68,13 @@ class Vocabulary(abc.ABC):
       eos_ids: ids that end a text.
       frame: the ids that the tokenizer's files put before and after a text; None: they say nothing,
         and then the first EOS id is put after an encoder's input, as for every T5.
+      pad_id: id that pads inputs; None if there is none.
     """
 
     size: int
     eos_ids: tuple[int, ...] = (EOS_ID,)
     frame: Frame | None = None
+    pad_id: int | None = PAD_ID
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size:,} ids)"
@@ -155,7 +165,9 @@ class SentencePieceVocabulary(Vocabulary):
         if eos < 0:
             raise ValueError("got a SentencePiece model without an end-of-sequence piece, expected one")
         self.eos_ids = (eos,)
-        self._dropped = (eos, self._processor.pad_id())
+        pad = self._processor.pad_id()
+        self.pad_id = pad if pad >= 0 else None
+        self._dropped = (eos, pad)
         self.size = self._pieces + extra_ids
         control = np.flatnonzero(self._processor.is_control(list(range(self._pieces)))).tolist()
         special = {self._processor.id_to_piece(i): i for i in (*control, self._processor.unk_id())}
@@ -351,7 +363,8 @@ class TokenizerJsonVocabulary(Vocabulary):
         if not eos_ids:
             raise ValueError(f"got a tokenizer.json without {reading.shown(eos_token)}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
-        self._dropped = {*self.eos_ids, self._tokenizer.token_to_id("<pad>")}
+        self.pad_id = self._tokenizer.token_to_id("<pad>")
+        self._dropped = {*self.eos_ids, self.pad_id}
 
     @classmethod
     def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":

@@ -21,6 +21,7 @@ from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files.writing import alone
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config, t5_only
@@ -271,6 +272,7 @@ def _owners(params: dict) -> dict:
     return {name: jax.tree.map(lambda _: name, tree) for name, tree in params.items()}
 
 
+@isolated
 def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
     """Trains heads and writes them; resumes an earlier run in `output_dir`. See `train.fit`.
 

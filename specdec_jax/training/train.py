@@ -19,6 +19,7 @@ from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
 from specdec_jax.training import corpus, losses, run_vocabulary
@@ -45,6 +46,7 @@ _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
 # The run.
 
 
+@isolated
 def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
     """Trains a model and writes it to `output_dir/model`; resumes an earlier run in `output_dir`.
 
@@ -115,6 +117,7 @@ def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[
     return state
 
 
+@isolated
 def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16") -> None:
     """Writes the model of the run in `output_dir` to the folder `path`, replacing a model there.
 

@@ -280,7 +280,7 @@ EARLY = {
     "stream: got batch_size=1, num_samples=2"),
     "seed": (["--seed=-1"], "seed: got -1, expected an integer from 0 to 4294967295"),
     "great seed": (["--seed=99999999999999999999999"], "seed: got 99999999999999999999999, expected"),
-    "not UTF-8": (["sch\udcf6n"], r"sentence 2: got 'sch\udcf6n', which is not UTF-8, expected UTF-8 text"),
+    "not UTF-8": (["sch\udcf6n"], r"sentence 2: got 'sch\udcf6n', which is not UTF-8"),
     "gin tuple": (["--gin.GenerateOptions.stop='a'"], "stop: got 'a', expected tuple"),
     "gin bias": (["--gin.GenerateOptions.logit_bias=(5,)"], "logit_bias: got (5,), expected tuple"),
 }  # fmt: skip

@@ -258,9 +258,9 @@ def test_the_two_files_agree_on_real_text(name):
 
 def test_a_text_that_is_too_long_is_refused_by_its_length():
     texts = ["short", None, "a" * 1_000_001]
-    vocabularies.check_lengths("input", texts[:2])
+    vocabularies.check_texts("input", texts[:2])
     with pytest.raises(ValueError, match="input 3: got a text of 1,000,001 characters, expected at most 1,000,000"):
-        vocabularies.check_lengths("input", texts)
+        vocabularies.check_texts("input", texts)
 
 
 def regex_tokenizer(pattern: str) -> str:

@@ -17,8 +17,8 @@ def arrays(function):
 
     A record is not checked when it is made: JAX makes them of shapes, of places on a mesh and of None as well.
     """
-    if function.__name__ in ("__init__", "__post_init__"):
-        return function
+    if function.__name__ in ("__init__", "__post_init__") or function.__qualname__.startswith("isolated."):
+        return function  # `isolated` passes on anything, to a function that is checked by itself
     # jaxtyping asks twice: before the call, and after it with what is returned as the last argument.
     after = function.__annotations__.get("return", typing.Any) is not typing.Any
     function.__annotations__ = kinds = _of_arrays(function.__annotations__)

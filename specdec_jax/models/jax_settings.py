@@ -1,0 +1,86 @@
+"""Runs the package's functions under the JAX settings that they are written for, whatever the
+process has set."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+with jax.ensure_compile_time_eval():
+    _OUTSIDE = get_opaque_trace_state()
+_END = object()
+
+
+def package_settings() -> contextlib.ExitStack:
+    """Enters JAX's settings for this package, in this thread; leaving the returned context restores
+    the process's own.
+
+    Precision of products, type promotion, devices, `jax_disable_jit` and the checks for leaked
+    tracers and for transfers stay as they are set.
+    """
+    stack = contextlib.ExitStack()
+    for setting in (
+        jax.enable_x64(False),  # buffers, caches and kernels are of 32 bits or fewer
+        jax.numpy_rank_promotion("allow"),
+        jax.threefry_partitionable(True),  # else a key draws other tokens
+        # Masks are infinite, and slots that nobody reads may hold anything. What is read is checked:
+        # `NotNumbers` names input and token.
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        stack.enter_context(setting)
+    return stack
+
+
+def isolated(function: Callable) -> Any:
+    """Makes `function`, which may be a generator or jitted, run under `package_settings`.
+
+    The result has an attribute `isolated`, by which a test finds public names that are not.
+    """
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generate(*args, **options):
+            return _each_step(function(*args, **options))
+
+        generate.isolated = True  # type: ignore[attr-defined]
+        return generate
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        with package_settings():
+            return function(*args, **options)
+
+    call.isolated = True  # type: ignore[attr-defined]
+    if hasattr(function, "lower"):
+        call.lower = isolated(function.lower)  # type: ignore[attr-defined]
+    return call
+
+
+def _each_step(items: Iterator) -> Iterator:
+    """Yields `items`; between two of them the process has its own settings."""
+    while True:
+        with package_settings():
+            item = next(items, _END)
+        if item is _END:
+            return
+        yield item
+
+
+def check_not_traced(name: str, values: Iterable[Any] = ()) -> None:
+    """Raises ValueError inside a function that JAX traces, where `name` cannot be called.
+
+    With `values` only if one of them is traced.
+    """
+    values = tuple(values)
+    if any(isinstance(value, jax.core.Tracer) for value in values) or (
+        not values and get_opaque_trace_state() != _OUTSIDE
+    ):
+        raise ValueError(
+            f"{name}: got a call inside a function that JAX traces (jit, grad, vmap, scan), expected one outside it, "
+            "where values are known (of decoding, only `advance` can be traced)"
+        )

@@ -1,0 +1,87 @@
+"""Tells padding from text in arrays of ids, and moves it behind the text."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int, Integer
+
+from specdec_jax.models import arguments
+from specdec_jax.models.network import decoder_only, padded_lengths
+from specdec_jax.models.vocabularies import PAD_ID
+
+
+def padding_id(model) -> int | None:
+    """Returns the id that pads inputs, which is 0 for a model without a vocabulary; None if there
+    is none, as for every decoder-only model."""
+    return None if decoder_only(model) else getattr(model.vocabulary, "pad_id", PAD_ID)
+
+
+def without_padding(
+    model, inputs: Integer[np.ndarray, "B L"], input_lengths=None, attention_mask=None
+) -> tuple[Integer[np.ndarray, "B L"], Int[np.ndarray, " B"]]:
+    """Returns ids whose rows begin with their text, and how many ids of each row are text.
+
+    Args:
+      model: the model that reads the ids; before and after the text its `padding_id` is padding (if
+        a vocabulary has none, 0).
+      inputs: the ids; padding may be on either side.
+      input_lengths: `[B]`, number of ids of each row that count, from its first one; None: all, or
+        those that the mask marks.
+      attention_mask: `[B, L]`, as transformers' tokenisers return it: 1 for text, 0 for padding.
+
+    Raises:
+      ValueError: both or wrong ones of the last two, a mask with 0 inside a row's text, or padding
+        before a text whose length is given.
+    """
+    rows, width = inputs.shape
+    lengths = np.full(rows, width, np.int32)
+    if input_lengths is not None:
+        lengths = _checked_lengths(input_lengths, attention_mask, rows, width)
+    if attention_mask is not None:
+        return from_left(inputs, _marked(attention_mask, inputs.shape))
+    if decoder_only(model):
+        return inputs, lengths
+    pad = padding_id(model)
+    text = (inputs != (PAD_ID if pad is None else pad)) & (np.arange(width) < lengths[:, None])
+    if input_lengths is not None and width and np.any(wrong := text.any(axis=1) & ~text[:, 0]):
+        raise ValueError(
+            f"input {np.argmax(wrong)}: got padding before the text with input_lengths, expected attention_mask, or "
+            "text that begins at the left"
+        )
+    return from_left(inputs, text)
+
+
+def from_left(
+    ids: Integer[np.ndarray, "B L"], text: Bool[np.ndarray, "B L"]
+) -> tuple[Integer[np.ndarray, "B L"], Int[np.ndarray, " B"]]:
+    """Returns ids that begin with the first id of each row that is text, and the number of ids up
+    to the last one that is."""
+    width, marked = text.shape[1], text.astype(np.int32)
+    ends = padded_lengths(marked)
+    starts = np.where(ends > 0, width - padded_lengths(marked[:, ::-1]), 0)
+    places = starts[:, None] + np.arange(width)
+    if starts.any():
+        ids = np.where(places < width, np.take_along_axis(ids, np.minimum(places, width - 1), axis=1), PAD_ID)
+    return ids, (ends - starts).astype(np.int32)
+
+
+def _checked_lengths(input_lengths, attention_mask, rows: int, width: int) -> Int[np.ndarray, " B"]:
+    if attention_mask is not None:
+        raise ValueError("attention_mask: got one beside input_lengths, expected one of the two")
+    expected = f"{rows} integers from 0 to {width}"
+    lengths = arguments.check_numbers("input_lengths", input_lengths, expected, whole=True)
+    if lengths.shape != (rows,) or np.any((lengths < 0) | (lengths > width)):
+        raise ValueError(f"input_lengths: got {input_lengths}, expected {expected}")
+    return lengths.astype(np.int32)
+
+
+def _marked(attention_mask: Any, shape: tuple[int, ...]) -> Bool[np.ndarray, "B L"]:
+    """Returns the mask as booleans, once it is checked."""
+    mask = arguments.as_array(attention_mask)
+    if mask.shape != shape or mask.dtype.kind not in "biuf" or np.any((mask != 0) & (mask != 1)):
+        got = f"shape {mask.shape}" if mask.shape != shape else "other values"
+        raise ValueError(f"attention_mask: got {got}, expected 0 or 1 for each id, in shape {shape}")
+    holes = np.sum(np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1, axis=1) > 1
+    if holes.any():
+        raise ValueError(f"attention_mask: got 0 inside the text of input {np.argmax(holes)}, expected none there")
+    return mask.astype(bool)
