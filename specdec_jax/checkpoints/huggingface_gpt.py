@@ -81,8 +81,8 @@ def _by_our_names(tensors: dict[str, Leaf], config: GPTConfig) -> dict[str, Leaf
         leaf = tensors.pop(tensor_name(name), None)
         if leaf is not None:
             leaves[name] = leaf.transposed() if name == "decoder/logits_dense/kernel" else leaf
-    if config.logits_via_embedding:
-        tensors.pop("lm_head.weight", None)  # a copy of the embedding
+    if config.logits_via_embedding and (head := tensors.pop("lm_head.weight", None)) is not None:
+        leaves.setdefault("token_embedder/embedding", head)  # its copy, or all that the file holds of the two
     # Old files also hold the causal mask of every layer as a tensor.
     masks = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
     return leaves | {name: leaf for name, leaf in tensors.items() if not masks.fullmatch(name)}

@@ -47,8 +47,10 @@ def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) ->
     """Returns the configuration that config.json and the tensors give, and the tensors as our
     leaves."""
     places = {part: _first_there(names, tensors) for part, names in _EMBEDDINGS.items()}
+    if places["decoder"] not in tensors and _HEAD in tensors and options.get("tie_word_embeddings", True):
+        places = dict.fromkeys(places, _HEAD)  # of the tied tensors, the file holds the head alone
     differs = lambda part: not _same_tensor(tensors, places[part], places["decoder"])
-    separate_head = places["head"] == _HEAD or differs("head")
+    separate_head = places["head"] == _HEAD != places["decoder"] or differs("head")
     config = _config(folder, options, separate_head, differs("encoder"))
     return config, _by_our_names(tensors, config, places)
 

@@ -242,6 +242,11 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
         raise ValueError(f"{folder}: got heads, which only draft for their target, expected a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
+    elif (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder}: got a PEFT adapter without its model, expected a whole model; merge them with peft: "
+            "AutoPeftModelForSeq2SeqLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder)"
+        )
     else:
         expected = "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save wrote"
         raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")

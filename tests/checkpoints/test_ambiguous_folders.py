@@ -13,7 +13,8 @@ import safetensors.numpy
 from golden_models import GOLDEN, engine_tokens, greedy_tokens
 from make_checkpoints import HF_CONFIG, PARAMS, TENSORS, TINY
 
-from specdec_jax.checkpoints import converter, loader, t5x
+import specdec_jax as sd
+from specdec_jax.checkpoints import converter, huggingface_gpt, loader, t5x
 from specdec_jax.models import parameters
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -231,3 +232,42 @@ def test_another_dtype_where_a_parameter_is_expected_is_refused(tmp_path):
     (tmp_path / "flax" / "flax_model.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
     with pytest.raises(ValueError, match="parameter .*: got"):
         load(tmp_path / "flax")
+
+
+def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
+    """As safetensors may keep either name of one tensor; transformers 5.24 reads both models."""
+    tied = TENSORS | {"shared.weight": TENSORS["lm_head.weight"]} if "lm_head.weight" in TENSORS else dict(TENSORS)
+    tied.pop("lm_head.weight", None)
+    renamed = {("lm_head.weight" if name == "shared.weight" else name): x for name, x in tied.items()}
+    expected, _ = load(make.write_hf(tmp_path / "usual", tied, tie_word_embeddings=True))
+    found, _ = load(make.write_hf(tmp_path / "t5", renamed, tie_word_embeddings=True))
+    assert found.config == expected.config and found.config.logits_via_embedding
+    assert_params(found, parameters.flatten(expected.params))
+    with pytest.raises(ValueError, match="parameter token_embedder/embedding: got none"):
+        load(make.write_hf(tmp_path / "separate", renamed, tie_word_embeddings=False))
+    config = sd.GPTConfig(vocab_size=24, emb_dim=8, num_heads=2, num_decoder_layers=1, mlp_dim=16, num_positions=8)
+    gpt = sd.LanguageModel.random(config, eos_ids=())
+    flat = {name: np.asarray(x) for name, x in parameters.flatten(gpt.params).items()}
+    tensors = {huggingface_gpt.tensor_name(name): x for name, x in flat.items()}
+    tensors["lm_head.weight"] = tensors.pop("wte.weight")
+    (tmp_path / "gpt").mkdir()
+    safetensors.numpy.save_file(tensors, tmp_path / "gpt" / "model.safetensors")
+    shape = dict(
+        model_type="gpt2",
+        vocab_size=24,
+        n_embd=8,
+        n_head=2,
+        n_layer=1,
+        n_inner=16,
+        n_positions=8,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    (tmp_path / "gpt" / "config.json").write_text(json.dumps(shape))
+    assert_params(load(tmp_path / "gpt")[0], flat)
+
+
+def test_an_adapter_without_its_model_says_how_to_merge_it(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="got a PEFT adapter without its model, expected a whole model; merge them"):
+        loader.load(tmp_path)
