@@ -4,15 +4,17 @@ import copy
 import os
 import pathlib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from specdec_jax.files import reading
+from specdec_jax.models import tokenizer_checks
 from specdec_jax.models.vocabularies import (
+    TOKENIZER_BYTES,
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
     Vocabulary,
-    byte_level_bpe,
     check_extra_ids,
     sentinels_for,
 )
@@ -152,7 +154,7 @@ def _byte_level_bpe(
     tokens = [
         {"content": token} | strips.get(token, {}) for token in sorted(added, key=lambda token: added[token] or -1)
     ]
-    text = byte_level_bpe(file, folder / "merges.txt", tokens, _flag(folder, options, "add_prefix_space"))
+    text = _merged_pieces(file, folder / "merges.txt", tokens, _flag(folder, options, "add_prefix_space"))
     token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
     around = _around(folder, options, kind)
     if around is None and (kind or options.get("add_bos_token") is not None):
@@ -165,6 +167,37 @@ def _byte_level_bpe(
         raise ValueError(f"{file}: {error}") from None
     _check_added(folder, added, vocabulary)
     return vocabulary
+
+
+def _merged_pieces(vocab_file, merges_file, special_tokens: Iterable[dict], add_prefix_space: bool = False) -> str:
+    """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
+
+    Args:
+      vocab_file, merges_file: paths of the two files.
+      special_tokens: tokens that are matched as a whole, each with its `content` and, perhaps,
+        whether the spaces beside it belong to it (`lstrip`, `rstrip`); those that the vocabulary
+        lacks get the ids after its own.
+      add_prefix_space: whether a space is put before every text.
+
+    Raises:
+      ValueError: the files cannot be read as such.
+    """
+    import tokenizers
+
+    pieces = reading.read_json(vocab_file, TOKENIZER_BYTES)
+    reading.check_file(merges_file, TOKENIZER_BYTES)
+    try:
+        tokenizer_checks.check_ids(pieces.items())
+        bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"{vocab_file}: got no readable vocabulary with merges ({reading.reason(error)}), expected GPT-2's"
+        ) from None
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(special=True, **token) for token in special_tokens])
+    return tokenizer.to_str()
 
 
 def _strips(entry: dict) -> dict[str, bool]:

@@ -16,7 +16,7 @@ from specdec_jax.models.special_tokens import Frame, SpecialTokens, read_frame, 
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
 _MOST_SENTINELS = 10_000
-_TOKENIZER_BYTES = 24 << 20  # the most bytes of a vocabulary's file; mT5's tokenizer.json has 16 MB
+TOKENIZER_BYTES = 24 << 20  # the most bytes of a vocabulary's file; mT5's tokenizer.json has 16 MB
 # The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take
 # half a gigabyte.
 LONGEST_TEXT = 1_000_000
@@ -176,7 +176,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     @classmethod
     def load(cls, path, extra_ids: int = 0) -> "SentencePieceVocabulary":
-        model = reading.read_bytes(path, _TOKENIZER_BYTES)
+        model = reading.read_bytes(path, TOKENIZER_BYTES)
         try:
             return cls(model, extra_ids)
         except ValueError as error:
@@ -273,37 +273,6 @@ class ByteVocabulary(Vocabulary):
         return {"eos_token": EOS_ID, "pad_token": PAD_ID, "unk_token": UNK_ID}
 
 
-def byte_level_bpe(vocab_file, merges_file, special_tokens: Iterable[dict], add_prefix_space: bool = False) -> str:
-    """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
-
-    Args:
-      vocab_file, merges_file: paths of the two files.
-      special_tokens: tokens that are matched as a whole, each with its `content` and, perhaps,
-        whether the spaces beside it belong to it (`lstrip`, `rstrip`); those that the vocabulary
-        lacks get the ids after its own.
-      add_prefix_space: whether a space is put before every text.
-
-    Raises:
-      ValueError: the files cannot be read as such.
-    """
-    import tokenizers
-
-    pieces = reading.read_json(vocab_file, _TOKENIZER_BYTES)
-    reading.check_file(merges_file, _TOKENIZER_BYTES)
-    try:
-        tokenizer_checks.check_ids(pieces.items())
-        bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"{vocab_file}: got no readable vocabulary with merges ({reading.reason(error)}), expected GPT-2's"
-        ) from None
-    tokenizer = tokenizers.Tokenizer(bpe)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(special=True, **token) for token in special_tokens])
-    return tokenizer.to_str()
-
-
 class TokenizerJsonVocabulary(Vocabulary):
     """The vocabulary of a Hugging Face `tokenizer.json`, read by the `tokenizers` library."""
 
@@ -369,7 +338,7 @@ class TokenizerJsonVocabulary(Vocabulary):
     @classmethod
     def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":
         """Reads the file at `path`; `options` as for the class."""
-        text = reading.read_text(path, _TOKENIZER_BYTES)
+        text = reading.read_text(path, TOKENIZER_BYTES)
         try:
             return cls(text, eos_ids, **options)
         except ValueError as error:
