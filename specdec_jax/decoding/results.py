@@ -8,7 +8,7 @@ import numpy as np
 
 from specdec_jax.decoding import costs
 from specdec_jax.decoding.request import Request
-from specdec_jax.decoding.stop import cut
+from specdec_jax.decoding.stop import cut, without_end
 from specdec_jax.files.reading import shown
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
@@ -203,7 +203,8 @@ def collect(
     for row in lost:
         lengths[row], reasons[row] = 0, "error"
     for row in range(len(lengths)) if request.stop else ():
-        kept = cut(target.vocabulary, tokens[row, : lengths[row]].tolist(), request.stop)
+        ids = without_end(target.vocabulary, tokens[row, : lengths[row]].tolist(), reasons[row])
+        kept = cut(target.vocabulary, ids, request.stop)
         if kept is not None:
             lengths[row], reasons[row] = kept, "stop"
     live = columns < lengths[:, None]
@@ -212,7 +213,10 @@ def collect(
     # Under argmax the sampled law is one-hot: every chosen token has log-probability 0.
     adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
-        texts = [target.vocabulary.decode(row[:length]) for row, length in zip(tokens, lengths)]
+        texts = [
+            target.vocabulary.decode(without_end(target.vocabulary, row[:length], reason))
+            for row, length, reason in zip(tokens, lengths, reasons)
+        ]
         for row in lost:
             texts[row] = None
     if request.learns and not any(errors):

@@ -8,6 +8,17 @@ from specdec_jax.models.vocabularies import Vocabulary
 _UNFINISHED = "\ufffd"  # what bytes that are not yet a whole character decode to
 
 
+def without_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) -> Sequence[int]:
+    """Returns the ids of a row that make its text: all but a special token that ended it, whichever
+    EOS id it is.
+
+    An ordinary token, such as a full stop, is text where it ends a row too, as for transformers.
+    """
+    # Vocabularies of others may lack the method.
+    special = getattr(vocabulary, "is_special", lambda token: False)
+    return ids[:-1] if finish_reason == "eos" and special(int(ids[-1])) else ids
+
+
 def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int | None:
     """Returns how many of `ids` come before the first stop string in their text; None if there is
     none.

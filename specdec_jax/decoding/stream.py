@@ -89,7 +89,7 @@ def _last_pieces(target, state: DecodeState, request: Request, rows, sent, repor
     result = collect(target, state, request).checked(reports)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
-        text, error = _after(target.vocabulary, ids, sent[row]), result.errors[row]
+        text, error = (result.texts[row] or "")[len(target.vocabulary.decode(ids[: sent[row]])) :], result.errors[row]
         yield Piece(row, text, ids[sent[row] :], result.finish_reasons[row], error)
 
 

@@ -99,8 +99,8 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; padding, EOS and ids past the vocabulary are dropped,
-        sentinels are kept."""
+        """Returns the text of `ids`; padding, the first EOS id and ids past the vocabulary are
+        dropped, other EOS ids and sentinels are kept."""
 
     @abc.abstractmethod
     def piece(self, token: int) -> str:
@@ -110,6 +110,10 @@ class Vocabulary(abc.ABC):
     def special_ids(self) -> dict[str, int]:
         """Returns the ids of `eos_token`, `pad_token` and `unk_token`, as far as there are any."""
         return {"eos_token": self.eos_ids[0]}
+
+    def is_special(self, token: int) -> bool:
+        """Returns whether a token is no text: padding, EOS, unknown, control or sentinel."""
+        return token == self.pad_id or token in self.eos_ids[:1]
 
     def fingerprint(self) -> str:
         """Returns a digest, equal for two vocabularies iff they map every id to the same piece.
@@ -217,6 +221,12 @@ class SentencePieceVocabulary(Vocabulary):
                 text += (" " if text else "") + self.piece(token)
         return text
 
+    def is_special(self, token: int) -> bool:
+        ordinary = 0 <= token < self._pieces and not (
+            self._processor.is_control(token) or self._processor.is_unknown(token)
+        )
+        return not ordinary
+
     def piece(self, token: int) -> str:
         if not 0 <= token < self.size:
             return f"<{token}>"
@@ -260,6 +270,9 @@ class ByteVocabulary(Vocabulary):
             elif self._first_sentinel <= token < self.size:
                 out += self.piece(token).encode()
         return out.decode("utf-8", errors="ignore")
+
+    def is_special(self, token: int) -> bool:
+        return not self.OFFSET <= token < self._first_sentinel
 
     def piece(self, token: int) -> str:
         if token < self.OFFSET:
@@ -333,7 +346,10 @@ class TokenizerJsonVocabulary(Vocabulary):
             raise ValueError(f"got a tokenizer.json without {reading.shown(eos_token)}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
         self.pad_id = self._tokenizer.token_to_id("<pad>")
-        self._dropped = {*self.eos_ids, self.pad_id}
+        # Further EOS ids may be ordinary tokens, such as a full stop.
+        self._dropped = {self.eos_ids[0], self.pad_id}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._no_text = {token for token, described in added.items() if described.special} | self._dropped
 
     @classmethod
     def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":
@@ -371,6 +387,9 @@ class TokenizerJsonVocabulary(Vocabulary):
     def decode(self, ids: Iterable[int]) -> str:
         kept = [i for i in without_start(ids, self.frame) if 0 <= i < self.size and i not in self._dropped]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._no_text
 
     def piece(self, token: int) -> str:
         piece = self._tokenizer.id_to_token(token) if token >= 0 else None

@@ -13,7 +13,8 @@ _COUNTED = 1 << 25  # how many bytes of a longer line are read, for the message
 
 
 def read_lines(path) -> Iterator[str]:
-    """Yields the lines of a UTF-8 text file, gzip or not, without their ends.
+    """Yields the lines of a UTF-8 text file, gzip or not, without their ends and without a byte order
+    mark.
 
     Raises:
       ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged
@@ -34,7 +35,7 @@ def lines_of(file: BinaryIO, name) -> Iterator[str]:
                 more = "more than " if len(line) >= _COUNTED else ""
                 got = f"got {more}{len(line):,} bytes, expected fewer than {_LONGEST_LINE:,}"
                 raise ValueError(f"{name}, line {number}: {got} (one text a line)")
-            yield line.decode("utf-8").rstrip("\r\n")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
         raise ValueError(f"{name}, line {number}: {reason}") from None
