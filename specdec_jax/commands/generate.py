@@ -243,6 +243,7 @@ def _decoded(
     )  # fmt: skip
     by_input = zip(*[outputs] * options.outputs)
     with Progress("sentences", len(job.inputs), lines=False, quiet=sys.stdout.isatty()) as progress:
+        endings.say = progress.message  # above the bar
         for number, rows_of_one in enumerate(by_input):
             endings.add(number, rows_of_one)
             yield from job.lines(number, rows_of_one)
