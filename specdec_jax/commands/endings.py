@@ -5,6 +5,7 @@ from typing import Any
 
 from specdec_jax.decoding.checks import listed
 from specdec_jax.decoding.jobs import Output
+from specdec_jax.decoding.stream import Piece
 
 # So many messages about single inputs are printed; the line at the end has all numbers that matter.
 _SAID = 5
@@ -26,7 +27,7 @@ class Endings:
         self.failed: list[int] = []
         self._without_draft: list[int] = []
 
-    def add(self, number: int, outputs: Sequence[Output]) -> dict[str, Any]:
+    def add(self, number: int, outputs: Sequence[Output | Piece]) -> dict[str, Any]:
         """Counts the outputs of one input, and tells what was wrong with it; returns what `restore` takes."""
         note: dict[str, Any] = {"cut": sum(output.finish_reason == "length" for output in outputs)}
         errors = [output.error for output in outputs if output.error]
