@@ -5,6 +5,7 @@ from typing import Any
 
 from specdec_jax.decoding.checks import listed
 from specdec_jax.decoding.jobs import Output
+from specdec_jax.decoding.stream import Piece
 
 # So many messages about single inputs are printed; the line at the end has all numbers that matter.
 _SAID = 5
@@ -16,16 +17,17 @@ class Endings:
     Inputs are numbered from 0, and from 1 in messages, like the lines of a file.
 
     Attributes:
+      say: prints a line.
       failed: numbers of the inputs with an output less.
     """
 
     def __init__(self, max_new_tokens: int, say: Callable[[str], None]):
-        """Begins to count; `say` prints a line."""
-        self._limit, self._say, self._outputs, self._cut, self._said = max_new_tokens, say, 0, 0, 0
+        """Begins to count."""
+        self.say, self._limit, self._outputs, self._cut, self._said = say, max_new_tokens, 0, 0, 0
         self.failed: list[int] = []
         self._without_draft: list[int] = []
 
-    def add(self, number: int, outputs: Sequence[Output]) -> dict[str, Any]:
+    def add(self, number: int, outputs: Sequence[Output | Piece]) -> dict[str, Any]:
         """Counts the outputs of one input, and tells what was wrong with it; returns what `restore` takes."""
         note: dict[str, Any] = {"cut": sum(output.finish_reason == "length" for output in outputs)}
         errors = [output.error for output in outputs if output.error]
@@ -34,7 +36,7 @@ class Endings:
             self._said += 1
             if self._said <= _SAID:
                 what = "no output" if note["lost"] else "nothing was drafted from there on"
-                self._say(f"sentence {number + 1}: {what}: {errors[0].reason}")
+                self.say(f"sentence {number + 1}: {what}: {errors[0].reason}")
         self.restore(number, note, len(outputs))
         return {name: value for name, value in note.items() if value or name == "lost"}
 
@@ -52,9 +54,9 @@ class Endings:
         """
         if self._cut:
             plural = "s" * (self._outputs != 1)
-            self._say(f"{self._cut} of {self._outputs} output{plural} ended by length: --max_new_tokens={self._limit}")
+            self.say(f"{self._cut} of {self._outputs} output{plural} ended by length: --max_new_tokens={self._limit}")
         if self._without_draft:
-            self._say(
+            self.say(
                 f"{listed('sentence', self._without_draft, inputs)}: the drafter gave logits that are not finite "
                 "numbers; the outputs are the target's"
             )

@@ -185,7 +185,7 @@ def run(options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], 
     decoding, options = _decoding(options, drafter), options.filled(target)
     if options.resumes:
         return _write_file(target, job, options, decoding, begun)
-    endings = Endings(options.max_new_tokens, _say)
+    endings = Endings(options.limit, _say)
     if options.stream:
         _print_pieces(target, job.inputs, options, decoding, endings)
     else:
@@ -214,12 +214,12 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str], begun: Callabl
     target, drafter = options.load()
     decoding, options = _decoding(options, drafter), options.filled(target)
     job = seqio_jobs.Job(
-        tasks, split, target, input_length=options.max_input_length, output_length=options.max_new_tokens,
+        tasks, split, target, input_length=options.max_input_length, output_length=options.limit,
         batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
     )  # fmt: skip
     if options.resumes:
         return _write_file(target, job, options, decoding, begun, job.finish)
-    endings = Endings(options.max_new_tokens, _say)
+    endings = Endings(options.limit, _say)
     job.finish(list(_passed_on(_decoded(target, job, options, decoding, endings), options.output_file)), None)
     return endings.tell(len(job.inputs))
 
@@ -243,6 +243,7 @@ def _decoded(
     )  # fmt: skip
     by_input = zip(*[outputs] * options.outputs)
     with Progress("sentences", len(job.inputs), lines=False, quiet=sys.stdout.isatty()) as progress:
+        endings.say = progress.message  # above the bar
         for number, rows_of_one in enumerate(by_input):
             endings.add(number, rows_of_one)
             yield from job.lines(number, rows_of_one)
@@ -292,7 +293,7 @@ def _write_file(
             if journal.done:
                 progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
                 progress.skip(len(journal.done))
-            endings = Endings(options.max_new_tokens, progress.message)
+            endings = Endings(options.limit, progress.message)
             for number, note in journal.notes.items():
                 endings.restore(number, note, options.outputs)
             if endings.failed and options.non_finite == "raise":

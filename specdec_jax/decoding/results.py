@@ -125,7 +125,8 @@ class GenerationResult(NamedTuple):
         for row, length in enumerate(self.lengths[:_SHOWN].tolist()):
             what = self.tokens[row, :length].tolist() if self.texts is None else self.texts[row]
             score = None if self.scores is None else float(self.scores[row])
-            rows.append(f"\n  {row}: {in_words(what, length, *self.finish_reasons[row : row + 1], score)}")
+            reason = self.finish_reasons[row] if self.finish_reasons else ""  # T5X's loop tells none
+            rows.append(f"\n  {row}: {in_words(what, length, reason, score)}")
         more = f"\n  … {len(self.lengths) - _SHOWN:,} more" if len(self.lengths) > _SHOWN else ""
         per_call = getattr(self.stats, "tokens_per_target_call", None)
         speed = "" if per_call is None else f", {per_call:.2f} per target call"

@@ -63,8 +63,8 @@ BAD = {
                                                                                                   "with output_file="),
     "two sources": (["generate", "PAIR", "--input_file=LATIN1", "hello"], "expected one of the two"),
     "too long": (["generate", "PAIR", "--max_input_length=5", "hello " * 9], "sentence 1: got"),
-    "too long for the benchmark": (["benchmark", "PAIR", "--max_input_length=5"], "sentence 1: got"),
-    "too long for the demo": (["demo", "PAIR", "--max_input_length=5"], "sentence 1: got"),
+    "too long for the benchmark": (["benchmark", "PAIR", "--max_input_length=5"], "sentences 1, 2, "),
+    "too long for the demo": (["demo", "PAIR", "--max_input_length=5"], "sentences 1, 2, "),
     "gin name": (["generate", "PAIR", "--gin.Nothing.x=1", "hello"], "No configurable matching 'Nothing'"),
     "gin field": (["generate", "PAIR", "--gin.GenerateOptions.gama=1", "hello"], "doesn't have a parameter named "
                                                                                  "'gama'"),

@@ -333,11 +333,13 @@ def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
         assert options["refill"] and options["batch_size"] == 2
         for number in (1, 3, 0, 2, 4):
             finished.append(number)
-            yield number, (inputs[number],)
+            yield number, (types.SimpleNamespace(text=inputs[number], error=None),)
 
     monkeypatch.setattr(jobs, "decode_stream", decode_stream)
     # (the output, finished inputs when it came)
-    outputs = [(output, len(finished)) for output in jobs.decode_all(ANYTHING, list("abcde"), batch_size=2, seed=0)]
+    outputs = [
+        (output.text, len(finished)) for output in jobs.decode_all(ANYTHING, list("abcde"), batch_size=2, seed=0)
+    ]
     assert outputs == [("a", 3), ("b", 3), ("c", 4), ("d", 4), ("e", 5)]
 
 

@@ -27,6 +27,7 @@ def test_a_result_is_a_line_for_each_of_its_first_rows(model):
     assert rows[:2] == [f"  0: {result.texts[0]!r} (length, 5 tokens)", "  1: '' (empty, 0 tokens)"]
     assert (len(rows), more) == (10, "  … 2 more") and is_short(str(result))
     assert is_short(str(result.stats)) and "per_row=<12 rows>" in str(result.stats)
+    assert str(result._replace(finish_reasons=[])).splitlines()[1] == f"  0: {result.texts[0]!r} (5 tokens)"
     tokens = sd.generate(model, ["abc"], max_new_tokens=40, eos_ids=())._replace(texts=None)
     assert is_short(str(tokens)) and str(tokens.tokens[0, 0]) in str(tokens)
 
