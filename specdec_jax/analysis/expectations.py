@@ -149,7 +149,7 @@ def expectations(
             },
         })  # fmt: skip
     powers = [alpha**gamma for gamma in range(1, gamma_max + 1)] if alpha is not None else None
-    best = {
+    best: dict[str, Any] = {
         "theorem_3_8": formulas.best_gamma(powers, c, [1.0] * (gamma_max + 1)) if powers else None,
         "with_verify_cost": formulas.best_gamma(powers, c, mean_cost) if powers else None,
         "by_position": {

@@ -168,7 +168,7 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
     times = step_times(target, drafter, batches, choices, options, widths)
     last = choices[-1]
     added = times[f"iteration, {last}"].median - times[f"call, {last}"].median
-    step = max(0.0, added / last.gamma) if drafter.second_model is not None else 0.0
+    step = max(0.0, added / last.gamma) if drafter.steps() else 0.0
     padded = [batch.padded for batch in batches]
     expected = {choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices}
     found = best_trees(accepted, gammas[-1], times, iteration_seconds(choices[0], times), step)

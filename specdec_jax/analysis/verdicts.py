@@ -96,8 +96,8 @@ def advise(
         return f"--gamma={best}, for which the formulas promise {gains[best]:.3g} times"
     if cost_ratio >= alpha:
         return (
-            f"a drafter that costs less: a draft step takes {cost_ratio:.2f} of a target step, and pays from an alpha "
-            f"above that, which is {alpha:.2f}"
+            f"a drafter that costs less: a draft step takes {cost_ratio:.2f} of a target step, which pays only where "
+            f"alpha is greater, and it is {alpha:.2f}"
         )
     if batch_size > 1 and v[-1] > 1.5:
         return f"a smaller --batch_size: a target call over {max(widths)} positions takes {v[-1]:.2f} steps"

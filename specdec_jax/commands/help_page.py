@@ -63,7 +63,7 @@ EXAMPLES = {
         f"specdec benchmark {_PAIR} --num_beams=4 --gamma=1,2,3 --beam_width=6,8",
         "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --forced_alpha=0.75",
     ),
-    "measure": (f"specdec measure {_PAIR} --temperature=1 --plot=figure.png",),
+    "measure": (f"specdec measure {_PAIR} --temperature=1 --plot=figure.png --output=measured.json",),
     "figures": (
         "specdec figures --output=report.html",
         "specdec figures --records=record.json --records=measured.json",

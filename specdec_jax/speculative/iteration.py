@@ -38,7 +38,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from specdec_jax.models.axes import Live, Peak, PerRow, States, Tokens
 from specdec_jax.models.network import Network
@@ -258,11 +258,8 @@ def commit(
       drafted: how many tokens were drafted in all, of which those of `draft` may be a part; None:
         no more than its `num_drafted`.
     """
-    # Where a tree was drafted, or the policy read its laws, no more was wanted than was drafted.
-    missed = drafted is None and draft.seen is None
     drafted = draft.num_drafted if drafted is None else drafted
-    width = state.program.gamma + 1
-    active, num_accepted = ~state.done, verified.num_accepted
+    width, active, num_accepted = state.program.gamma + 1, ~state.done, verified.num_accepted
     offsets = jnp.arange(width)
     # The new tokens of a row: the accepted ones, then the next one.
     new = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
@@ -282,8 +279,6 @@ def commit(
     examined = active[:, None] & (offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None])
     examined &= offsets[:-1] <= first_eos[:, None]
     stood = examined & (offsets[:-1] < num_accepted[:, None])
-    undrafted = active & (num_accepted == draft.num_drafted) & (first_eos >= num_accepted)
-    undrafted &= (num_accepted < _count_wanted(state)) if missed else False
     counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
     by_position = lambda counted, mask: counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
     counts = Counts(
@@ -293,7 +288,7 @@ def commit(
         accepted=counts.accepted + jnp.sum(integer(stood), axis=1),
         examined_by_position=by_position(counts.examined_by_position, examined),
         accepted_by_position=by_position(counts.accepted_by_position, stood),
-        undrafted=counts.undrafted + integer(undrafted),
+        undrafted=counts.undrafted + integer(_find_undrafted(state, draft, num_accepted, first_eos)),
     )
     policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen, draft.judged)
     if state.policy is not None:
@@ -305,6 +300,21 @@ def commit(
         last_drafted=jnp.where(active, drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
         last_seen=draft.seen, policy_state=policy_state,
     )  # fmt: skip
+
+
+def _find_undrafted(state: DecodeState, draft: Draft, num_accepted: PerRow, first_eos: PerRow) -> Bool[Array, " B"]:
+    """Returns the rows whose draft was accepted whole, or was empty, and shorter than wanted.
+
+    After an accepted EOS nothing is wanted; a policy that reads a draft's distributions wants no more
+    than it let the drafter draft; and of trees nothing is counted.
+
+    Args:
+      first_eos: the place of the first EOS among the new tokens, past the end if there is none.
+    """
+    if draft.seen is not None or state.program.tree is not None:
+        return jnp.zeros_like(state.done)
+    whole = (num_accepted == draft.num_drafted) & (first_eos >= num_accepted)
+    return whole & (num_accepted < _count_wanted(state))  # where a row is done, nothing is wanted
 
 
 def _write(

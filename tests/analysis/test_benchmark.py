@@ -217,6 +217,20 @@ def test_shares_add_up_or_are_not_told(measured):
     assert "  time in draft steps 75%, rest 25%; most of it: draft steps\n" in summaries.benchmark_summary(record)
 
 
+def test_there_is_no_verdict_where_nothing_was_drafted(measured):
+    record = json.loads(json.dumps(measured[0]))
+    record["speculative"][0]["stats"]["drafted"] = 0
+    said = "no verdict: drafter drafted nothing; try a model as the drafter\n"
+    record["drafter"]["name"] = "drafter"
+    assert summaries.benchmark_summary(record).startswith(said)
+    record |= {"verdicts": [], "speculative": []}
+    assert summaries.benchmark_summary(record).startswith("no verdict: --forced_alpha times whole decodes\n")
+    record["options"]["preset"] = "tiny"
+    assert summaries.benchmark_summary(record).startswith("no verdict: of random weights only steps are timed; --f")
+    record["drafter"] = None
+    assert "plain decoding alone was timed\n" in summaries.benchmark_summary(record)
+
+
 @pytest.mark.parametrize("catches_up", [False, True])
 def test_spans_are_the_calls_of_the_iterations(catches_up):
     times = TIMES | ({"draft pair": Spread(0.15, 0.15, 0.15)} if catches_up else {})

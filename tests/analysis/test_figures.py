@@ -12,7 +12,7 @@ from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEAS
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import page as report_page
-from specdec_jax.analysis.report import paper, plots, rows
+from specdec_jax.analysis.report import paper, plots, record_checks, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import benchmark, main
 
@@ -81,6 +81,7 @@ def test_rows_of_every_kind_of_record():
             0,
             0.03125,
             1.25,
+            0.8125,
         ),
         rows.Row(
             "big", "small", "7 of ende/test.tsv.gz", 0.0, "tree widths:2, mixed", None, None, 0.0625, 1.125, 1.75, None,
@@ -237,6 +238,21 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
     assert ">big</td><td class=" not in text
 
 
+def test_a_drafter_that_drafts_now_and_then_has_two_rates():
+    """Beside other drafters' α stands that per position of the output."""
+    benchmark, measure, compared = (json.loads(json.dumps(record)) for record in (BENCHMARK, MEASURE, COMPARED))
+    benchmark["speculative"][0]["stats"] |= {"acceptance_rate": 0.5, "acceptance_rate_per_position": 0.0625}
+    measure["acceptance"] |= {"alpha": 0.125, "alpha_where_drafted": 0.75}
+    compared["arms"][0] |= {"alpha": 0.25, "alpha_where_drafted": 0.875}
+    found = [("a.json", benchmark), ("b.json", measure), ("c.json", compared)]
+    for path, record in found:
+        record_checks.check(record)
+    text = report_page.report([(pathlib.Path(path), record) for path, record in found])
+    table_3 = text.partition("Table 3. α per position of the output")[2].partition("</table>")[0]
+    for cell in ("0.062 (0.500)", "0.125 (0.750)", "0.250 (0.875)"):
+        assert text.partition("<h2>Theory")[0].count(f">{cell}<") == 2 and f">{cell}<" in table_3
+
+
 def test_lenience_makes_a_table_of_its_own():
     def record(lenience: float, alpha: float) -> dict:
         changed = json.loads(json.dumps(BENCHMARK))
@@ -323,9 +339,8 @@ def test_bad_output(tmp_path, capsys):
 def test_what_was_measured_comes_first():
     """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no figure twice."""
     text = report_page.report([(pathlib.Path("a.json"), BENCHMARK)])
-    places = [
-        text.index(part) for part in ("α: the share", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
-    ]
+    parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
+    places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert '<td class="text">small</td><td class="text">block</td><td>3</td>' in text.replace("'", '"')
     assert text.count("Figure 2.") == 1 and "prefers-color-scheme: dark" in text
