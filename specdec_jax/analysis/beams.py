@@ -111,8 +111,8 @@ def benchmark_beams(
     seconds = {name: np.array(arm.seconds) for name, arm in searches.items()}
     record["verdict"] = verdicts.find_best(seconds)
     compared = [{"name": str(tree), **found} for tree, found in zip(trees[1:], record["searches"], strict=True)]
-    for name in others or ():
-        record["against"] = comparison.compare(name, searches | {name: arms[name]}, target, batches, differences)
+    for name in comparison.others_of(others):
+        record["against"] = comparison.compare(name, searches | dict(others or {}), target, batches, differences)
         compared.append(record["against"])
     for found in compared:
         problems += comparison.problems(found, target.config.dtype, MARGIN)

@@ -98,7 +98,7 @@ def benchmark(
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas}
     problems = _problems(record, arms, options, target)
-    for name in others or ():
+    for name in comparison.others_of(others):
         record["against"] = comparison.compare(name, arms, target, batches)
         problems += comparison.problems(record["against"], target.config.dtype)
     return record, problems

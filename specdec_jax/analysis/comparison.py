@@ -12,6 +12,13 @@ from specdec_jax.models.language_model import LanguageModel
 # Two implementations add up in different orders; a float32 argmax may differ if the two largest logits are as
 # close as this.
 MARGIN = 1e-3
+# Our own plain decoding of a target in int8, with the same weights in its dtype, as the other implementation has them.
+UNROUNDED = "plain, not in int8"
+
+
+def others_of(arms: Mapping[str, Arm] | None) -> list[str]:
+    """Returns the names of other implementations among `arms`, in which `UNROUNDED` is our own."""
+    return [name for name in arms or () if name != UNROUNDED]
 
 
 def compare(
@@ -19,13 +26,13 @@ def compare(
     differences: Callable[..., list] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the record of the comparison: the arm's time, how many times as fast ours are, and
-    every input with other tokens.
+    every input with other tokens; with `UNROUNDED` among the arms also what int8 contributes.
 
     `differences` makes what is kept of such inputs of theirs and our plain arm; None: as for argmax.
     """
     theirs = arms[name]
     faster = lambda ours: Spread.of(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
-    return {
+    record = {
         "name": name,
         "seconds": Spread.of(theirs.seconds)._asdict(),
         "tokens": theirs.tokens,
@@ -34,6 +41,14 @@ def compare(
         "improvement": {ours: faster(arm) for ours, arm in arms.items() if ours != name},
         "differences": (differences or _differences)(theirs, arms["plain"], target, batches),
     }
+    if UNROUNDED in arms:
+        rounded, wide = arms["plain"], arms[UNROUNDED]
+        record["rounding"] = Spread.of(wide.seconds_per_token / rounded.seconds_per_token)._asdict()
+        record["rounded_differences"] = sum(
+            int(np.any(ours.tokens != other.tokens, axis=1).sum())
+            for ours, other in zip(rounded.results, wide.results, strict=True)
+        )
+    return record
 
 
 def _differences(theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequence[Batch]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import numpy as np
 
 from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import comparison
 from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
@@ -18,6 +19,7 @@ from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma,
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
@@ -210,14 +212,30 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
 
 
 def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm]:
-    """Returns the implementation that `--against` names, by its name; an empty dict for none."""
+    """Returns the implementation that `--against` names, by its name; an empty dict for none.
+
+    Beside a target in int8 comes our own plain decoding without it, since the other has the weights
+    in the target's dtype.
+    """
     if not options.against:
         return {}
     from specdec_jax.interop import t5x
 
     if options.num_beams:
-        return {options.against: t5x.beam_arm(target, options.max_new_tokens, BeamOptions(**options.search()))}
-    return {options.against: t5x.benchmark_arm(target, options.max_new_tokens)}
+        theirs = t5x.beam_arm(target, options.max_new_tokens, BeamOptions(**options.search()))
+    else:
+        theirs = t5x.benchmark_arm(target, options.max_new_tokens)
+    return {options.against: theirs} | unrounded_arm(options, target)
+
+
+def unrounded_arm(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm]:
+    """Returns plain decoding with the target's weights in its dtype, by its name; an empty dict if they are so."""
+    if not target.quantized:
+        return {}
+    ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
+    wide = LanguageModel(target.config, target.params, target.vocabulary, name=target.name, **ids)
+    how = options.decoding(plain=True) | (options.search() if options.num_beams else {})
+    return {comparison.UNROUNDED: Arm(0, lambda batch: generate(wide, batch.inputs, key=batch.keys, gamma=0, **how))}
 
 
 def run(options: BenchmarkOptions) -> None:

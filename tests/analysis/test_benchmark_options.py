@@ -6,12 +6,15 @@ import benchmark_models
 import numpy as np
 import pytest
 from benchmark_models import CONFIG
+from toy_models import tiny_t5
 
+import specdec_jax as sd
 from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import comparison
-from specdec_jax.analysis.report import plots
+from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.results import GenerationResult
+from specdec_jax.models import panels
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -49,6 +52,35 @@ def test_record_against_another(target):
     assert difference["margin"] == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
     assert "got other tokens than plain decoding for sentences 1," in comparison.problems(record, "float32")[0]
     assert comparison.problems(record, "bfloat16") == []
+
+
+def test_what_int8_contributes_is_told_apart(target):
+    """Beside another implementation's arm comes our own plain decoding in the numbers that it has."""
+    batch = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
+    arms = {name: fake_arm([[best, token]]) for name, token in (("plain", 4), ("t5x", 4), (comparison.UNROUNDED, 5))}
+    arms["plain"].seconds, arms[comparison.UNROUNDED].seconds = [1.0, 1.0], [2.0, 3.0]
+    assert comparison.others_of({name: arms[name] for name in ("t5x", comparison.UNROUNDED)}) == ["t5x"]
+    record = comparison.compare("t5x", arms, target, batch)
+    assert record["rounding"] == {"median": 2.5, "least": 2.0, "most": 3.0} and record["rounded_differences"] == 1
+    assert record["improvement"].keys() == {"plain", comparison.UNROUNDED}
+    text = "\n".join(summaries._against_lines(record))
+    assert "of this int8 contributes 2.50 times (2.00 to 3.00)" in text and "changes the tokens of 1 inputs" in text
+    assert "rounding" not in comparison.compare("t5x", {"plain": arms["plain"], "t5x": arms["t5x"]}, target, batch)
+
+
+@pytest.mark.skipif(not panels.usable("float32"), reason="no kernels in int8 without a C++ compiler")
+def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
+    sd.save(tiny_t5(1), tmp_path / "stored", dtype="int8")
+    rounded, wide = (sd.load(tmp_path / "stored", "float32", quantize=how) for how in (None, "none"))
+    options = benchmark_command.BenchmarkOptions(target="x", max_new_tokens=6, against="t5x")
+    assert rounded.quantized and benchmark_command.unrounded_arm(options, wide) == {}
+    (arm,) = benchmark_command.unrounded_arm(options, rounded).values()
+    (batch,) = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    expected = sd.generate(wide, batch.inputs, max_new_tokens=6)
+    found = arm.decode(batch)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,12 @@ def _against_lines(against: Mapping[str, Any]) -> list[str]:
     ]
     for ours, times in against["improvement"].items():
         lines.append(f"  {ours}: {times['median']:.2f} times as fast ({times['least']:.2f} to {times['most']:.2f})")
+    if rounding := against.get("rounding"):
+        lines.append(
+            f"  of this int8 contributes {rounding['median']:.2f} times ({rounding['least']:.2f} to "
+            f"{rounding['most']:.2f}): plain decoding over the same in {against['name']}'s numbers; it changes the "
+            f"tokens of {against['rounded_differences']} inputs"
+        )
     return [*lines, f"  {len(against['differences'])} inputs with other tokens than plain decoding"]
 
 
