@@ -20,7 +20,6 @@ import tempfile
 import numpy as np
 
 
-
 def cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]]:
     """Returns the cases, given the tokens that each model decodes by itself."""
     seen = {name: [int(token) for token in tokens[0]] for name, tokens in greedy.items()}

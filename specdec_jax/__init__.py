@@ -23,9 +23,9 @@ from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.families import PRESETS
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
-from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import make_mesh
 from specdec_jax.models.t5 import T5Config

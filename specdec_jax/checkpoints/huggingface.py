@@ -48,9 +48,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
     vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or ())
     defaults, more = _decoding_defaults(folder, generation, options)
-    return Checkpoint(
-        config, leaves, vocabulary, start[0], eos_ids, generation_config=defaults, notes=(*notes, *more)
-    )
+    return Checkpoint(config, leaves, vocabulary, start[0], eos_ids, generation_config=defaults, notes=(*notes, *more))
 
 
 def _decoding_defaults(

@@ -20,7 +20,13 @@ _COUNTS = {
     "num_buckets": (4, 100_000), "max_distance": (3, 1_000_000_000), "num_positions": (1, 100_000_000),
     "num_blocks": (0, 100),
 }  # fmt: skip
-_FLAGS = ("logits_via_embedding", "scale_decoder_outputs", "relative_bias_per_layer", "share_head", "separate_embeddings")
+_FLAGS = (
+    "logits_via_embedding",
+    "scale_decoder_outputs",
+    "relative_bias_per_layer",
+    "share_head",
+    "separate_embeddings",
+)
 _CHOICES = {
     "mlp_activation": ACTIVATIONS, "dtype": ("float32", "bfloat16"), "matmul_dtype": ("float32", "bfloat16"),
 }  # fmt: skip
