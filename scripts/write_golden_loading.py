@@ -1,5 +1,4 @@
-"""Writes tests/golden/hf_choices.json and hf_embeddings.npz: what transformers loads of folders that say several
-things.
+"""Writes tests/golden/hf_choices.json and hf_embeddings.npz: what transformers loads of ambiguous folders.
 
 Needs torch, transformers (5 or newer) and safetensors; the package itself needs neither torch nor
 transformers. Run from the repository root: `python scripts/write_golden_loading.py [tests/golden]`.

@@ -79,6 +79,11 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
         raise ValueError(
             f"drafter: got {name}, which is no pytree, expected a class decorated with flax.struct.dataclass"
         )
+    for name in ("init", "draft") if drafter.drafts_chains else ():
+        if getattr(type(drafter), name) is getattr(Drafter, name):
+            raise ValueError(
+                f"drafter: got {type(drafter).__name__}, which does not define {name}, expected that it does"
+            )
     drafter.check(target)
 
 

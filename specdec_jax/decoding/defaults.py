@@ -34,8 +34,10 @@ def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
     if given is None:
         return _NONE
     if not isinstance(given, GenerationConfig):
-        expected = "a GenerationConfig, 'model' (the model's own), or None (none)"
-        raise ValueError(f"generation_config: got {arguments.quoted(given)}, expected {expected}")
+        raise ValueError(
+            f"generation_config: got {arguments.quoted(given)}, expected a GenerationConfig, 'model' (the model's own), "
+            "or None (none)"
+        )
     return given
 
 
@@ -50,7 +52,8 @@ def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[
     of_search = {name: getattr(defaults, name) for name in _OF_SEARCH if getattr(defaults, name) is not None}
     if defaults.num_beams is not None or of_search:
         found = {"beam_style": "huggingface"} | found
-    if found.get("beam_style") != "huggingface":  # T5X's length penalty is another one
+    style = found.get("beam_style")
+    if not isinstance(style, str) or style != "huggingface":  # T5X's length penalty is another one
         of_search = {}
     number = {} if defaults.num_beams is None else {"num_beams": defaults.num_beams}
     if "num_beams" in found:  # the number of outputs belongs to the model's own number of beams
@@ -64,8 +67,8 @@ def expect_no_search(target: LanguageModel, num_beams: Any, defaults: Generation
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     if defaults.num_beams is not None:
         raise UnsupportedCombination(
-            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, for what is seen "
-            "while it is decoded, expected generation_config=None, or one without num_beams"
+            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, for what is seen while "
+            "it is decoded, expected generation_config=None, or one without num_beams"
         )
 
 

@@ -109,6 +109,11 @@ def check_list(name: str, value, expected: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def described(tree: Any) -> Any:
+    """Returns a pytree with the dtype and shape of each array in its place, as "int32[2, 3]"."""
+    return jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree)
+
+
 def is_default(value, default) -> bool:
     """Returns whether an argument is None or equals its default."""
     try:

@@ -40,12 +40,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
+from specdec_jax.models import arguments
 from specdec_jax.models.axes import Live, Peak, PerRow, States, Tokens
 from specdec_jax.models.network import Network
 from specdec_jax.models.sharding import pinned
 from specdec_jax.speculative import draws, laws, verifiers
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.outcomes import Outcome
 from specdec_jax.speculative.policy_calls import next_gamma, next_state
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
@@ -57,9 +58,8 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     program, batch = state.program, state.tokens.shape[0]
     num_wanted = _count_wanted(state)
     if drafter is not None and program.gamma:
-        draft_state, draft = checked(
-            drafter, drafter.draft(state.draft_state, state, num_wanted), (batch, program.gamma)
-        )
+        draft_state, draft = checked(drafter, drafter.draft(state.draft_state, state, num_wanted), state)
+        draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
         draft, state = _up_to_failure(draft, state)
     else:
         draft_state, draft = None, _no_draft(batch, program)
@@ -88,24 +88,36 @@ def _count_wanted(state: DecodeState) -> PerRow:
     return jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
 
 
-def checked(drafter: Drafter, found, shape: tuple[int, int]) -> tuple[Any, Draft]:
-    """Checks, while the program is traced, that a drafter's `draft` returned a state and a `Draft`,
-    and returns both.
+def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
+    """Checks, while the program is traced, that a drafter's `draft` returned its state and a
+    `Draft`, and returns both.
 
     Args:
       found: what `draft` returned.
-      shape: (B, G), the shape that the draft's tokens must have.
+      state: the decode loop's, which `draft` got.
 
     Raises:
       ValueError: anything else was returned.
     """
-    name = type(drafter).__name__
+    name, batch = type(drafter).__name__, len(state.lengths)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Draft)):
         raise ValueError(f"drafter {name}: draft returned {type(found).__name__}, expected (draft_state, Draft)")
-    if found[1].tokens.shape != shape:
+    draft_state, draft = found
+    rows, drafted = f"int32[{batch}]", f"int32[{batch}, {state.program.gamma}]"
+    for field, expected in (("tokens", drafted), ("num_drafted", rows), ("calls", rows)):
+        got = arguments.described(getattr(draft, field))
+        if got != expected:
+            raise ValueError(f"drafter {name}: draft gave {field} {got}, expected {expected}")
+    if state.program.asks_draft_law and not isinstance(draft.law, Law | PointMass):
         raise ValueError(
-            f"drafter {name}: draft gave tokens of shape {found[1].tokens.shape}, expected {shape}, rows and γ"
+            f"drafter {name}: draft gave {type(draft.law).__name__} for the law of its tokens, expected that which "
+            "they were drawn from, or point_mass(state, tokens)"
         )
+    if state.policy is not None and state.policy.reads_law and draft.seen is None:
+        raise ValueError(f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that tells_law")
+    got, expected = arguments.described((draft_state, state.draft_state))
+    if got != expected:
+        raise ValueError(f"drafter {name}: draft returned the state {got}, expected what init makes, {expected}")
     return found
 
 

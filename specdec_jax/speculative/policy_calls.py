@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from specdec_jax.models import arguments
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.outcomes import Outcome
 
@@ -26,7 +27,7 @@ def next_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> Int
     if policy is None:
         return most
     wanted = policy.wanted(state)
-    got = _described(wanted)
+    got = arguments.described(wanted)
     if got not in (f"int32[{len(most)}]", "int32[]"):
         raise ValueError(f"gamma: got {got} from {_name(policy)}.wanted, expected an integer for each row")
     return jnp.minimum(most, wanted)
@@ -35,15 +36,10 @@ def next_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> Int
 def next_state(policy: Policy, state: Any, outcome: Outcome) -> Any:
     """Returns the policy's state after an iteration."""
     after = policy.update(state, outcome)
-    got, expected = _described(after), _described(state)
+    got, expected = arguments.described(after), arguments.described(state)
     if got != expected:
         raise ValueError(f"gamma: got {got} from {_name(policy)}.update, expected what init makes, {expected}")
     return after
-
-
-def _described(tree: Any) -> Any:
-    """Returns `tree` with the dtype and shape of each array in its place."""
-    return jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree)
 
 
 def _name(policy: Policy) -> str:

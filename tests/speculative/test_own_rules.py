@@ -1,4 +1,4 @@
-"""Verifiers and policies of a user's own: their parameters, and what is said where they are wrong."""
+"""Verifiers, drafters and policies of a user's own: their parameters, and what is said where they are wrong."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,9 @@ from toy_models import HashModel, compilations
 
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.drafters.drafting import point_mass
 from specdec_jax.speculative.gamma import number
+from specdec_jax.speculative.state import Draft
 from specdec_jax.speculative.verifiers import VERIFIERS, correct, count_leading, leading_law
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -92,6 +94,58 @@ def test_what_is_wrong_with_a_verifier_is_said(call, message):
 def test_parameters_twice_are_a_combination():
     with pytest.raises(UnsupportedCombination):
         decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=0.5), lenience=0.4)
+
+
+# --- Drafters ---
+
+
+def repeating(**changes):
+    """Makes a drafter that drafts id 3 over and over, with other fields of `Draft` or methods."""
+
+    def draft(self, draft_state, state, num_wanted):
+        tokens = jnp.full((len(num_wanted), state.program.gamma), 3, jnp.int32)
+        fields = dict(tokens=tokens, num_drafted=num_wanted, law=point_mass(state, tokens), calls=num_wanted * 0)
+        return draft_state, Draft(
+            **{**fields, **{name: of(num_wanted) for name, of in changes.items() if name in fields}}
+        )
+
+    methods = {"init": lambda self, inputs, input_lengths, tokens, slots: (), "draft": draft}
+    methods |= {name: value for name, value in changes.items() if name not in Draft._fields}
+    return flax.struct.dataclass(type("Own", (sd.Drafter,), methods))()
+
+
+def test_no_row_drafts_more_than_is_wanted():
+    """Else a row would pass its limit."""
+    greedy = sd.generate(TARGET, INPUTS, max_new_tokens=12, eos_ids=())
+    fixed = repeating(num_drafted=lambda wanted: wanted + 3)
+    result = sd.generate(TARGET, INPUTS, drafter=fixed, gamma=4, max_new_tokens=12, eos_ids=())
+    np.testing.assert_array_equal(result.tokens, greedy.tokens)
+    assert result.stats.drafted == decode(drafter=repeating(), gamma=4, sampling=sd.SamplingConfig()).stats.drafted
+
+
+@pytest.mark.parametrize(
+    "drafter, message",
+    [
+        (repeating(law=lambda wanted: None), "drafter Own: draft gave NoneType for the law of its tokens"),
+        (repeating(num_drafted=lambda wanted: 3), r"Own: draft gave num_drafted int32\[\], expected int32\[2\]"),
+        (repeating(calls=lambda wanted: 0), r"Own: draft gave calls int32\[\], expected int32\[2\]"),
+        (repeating(draft=lambda self, *_: None), r"Own: draft returned NoneType, expected \(draft_state, Draft\)"),
+        (
+            repeating(draft=lambda self, before, state, wanted: (1, repeating().draft(before, state, wanted)[1])),
+            r"Own: draft returned the state int32\[\], expected what init makes, \(\)",
+        ),
+        (repeating(draft=sd.Drafter.draft), "got Own, which does not define draft"),
+        (repeating(init=sd.Drafter.init), "got Own, which does not define init"),
+    ],
+)
+def test_what_is_wrong_with_a_drafter_is_said(drafter, message):
+    with pytest.raises(ValueError, match=message):
+        decode(drafter=drafter)
+
+
+def test_a_policy_that_reads_laws_gets_them():
+    with pytest.raises(ValueError, match="Own: draft gave no Draft.seen, expected it of a drafter that tells_law"):
+        decode(drafter=repeating(tells_law=True), gamma=sd.Confidence(3))
 
 
 # --- Policies ---
