@@ -52,7 +52,7 @@ class DefaultedOptions(DecodingOptions):
         return _MOST if self.max_new_tokens is None else self.max_new_tokens
 
     def sampling(self) -> SamplingConfig:
-        usual = {name: _USUAL[name].default for name in _OF_SAMPLING if getattr(self, name) is None}
+        usual: dict[str, Any] = {name: _USUAL[name].default for name in _OF_SAMPLING if getattr(self, name) is None}
         return DecodingOptions.sampling(dataclasses.replace(self, **usual))
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:

@@ -34,10 +34,8 @@ def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
     if given is None:
         return _NONE
     if not isinstance(given, GenerationConfig):
-        raise ValueError(
-            f"generation_config: got {arguments.quoted(given)}, expected a GenerationConfig, 'model' (the model's own), "
-            "or None (none)"
-        )
+        expected = "a GenerationConfig, 'model' (the model's own), or None (none)"
+        raise ValueError(f"generation_config: got {arguments.quoted(given)}, expected {expected}")
     return given
 
 
@@ -93,7 +91,7 @@ def fill_limits(target: LanguageModel, defaults: GenerationConfig, given: Any, s
     Raises:
       ValueError: a limit out of range, or no room for a new token below the default `max_length`.
     """
-    value = MAX_NEW_TOKENS if defaults.max_new_tokens is None else defaults.max_new_tokens
+    value: int | np.ndarray = MAX_NEW_TOKENS if defaults.max_new_tokens is None else defaults.max_new_tokens
     if given is None and defaults.max_new_tokens is None and defaults.max_length is not None:
         value = defaults.max_length - np.asarray(starts)
         if np.any(value < 1):

@@ -55,7 +55,7 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "
     arguments.check_model("target", target)
     if target.vocabulary is None:
         raise ValueError("stream: got a model without a vocabulary, expected one that has one (text is yielded)")
-    every = min(arguments.check_integer("every", every, 1), FOREVER)
+    every = min(int(arguments.check_integer("every", every, 1)), int(FOREVER))
     reports = check_non_finite(non_finite)
     state, request = prepare(target, inputs, **options)
     return _pieces(target, state, request, every, begun, reports)
@@ -87,9 +87,10 @@ def _last_pieces(target, state: DecodeState, request: Request, rows, sent, repor
     if not rows:
         return
     result = collect(target, state, request).checked(reports)
+    texts = result.texts or [None] * len(result.tokens)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
-        text, error = (result.texts[row] or "")[len(target.vocabulary.decode(ids[: sent[row]])) :], result.errors[row]
+        text, error = (texts[row] or "")[len(target.vocabulary.decode(ids[: sent[row]])) :], result.errors[row]
         yield Piece(row, text, ids[sent[row] :], result.finish_reasons[row], error)
 
 

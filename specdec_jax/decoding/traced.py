@@ -168,7 +168,7 @@ class Decoder:
         batch, length = prompts.shape
         mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
         network, drafter = network_of(params, self.config, batch), None
-        if self.width:
+        if self.width and self.drafter is not None:
             drafter = on_network(self.drafter, network, batch)
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies

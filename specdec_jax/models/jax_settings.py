@@ -47,7 +47,7 @@ def isolated(function: Callable) -> Any:
         def generate(*args, **options):
             return _each_step(function(*args, **options))
 
-        generate.isolated = True  # type: ignore[attr-defined]
+        generate.isolated = True
         return generate
 
     @functools.wraps(function)
@@ -55,9 +55,9 @@ def isolated(function: Callable) -> Any:
         with package_settings():
             return function(*args, **options)
 
-    call.isolated = True  # type: ignore[attr-defined]
+    call.isolated = True
     if hasattr(function, "lower"):
-        call.lower = isolated(function.lower)  # type: ignore[attr-defined]
+        call.lower = isolated(function.lower)
     return call
 
 

@@ -347,7 +347,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         self.eos_ids = tuple(eos_ids)
         self.pad_id = self._tokenizer.token_to_id("<pad>")
         # Further EOS ids may be ordinary tokens, such as a full stop.
-        self._dropped = {self.eos_ids[0], self.pad_id}
+        self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
         added = self._tokenizer.get_added_tokens_decoder()
         self._no_text = {token for token, described in added.items() if described.special} | self._dropped
 

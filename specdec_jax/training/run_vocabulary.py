@@ -105,7 +105,7 @@ def choose(
     """
     owner = next(iter(given), None)
     for name, special in given.items():
-        check_same(name, special, str(owner), given[owner])
+        check_same(name, special, str(owner), next(iter(given.values())))
     file = pathlib.Path(path or output / TRAINED)
     kept = None if owner is None else given[owner].vocabulary
     if file.exists() and (path or kept is None or isinstance(kept, SentencePieceVocabulary)):
