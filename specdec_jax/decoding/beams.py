@@ -21,7 +21,7 @@ from specdec_jax.speculative.beams import STYLES, BeamConfig, BeamState, best_fi
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.gamma import Policy
 from specdec_jax.speculative.prefill import fill_cache
-from specdec_jax.speculative.sampling import SamplingMode
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 from specdec_jax.speculative.state import Counts
 
 # The default exponents of the length penalty, in T5X and in transformers.
@@ -169,17 +169,23 @@ def _plan_search(
         value = options.pop(name, unset)
         if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
             raise UnsupportedCombination(f"{name}: got {value!r} with num_beams, expected {unset!r}")
+    if isinstance(sampling, SamplingConfig):  # else it is known later
+        _expect_greedy(sampling.mode, sampling.temperature)
     check_tree(drafter, gamma)
     ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
     beams.check_ids(ends, vocab)
     gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
     job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    if not job.program.mode.greedy:
-        raise UnsupportedCombination(
-            f"temperature: got {max(job.rows.temperature):g} with num_beams, expected 0: beam search draws nothing"
-        )
+    _expect_greedy(job.program.mode, round(float(max(job.rows.temperature)), 6))
     program = beams.program(ends, job.program.mode, vocab, job.program.gamma, job.drafter)
     return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
+
+
+def _expect_greedy(mode: SamplingMode, temperature: object) -> None:
+    if not mode.greedy:
+        raise UnsupportedCombination(
+            f"temperature: got {temperature} with num_beams, expected 0: beam search draws nothing"
+        )
 
 
 def check_tree(drafter, gamma) -> None:
