@@ -32,13 +32,14 @@ from toy_options import (
 
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.decoding.beams import BeamOptions
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.loop import _decode, advance
 from specdec_jax.decoding.request import plan, prefill
 from specdec_jax.decoding.stream import stream
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import Tree
 
@@ -115,13 +116,16 @@ CHANGES = {  # option: (changes to BASE, the option's other value)
     "key": ({}, jax.random.key(1)),
     "num_samples": ({}, 2),
     "input_lengths": (ARRAY, [2, 3]),
+    "attention_mask": (ARRAY, [[1, 1, 0], [1, 1, 1]]),
     "decoder_prefix": ({}, [[4], [5, 6]]),
     "eos_ids": (dict(eos_ids=()), (2, 3, 4)),
     "stop": (dict(eos_ids=()), ["w5", "w6"]),
+    "generation_config": (dict(sampling=None), GenerationConfig(suppress_tokens=tuple(range(2, 9)))),
 }
 REFUSING = {
     "max_input_length": 2,
     "deadline": -1.0,
+    "non_finite": "never",
     # What is of a beam search means nothing without one.
     "num_beams": 0,
     "length_penalty": 1.0,
@@ -157,7 +161,7 @@ def test_every_option_is_in_one_of_the_tables():
     assert parameters == {*CHANGES, *REFUSING}
     of_search = {field.name for field in dataclasses.fields(BeamOptions)} - {"num_beams"}
     planned = set(inspect.signature(plan).parameters) - {"target", "inputs", "batch_size", "first"}
-    assert parameters - of_search == planned
+    assert parameters - of_search - {"non_finite"} == planned
     fields = {field.name for field in dataclasses.fields(SamplingConfig)}
     assert fields == {*FILTERS, *(name for options in PROCESSORS.values() for name in options)}
 
@@ -167,12 +171,14 @@ def test_the_command_line_passes_every_option_on():
         temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2, no_repeat_ngram=2, min_new_tokens=1,
         forbidden_tokens=(3,), logit_bias=("5:1.5",), forced_tokens=("0:4",),
     )  # fmt: skip
-    no_flag = {"vocabulary_mask", "processor"}
+    no_flag = {"vocabulary_mask", "processor", "forbidden_sequences"}
     assert {field.name for field in dataclasses.fields(SamplingConfig)} - no_flag == set(values)
     expected = SamplingConfig(**{**values, "logit_bias": {5: 1.5}, "forced_tokens": {0: 4}})
     others = dict(verifier="lenient", lenience=0.5, typical_epsilon=0.1, typical_delta=0.2, max_new_tokens=9)
     found = GenerateOptions(**values, **others, max_input_length=11).decoding()
-    assert found == {**others, "max_input_length": 11, "sampling": expected}
+    fields = {name: getattr(expected, name) for name in values}
+    how = {"max_input_length": 11, "sampling": SamplingChanges(fields), "generation_config": "model"}
+    assert found == others | how
 
 
 def test_lenience_one_is_strict():

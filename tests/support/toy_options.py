@@ -50,6 +50,7 @@ PROCESSORS = {
     "minimum length": dict(min_new_tokens=(0, 4, 10, 7, 6, 2), logit_bias={8: 2.0}),
     "bias": dict(logit_bias={4: 2.5, 2: -3.0}),
     "forbidden": dict(forbidden_tokens=(2, 4, 7)),
+    "sequences": dict(forbidden_sequences=((4, 2), (3,), (2, 9, 5), (0, 6)), logit_bias=QUIET),
     "mask": dict(vocabulary_mask=(True,) * 3 + (False,) * 4 + (True,) * 5),
     "forced": dict(forced_tokens={0: 6, 3: 3, 4: 4}),
     "own": dict(processor=brackets),

@@ -27,7 +27,7 @@ def without_repeated_ngrams(logits, prefix, size: int) -> np.ndarray:
 def processed(
     logits, prefix, *, new: int, eos_ids=(), repetition_penalty=1.0, no_repeat_ngram=0, min_new_tokens=0,
     logit_bias=None,
-    forbidden_tokens=(), vocabulary_mask=None, forced_tokens=None, processor=None,
+    forbidden_tokens=(), vocabulary_mask=None, forced_tokens=None, processor=None, forbidden_sequences=(),
 ) -> np.ndarray:  # fmt: skip
     """Returns logits `[V]` float32 after all processors.
 
@@ -44,6 +44,9 @@ def processed(
     found = penalized(found, prefix, repetition_penalty)
     if no_repeat_ngram:
         found = without_repeated_ngrams(found, prefix, no_repeat_ngram)
+    for *before, last in forbidden_sequences:
+        if len(before) <= len(prefix) and list(prefix[len(prefix) - len(before) :]) == before:
+            found[last] = -np.inf
     if processor is not None:
         found = processor(list(prefix), found)
     if new < min_new_tokens:
