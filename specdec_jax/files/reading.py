@@ -76,10 +76,9 @@ def read_bytes(path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path, most: int = MOST_BYTES) -> str:
-    """Returns the contents of a UTF-8 file without a byte order mark; limits and errors as for
-    `read_bytes`."""
+    """Returns the contents of a UTF-8 file; limits and errors as for `read_bytes`."""
     try:
-        return read_bytes(path, most).decode("utf-8-sig")
+        return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text") from None
 

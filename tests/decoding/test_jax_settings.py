@@ -57,9 +57,10 @@ def test_outputs_do_not_depend_on_settings(name):
 # What calls no JAX, or nothing but what is tested as a method of it.
 WITHOUT_JAX = {
     "PRESETS", "AssistedNGramDrafter", "Chains", "Confidence", "Drafter", "DynamicTree", "Entropy", "EntropyBound",
-    "GPTConfig", "GenerationResult", "HeadsConfig", "Heuristic", "HorizontalCascade", "MergedDrafter", "NotNumbers",
-    "Output", "Piece", "PromptLookupDrafter", "RandomDrafter", "Renewal", "SamplingConfig", "Stats", "T5Config", "Tree",
-    "UnsupportedCombination", "Verifier", "VerticalCascade", "bundled", "make_mesh", "shortlist_from_counts",
+    "GPTConfig", "GenerationConfig", "GenerationResult", "HeadsConfig", "Heuristic", "HorizontalCascade",
+    "MergedDrafter", "NotNumbers", "Output", "Piece", "Policy", "PromptLookupDrafter", "RandomDrafter", "Renewal",
+    "SamplingConfig", "Stats", "T5Config", "Tree", "UnsupportedCombination", "Verifier", "VerticalCascade",
+    "bundled", "make_mesh", "shortlist_from_counts",
 }  # fmt: skip
 METHODS = [
     sd.LanguageModel.__init__, sd.LanguageModel.random, sd.LanguageModel.filled, sd.LanguageModel.logits,

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from specdec_jax.commands import sentences
-from specdec_jax.files import reading
 from specdec_jax.training import text_files
 
 TEXT = "Tom\tTim\r\nÄpfel\t\ufeff\r\n"  # the mark that is not at the beginning is text
@@ -40,9 +39,3 @@ def test_a_mark_alone_is_an_empty_line(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xef\xbb\xbf\n")
     assert list(text_files.read_lines(path)) == [""]
-
-
-def test_settings(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"a": 1}', encoding="utf-8-sig")
-    assert reading.read_json(path) == {"a": 1}
