@@ -171,8 +171,7 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
 
 
 def _known_dtype(dtype) -> str:
-    """Returns the name of `dtype`, or of the machine's default for None; the first that asks JAX of a model."""
-    check_process()
+    """Returns the name of `dtype`, or of the machine's default for None."""
     if dtype is not None:
         return _check_dtype(dtype)
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
