@@ -91,6 +91,7 @@ def load(
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
         or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
     """
+    check_process()  # before tensorstore too, which ends a forked process
     check_not_traced("load")
     arguments.check_kind("mesh", mesh, Mesh | None, "a mesh, as from make_mesh")
     arguments.check_kind("say", say, Callable, "a function of one line")
