@@ -91,6 +91,7 @@ def load(
         a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
         or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
     """
+    check_process()  # before tensorstore too, which ends a forked process
     check_not_traced("load")
     arguments.check_kind("mesh", mesh, Mesh | None, "a mesh, as from make_mesh")
     arguments.check_kind("say", say, Callable, "a function of one line")
@@ -171,8 +172,7 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
 
 
 def _known_dtype(dtype) -> str:
-    """Returns the name of `dtype`, or of the machine's default for None; the first that asks JAX of a model."""
-    check_process()
+    """Returns the name of `dtype`, or of the machine's default for None."""
     if dtype is not None:
         return _check_dtype(dtype)
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

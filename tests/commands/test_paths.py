@@ -22,6 +22,7 @@ OTHERS = {
     "dtype", "quantize", "mesh", "logit_bias", "forced_tokens", "verifier", "gamma_policy", "gamma_settings", "gamma",
     "tree", "beam_style", "early_stopping", "stop", "task", "split", "module_import", "preset", "drafter_preset",
     "against", "suite", "format", "gated_activation", "divergence", "select", "matmul_dtype", "non_finite",
+    "generation_config",
 }  # fmt: skip
 
 
