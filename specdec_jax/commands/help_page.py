@@ -27,8 +27,8 @@ GROUPS = {
     ),
     "sampling and lengths": (
         "greedy", "samples", "generation_config", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples",
-        "max_new_tokens", "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens",
-            "logit_bias",
+        "max_new_tokens", "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens",
+        "forced_tokens", "logit_bias",
     ),
     "beam search": (
         "num_beams", "beam_style", "length_penalty", "early_stopping", "num_return_sequences", "beam_width",
