@@ -108,7 +108,7 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
         self.gamma_of(self.gamma, tree)
         at_least(1, batch_size=self.rows, num_samples=self.num_samples)
         if self.temperature is not None or self.generation_config == "none":  # else the model may say how
-            check_limits(self.sampling(), np.array([self.limit]), self.num_samples)
+            check_limits(self.sampling(), np.array([self.token_limit]), self.num_samples)
         check_texts("stop", check_stop(self.stop, self.deadline))
         check_non_finite(self.non_finite)
         check_output(self.output_file, "output_file")
@@ -185,7 +185,7 @@ def run(options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], 
     decoding, options = _decoding(options, drafter), options.filled(target)
     if options.resumes:
         return _write_file(target, job, options, decoding, begun)
-    endings = Endings(options.limit, _say)
+    endings = Endings(options.token_limit, _say)
     if options.stream:
         _print_pieces(target, job.inputs, options, decoding, endings)
     else:
@@ -214,12 +214,12 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str], begun: Callabl
     target, drafter = options.load()
     decoding, options = _decoding(options, drafter), options.filled(target)
     job = seqio_jobs.Job(
-        tasks, split, target, input_length=options.max_input_length, output_length=options.limit,
+        tasks, split, target, input_length=options.max_input_length, output_length=options.token_limit,
         batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
     )  # fmt: skip
     if options.resumes:
         return _write_file(target, job, options, decoding, begun, job.finish)
-    endings = Endings(options.limit, _say)
+    endings = Endings(options.token_limit, _say)
     job.finish(list(_passed_on(_decoded(target, job, options, decoding, endings), options.output_file)), None)
     return endings.tell(len(job.inputs))
 
@@ -293,7 +293,7 @@ def _write_file(
             if journal.done:
                 progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
                 progress.skip(len(journal.done))
-            endings = Endings(options.limit, progress.message)
+            endings = Endings(options.token_limit, progress.message)
             for number, note in journal.notes.items():
                 endings.restore(number, note, options.outputs)
             if endings.failed and options.non_finite == "raise":

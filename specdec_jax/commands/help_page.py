@@ -26,9 +26,9 @@ GROUPS = {
         "lenience", "typical_epsilon", "typical_delta",
     ),
     "sampling and lengths": (
-        "greedy", "samples", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "max_new_tokens",
-        "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens",
-            "logit_bias",
+        "greedy", "samples", "generation_config", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples",
+        "max_new_tokens", "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens",
+        "forced_tokens", "logit_bias",
     ),
     "beam search": (
         "num_beams", "beam_style", "length_penalty", "early_stopping", "num_return_sequences", "beam_width",

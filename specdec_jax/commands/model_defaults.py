@@ -48,7 +48,7 @@ class DefaultedOptions(DecodingOptions):
         super().check_decoding()
 
     @property
-    def limit(self) -> int:
+    def token_limit(self) -> int:
         return _MOST if self.max_new_tokens is None else self.max_new_tokens
 
     def sampling(self) -> SamplingConfig:

@@ -124,7 +124,7 @@ class DecodingOptions:
     seed: int = option(0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
 
     @property
-    def limit(self) -> int:
+    def token_limit(self) -> int:
         """The most new tokens of an output, as far as it is known before a model is loaded."""
         return self.max_new_tokens
 
@@ -193,7 +193,7 @@ class DecodingOptions:
         """Checks the same as `check`, except that a target is named; for commands that may do
         without a checkpoint."""
         sampling = self.sampling()
-        at_least(1, max_new_tokens=self.limit, max_input_length=self.max_input_length)
+        at_least(1, max_new_tokens=self.token_limit, max_input_length=self.max_input_length)
         if self.verifier not in VERIFIERS:
             why = " (--forced_alpha of `specdec benchmark` times with it)" if self.verifier == FORCED.name else ""
             raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}")
@@ -206,7 +206,7 @@ class DecodingOptions:
                 f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at "
                 "least 1"
             )
-        check_limits(sampling, np.array([self.limit]), 1)
+        check_limits(sampling, np.array([self.token_limit]), 1)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
         at_least(0, shortlist_size=self.shortlist_size)

@@ -154,7 +154,9 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
         lines += [f"GAMMA = {chain.gamma}", ""]
     # A tree is drafted whole.
     gammas = {"generate.GenerateOptions": None if tree else "%GAMMA", "benchmark.BenchmarkOptions": "(%GAMMA,)"}
-    for (name, gamma), values in zip(gammas.items(), (settings, timed), strict=True):
+    # Tuning reads no defaults of the model, so that those would decode otherwise than what was timed.
+    generating = settings | {"generation_config": "none"}
+    for (name, gamma), values in zip(gammas.items(), (generating, timed), strict=True):
         lines.append(f"{name}:")
         lines += [f"  {field} = {value!r}" for field, value in values.items()]
         lines += [f"  gamma = {gamma}"] * bool(chosen.gamma and gamma) + [""]
