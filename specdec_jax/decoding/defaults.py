@@ -50,7 +50,8 @@ def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[
     of_search = {name: getattr(defaults, name) for name in _OF_SEARCH if getattr(defaults, name) is not None}
     if defaults.num_beams is not None or of_search:
         found = {"beam_style": "huggingface"} | found
-    if found.get("beam_style") != "huggingface":  # T5X's length penalty is another one
+    style = found.get("beam_style")
+    if not isinstance(style, str) or style != "huggingface":  # T5X's length penalty is another one
         of_search = {}
     number = {} if defaults.num_beams is None else {"num_beams": defaults.num_beams}
     if "num_beams" in found:  # the number of outputs belongs to the model's own number of beams
