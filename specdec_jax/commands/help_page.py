@@ -26,6 +26,7 @@ GROUPS = {
         "lenience", "typical_epsilon", "typical_delta",
     ),
     "sampling and lengths": (
+        "generation_config",
         "greedy", "samples", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "max_new_tokens",
         "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens", "forced_tokens",
             "logit_bias",
