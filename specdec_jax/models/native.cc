@@ -418,6 +418,15 @@ constexpr Vec counted(std::integer_sequence<int, I...>) {
 }
 constexpr Vec kFirst = counted(std::make_integer_sequence<int, kLanes>());  // 0, 1, ..
 
+// Σ exp(column − greatest) of 16 columns. Not inlined, and so with the same bits wherever it is called: a compiler may join
+// multiplications and additions here and not there.
+static __attribute__((noinline)) float exp_sum(const Vec* columns, float greatest) {
+  Vec sums = {};
+  const Vec most = all(greatest > -INFINITY ? greatest : 0.0f);
+  for (int q = 0; q < kParts; q++) sums += exp_of(columns[q] - most);
+  return sum_of(sums);
+}
+
 // Of up to 16 columns of a row, the first of which is `column` of it.
 static Peak peak_of(const float* columns, const float* scales, int64_t count, int32_t column, bool summed) {
   Vec own[kParts], most = all(-INFINITY), wrong = {}, first = all(kPanel);
@@ -432,13 +441,21 @@ static Peak peak_of(const float* columns, const float* scales, int64_t count, in
   Peak peak{greatest_of(most), 0, -1};
   for (int q = kParts - 1; q >= 0; q--) first = own[q] == peak.greatest ? kFirst + (float)(q * kLanes) : first;
   peak.column = column - greatest_of(-first);
-  if (summed) {
-    Vec sums = {};
-    const Vec greatest = all(peak.greatest > -INFINITY ? peak.greatest : 0.0f);
-    for (int q = 0; q < kParts; q++) sums += exp_of(own[q] - greatest);
-    peak.sum = sum_of(sums);
-  }
+  if (summed) peak.sum = exp_sum(own, peak.greatest);
   return peak;
+}
+
+// log Σ exp(column − greatest) of a row, by its panels' peaks; not inlined, as `exp_sum`.
+static __attribute__((noinline)) float log_sum(const Peak* peaks, int64_t panels, float greatest) {
+  double sum = 0;
+  for (int64_t first = 0; first < panels; first += kLanes) {
+    const int64_t count = panels - first < kLanes ? panels - first : kLanes;
+    float own[kLanes] = {}, weights[kLanes];
+    for (int64_t p = 0; p < count; p++) own[p] = peaks[first + p].greatest;
+    store(weights, exp_of(load(own) - greatest));
+    for (int64_t p = 0; p < count; p++) sum += (double)peaks[first + p].sum * weights[p];
+  }
+  return std::log(sum);
 }
 
 // Of a row the peak, of the peaks of its panels, with log Σ exp(column − greatest) in the place of the sum.
@@ -446,9 +463,7 @@ static Peak whole(const Peak* own, int64_t panels, bool summed) {
   Peak found = own[0];
   for (int64_t p = 1; p < panels && found.column >= 0; p++)
     if (own[p].column < 0 || own[p].greatest > found.greatest) found = own[p];
-  double sum = 0;
-  for (int64_t p = 0; summed && p < panels; p++) sum += own[p].sum * std::exp((double)own[p].greatest - found.greatest);
-  found.sum = std::log(sum);
+  if (summed) found.sum = log_sum(own, panels, found.greatest);
   return found;
 }
 
@@ -761,8 +776,8 @@ static ffi::Error Norm(ffi::ThreadPool pool, Floats x, Floats scale, Floats bias
   return ffi::Error::Success();
 }
 
-// Of each row of x the greatest number and log Σ exp(x − greatest), in the order in which `HeadOf` adds; a row without a number
-// above −∞ has the log 0, and one with something that is not a number has none.
+// Of each row of x the greatest number and log Σ exp(x − greatest), in the order in which `HeadOf` adds; the log is 0 where no
+// number is above −∞, and none where a number is none.
 static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest, Out<ffi::F32> log_sums) {
   const auto xs = x.dimensions();
   const int64_t V = xs.size() ? xs[xs.size() - 1] : 0, rows = xs.size() ? count(xs, 0, xs.size() - 1) : 0;
@@ -774,15 +789,25 @@ static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest
     const int64_t panels = (V + kPanel - 1) / kPanel;
     Peak* own = room(own_peaks, panels);
     for (int64_t i = first; i < last; i++) {
+      float found = -INFINITY;
       for (int64_t p = 0; p < panels; p++) {
         const float* columns = from + i * V + p * kPanel;
         const int64_t count = V - p * kPanel;
-        float last_ones[kPanel] = {};
-        if (count < kPanel) std::memcpy(last_ones, columns, sizeof(float) * count), columns = last_ones;
-        own[p] = peak_of(columns, nullptr, count < kPanel ? count : kPanel, p * kPanel, true);
+        float last_ones[kPanel];
+        if (count < kPanel) {
+          for (int64_t k = 0; k < kPanel; k++) last_ones[k] = k < count ? columns[k] : -INFINITY;
+          columns = last_ones;
+        }
+        Vec all_of[kParts], greatest = all(-INFINITY);
+        for (int q = 0; q < kParts; q++) {
+          all_of[q] = load(columns + q * kLanes);
+          greatest = all_of[q] > greatest ? all_of[q] : greatest;
+        }
+        own[p].greatest = greatest_of(greatest);
+        own[p].sum = exp_sum(all_of, own[p].greatest);  // not a number where a column is none
+        found = own[p].greatest > found ? own[p].greatest : found;
       }
-      const Peak found = whole(own, panels, true);
-      most[i] = found.greatest, logs[i] = found.greatest == -INFINITY ? 0.0f : found.sum;
+      most[i] = found, logs[i] = found > -INFINITY ? log_sum(own, panels, found) : 0.0f;
     }
   });
   return ffi::Error::Success();

@@ -158,7 +158,7 @@ def standardize(
     if mode.top_k:
         adjusted = _keep_top_k(adjusted, rows.top_k)
     if mode.top_p:
-        adjusted = _keep_top_p(adjusted, rows.top_p, mode.native)
+        adjusted = _keep_top_p(adjusted, rows.top_p)
     if mode.min_p:
         adjusted = jnp.where(adjusted >= jnp.log(rows.min_p)[:, None, None], adjusted, -jnp.inf)  # the greatest is 0
     if soften:
@@ -212,22 +212,15 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
     return jax.lax.platform_dependent(logits, cpu=by_either, default=by_bisection)
 
 
-def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"], native: bool) -> Float[Array, "B T V"]:
+def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
     """Sets logits outside the nucleus to −inf: the fewest most probable ids whose mass reaches
-    `top_p`.
-
-    With `native`, as for `Law.of`, probabilities are rounded to multiples of 2⁻³¹, whose sums are
-    exact in any order.
-    """
-    probs = jax.nn.softmax(logits, axis=-1) if not native else jnp.exp(log_softmax(logits, native))
-    goal, all_kept = top_p[:, None, None], top_p[:, None, None] >= 1
-    if native:
-        probs = jnp.where(jnp.isnan(probs), 0, jnp.round(probs * 2.0**31)).astype(jnp.uint32)
-        goal = jnp.ceil(goal * 2.0**31).astype(jnp.uint32)
+    `top_p`."""
+    probs = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
-    mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True, dtype=probs.dtype)
+    mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
     # Rounding may leave the whole mass below p = 1; then everything is kept.
-    keep = (ordered >= _largest_threshold(lambda t: mass(t) >= goal, ordered)) | all_kept
+    threshold = _largest_threshold(lambda t: mass(t) >= top_p[:, None, None], ordered)
+    keep = (ordered >= threshold) | (top_p[:, None, None] >= 1)
     return jnp.where(keep, logits, -jnp.inf)
 
 
