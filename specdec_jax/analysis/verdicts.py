@@ -92,7 +92,8 @@ def advise(
         gamma: formulas.improvement(alpha, gamma, cost_ratio, float(v[gamma + 1])) for gamma in range(1, max(widths))
     }
     best = max(gains, key=lambda gamma: gains[gamma], default=0)
-    if best and best not in timed and gains[best] > 1:
+    known = max((gains[gamma] for gamma in timed if gamma in gains), default=0.0)
+    if best and gains[best] > max(1.0, 1.03 * known):  # by less the formulas do not tell two γ apart
         return f"--gamma={best}, for which the formulas promise {gains[best]:.3g} times"
     if cost_ratio >= alpha:
         return (

@@ -54,6 +54,7 @@ def test_whether_the_choice_is_beyond_the_spread():
     [
         # γ = 2 would pay more than γ = 5: (1 + 0.6 + 0.36) / (0.4 + 1.12) beside 2.38 / (1 + 1.3).
         (0.6, 0.2, {6: 1.3}, (5,), 1, f"--gamma=2, for which the formulas promise {1.96 / 1.52:.3g} times"),
+        (0.1, 0.0, {4: 1.02}, (3,), 1, "a drafter whose tokens are accepted more often than alpha = 0.10"),
         (0.3, 0.4, {4: 1.1}, (3,), 1, "a drafter that costs less: a draft step takes 0.40 of a target step"),
         (0.3, 0.0, {4: 3.0}, (3,), 8, "a smaller --batch_size: a target call over 4 positions takes 3.00 steps"),
         (0.03, 0.0, {4: 1.2}, (3,), 1, "a drafter whose tokens are accepted more often than alpha = 0.03"),
