@@ -14,7 +14,7 @@ from specdec_jax.models.vocabularies import SentencePieceVocabulary
 T5 = sd.T5Config(6144, 16, 2, 8, 1, 3, 32)
 GPT = gpt.GPTConfig(6144, 16, 2, 2, 32, num_positions=600)
 # Models of the reader's own, whose folders end in "/" or that another documented command trains.
-OWN_T5 = ("/dev/shm/flan_t5_xxl", "flan_t5_small", "runs/summaries/model", "ul2-t5x/")
+OWN_T5 = ("flan_t5_xxl", "flan_t5_small", "runs/summaries/model", "ul2-t5x/")
 OWN_GPT = ("gpt2-xl/", "gpt2/", "runs/wikitext/target/model", "runs/wikitext/drafter/model")
 TEXTS = ("test.txt", "ende_test.txt", "prompts.txt", "abstracts.txt", "ende/train.tsv.gz", "ende/test.tsv.gz")
 SENTENCES = ["Tom is learning German.", "We leave before eight."]
@@ -38,7 +38,7 @@ def build(folder: pathlib.Path) -> None:
     for name in ("configs", "specdec_jax"):
         (folder / name).symlink_to(pages.ROOT / name)
     vocabulary = SentencePieceVocabulary.load(loader.BUNDLED / "ende/spiece.model")
-    models = {path: T5 for path in ("bundled/ende/target", "bundled/ende/drafter", *OWN_T5[1:3], *_folders(T5))}
+    models = {path: T5 for path in ("bundled/ende/target", "bundled/ende/drafter", *OWN_T5[:3], *_folders(T5))}
     models |= dict.fromkeys(OWN_GPT, GPT)
     for number, (path, shape) in enumerate(models.items()):
         start = 1 if shape is GPT else 0
@@ -64,7 +64,7 @@ def _folders(shape) -> set[str]:
 def all_commands() -> list[list[str]]:
     """Returns the commands on all pages, each once, in their order."""
     found = [argv for path in pages.pages() for argv in pages.commands(path.read_text(encoding="utf-8"))]
-    return [shlex.split(line) for line in dict.fromkeys(map(shlex.join, found))]
+    return [shlex.split(line.replace("/dev/shm/", "")) for line in dict.fromkeys(map(shlex.join, found))]
 
 
 def shrink(monkeypatch, folder: pathlib.Path) -> None:
