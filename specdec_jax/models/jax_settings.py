@@ -58,6 +58,7 @@ def isolated(function: Callable) -> Any:
     call.isolated = True
     if hasattr(function, "lower"):
         call.lower = isolated(function.lower)
+        call._cache_size = function._cache_size
     return call
 
 
