@@ -109,7 +109,7 @@ def decoded(model: LanguageModel, inputs, what: str) -> list:
     """Returns the model's outputs of all inputs."""
     options = dict(
         batch_size=_BATCH.value, seed=0, max_new_tokens=_NEW.value,
-        sampling=SamplingConfig(temperature=1.0 if _PRESET.value else _TEMPERATURE.value),
+        sampling=SamplingConfig(temperature=1.0 if _PRESET.value else _TEMPERATURE.value), generation_config=None,
     )  # fmt: skip
     return list(track(decode_all(model, inputs, **options), len(inputs), what))
 
