@@ -55,7 +55,9 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "
     arguments.check_model("target", target)
     if target.vocabulary is None:
         raise ValueError("stream: got a model without a vocabulary, expected one that has one (text is yielded)")
-    every = min(int(arguments.check_integer("every", every, 1)), int(FOREVER))
+    if not arguments.is_integer(every) or not 1 <= int(every) <= FOREVER:
+        raise ValueError(f"every: got {arguments.quoted(every)}, expected an integer of at least 1")
+    every = int(every)
     reports = check_non_finite(non_finite)
     state, request = prepare(target, inputs, **options)
     return _pieces(target, state, request, every, begun, reports)
