@@ -30,7 +30,7 @@ def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
       ValueError: anything but a `GenerationConfig`, "model" (the model's own), or None (none).
     """
     if isinstance(given, str) and given == MODELS:
-        return getattr(target, "generation_config", _NONE)  # what is no model is refused later
+        given = getattr(target, "generation_config", _NONE)  # what is no model is refused later
     if given is None:
         return _NONE
     if not isinstance(given, GenerationConfig):

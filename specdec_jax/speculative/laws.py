@@ -138,8 +138,11 @@ def process(
         processed = processors.forbid_early_end(processed, context, rows.min_new_tokens)
     if mode.forced:
         processed = processors.force(processed, context, rows.forced)
-    # Compared with −inf, and not with what is greater: so NaN passes through, and is noticed later.
-    return jnp.where(jnp.max(processed, axis=-1, keepdims=True) == -jnp.inf, original, processed)
+    # NaN must be noticed later, but a CPU's maximum may pass over it: so each number is compared, and not the greatest,
+    # and one NaN stands for a whole position.
+    if mode.processor is not None:
+        processed = jnp.where(jnp.any(jnp.isnan(processed), axis=-1, keepdims=True), jnp.nan, processed)
+    return jnp.where(jnp.all(processed == -jnp.inf, axis=-1, keepdims=True), original, processed)
 
 
 def standardize(
@@ -174,12 +177,13 @@ _DIVISORS = 2.0**-125, 2.0**125
 
 
 def argmax(logits: Num[Array, "*N V"]) -> Int[Array, "*N"]:
-    """Returns the first index of the maximum over the last axis; −1 where a logit is NaN.
+    """Returns the first index of the maximum over the last axis; −1 where all logits are NaN, and
+    either that or the index of another's maximum where some are.
 
     The two passes here are together some six times as fast as `jnp.argmax`.
     """
     size = logits.shape[-1]
-    best = jnp.max(logits, axis=-1, keepdims=True)  # NaN if any logit is
+    best = jnp.max(logits, axis=-1, keepdims=True)
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     first = jnp.min(jnp.where(logits == best, index, size), axis=-1)
     return jnp.where(first < size, first, -1)

@@ -113,6 +113,15 @@ def test_a_call_goes_first_and_one_switch_turns_all_off(ruled):
         sd.generate(ruled, INPUTS, generation_config="none")
 
 
+def test_a_model_may_be_assigned_none_but_nothing_of_another_kind(plain, monkeypatch):
+    monkeypatch.setattr(plain, "generation_config", None)
+    assert new_tokens(sd.generate(plain, INPUTS, max_new_tokens=16)) == CASES["none"]["tokens"]
+    for wrong in ({"num_beams": 2}, "model", "none"):
+        monkeypatch.setattr(plain, "generation_config", wrong)
+        with pytest.raises(ValueError, match="generation_config: got .*, expected a GenerationConfig"):
+            sd.generate(plain, INPUTS)
+
+
 def test_beams_by_default_and_asked_for(plain, monkeypatch):
     case = CASES["beams"]
     config = GenerationConfig(num_beams=3, length_penalty=2.0, max_length=12)

@@ -1,6 +1,7 @@
 """NaN and infinite logits, of damaged weights or of a processor: one clear error, never an output."""
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative import laws
+from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -171,6 +174,22 @@ def test_nan_from_a_processor_is_told(temperature):
     for options in ({}, dict(drafter=ModelDrafter(whole(1)), gamma=3)):
         with pytest.raises(NotNumbers, match=message):
             generate(whole(0), [[3, 1]], sampling=sampling, max_new_tokens=5, **options)
+
+
+@pytest.mark.parametrize("ids", [slice(None), 5])
+def test_nan_from_a_processor_is_no_maximum_in_a_wide_vocabulary(ids):
+    """A CPU's maximum of many numbers may pass over NaN, and of NaN alone be −inf."""
+    wide, two = 4096, jnp.full(2, 2, jnp.int32)
+
+    def broken(tokens, lengths, logits):
+        return jnp.where((tokens[:, 1] == 7)[:, None], logits.at[:, ids].set(jnp.nan), logits)
+
+    sampling = SamplingConfig(processor=broken)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, wide)), jnp.float32)
+    context = Context(jnp.array([[0, 7, 0], [0, 8, 0]]), two, two, jnp.full((2, 1), -1))
+    chosen = jax.jit(lambda *given: laws.argmax(laws.process(*given, sampling.mode)))
+    found = chosen(logits, context, sampling.rows(2, wide))
+    assert found.ravel().tolist() == [-1, int(np.argmax(logits[1]))]
 
 
 def damaged(model: LanguageModel) -> LanguageModel:
