@@ -176,15 +176,16 @@ def _plan_search(
     beams.check_ids(ends, vocab)
     gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
     job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
-    _expect_greedy(job.program.mode, round(float(max(job.rows.temperature)), 6))
+    hint = f" (the model {target.name} samples by default: generation_config=None decodes without)"
+    _expect_greedy(job.program.mode, round(float(max(job.rows.temperature)), 6), hint if sampling is None else "")
     program = beams.program(ends, job.program.mode, vocab, job.program.gamma, job.drafter)
     return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
 
 
-def _expect_greedy(mode: SamplingMode, temperature: object) -> None:
+def _expect_greedy(mode: SamplingMode, temperature: object, hint: str = "") -> None:
     if not mode.greedy:
         raise UnsupportedCombination(
-            f"temperature: got {temperature} with num_beams, expected 0: beam search draws nothing"
+            f"temperature: got {temperature} with num_beams, expected 0: beam search draws nothing{hint}"
         )
 
 

@@ -54,11 +54,12 @@ def as_ids(
     them by `name` and its number.
     """
     inputs, text = listed("inputs", inputs), False
+    all_of_them = "inputs" if name == "input" else name
     if not hasattr(inputs, "shape"):
         text = any(isinstance(row, str) for row in inputs) and all(isinstance(row, str | None) for row in inputs)
         if text:
             if target.vocabulary is None:
-                raise ValueError("inputs: got strings for a model without a vocabulary, expected ids")
+                raise ValueError(f"{all_of_them}: got strings for a model without a vocabulary, expected ids")
             if attention_mask is not None:
                 raise ValueError("attention_mask: got one with strings, expected None (strings have no padding)")
             check_texts(name, inputs, first=0)
@@ -81,7 +82,7 @@ def as_ids(
         array = np.asarray(inputs)
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
-                f"inputs: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
+                f"{all_of_them}: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
             )
         array, input_lengths = without_padding(target, array, input_lengths, attention_mask)
     inside = np.arange(array.shape[1]) < input_lengths[:, None]
@@ -89,7 +90,8 @@ def as_ids(
     if np.any(wrong):
         row, place = np.argwhere(wrong)[0]
         expected = f"expected 0 to {target.config.vocab_size - 1}"
-        raise ValueError(f"inputs: got ids outside the vocabulary, {expected} (input {row}: id {array[row, place]})")
+        got = f"ids outside the vocabulary, {expected} ({name} {row}: id {array[row, place]})"
+        raise ValueError(f"{all_of_them}: got {got}")
     return array.astype(np.int32), input_lengths
 
 

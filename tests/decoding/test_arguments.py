@@ -49,6 +49,7 @@ GENERATE = [
     (dict(max_input_length="a"), "max_input_length: got 'a', expected an integer"),
     (dict(max_input_length=True), "max_input_length: got True, expected an integer"),
     (dict(decoder_prefix=3), "decoder_prefix: got 3, expected a list"),
+    (dict(decoder_prefix=[[3], [99_999]]), r"decoder_prefix: got ids outside.*\(decoder_prefix 1: id 99999\)"),
     (dict(decoder_prefix="w3"), "decoder_prefix: got the string 'w3', expected a list"),
     (dict(eos_ids=[True]), r"eos_ids: got \(True,\), expected ids from 0 to"),
     (dict(eos_ids=1.5), "eos_ids: got 1.5, expected ids"),

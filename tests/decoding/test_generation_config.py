@@ -138,6 +138,12 @@ def test_beams_by_default_and_asked_for(plain, monkeypatch):
         prepare(plain, INPUTS)  # what `stream` and `trace` begin with
 
 
+def test_beams_of_a_model_that_samples_by_default(plain, monkeypatch):
+    monkeypatch.setattr(plain, "generation_config", GenerationConfig(do_sample=True))
+    with pytest.raises(UnsupportedCombination, match="temperature: got 1.0 with num_beams.*samples by default"):
+        sd.generate(plain, INPUTS, num_beams=2)
+
+
 def test_other_defaults_that_depend_on_the_rows(ruled, plain, monkeypatch):
     with pytest.raises(UnsupportedCombination, match="forced_bos_token_id: got a default for inputs of which some"):
         sd.generate(ruled, INPUTS, decoder_prefix=[[], [3], [], []])
