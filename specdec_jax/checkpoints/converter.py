@@ -12,6 +12,7 @@ from specdec_jax.checkpoints.loader import check_stored, open_checkpoint, open_c
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, layouts
+from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
@@ -52,7 +53,7 @@ def save(
     leaves = {"/".join(names): _leaf(value) for names, value in layouts.stored_parameters(model.network.params)}
     checkpoint = Checkpoint(
         model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint,
-        model.generation_config,
+        model.generation_config or GenerationConfig(),
     )  # fmt: skip
     _write(checkpoint, folder, check, format, dtype, say)
 

@@ -47,7 +47,7 @@ class LanguageModel:
       encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
         whose encoder output it was trained on; None: unknown.
       generation_config: how it decodes where a call of `generate` does not say otherwise; may be
-        assigned. `GenerationConfig()` says nothing.
+        assigned. `GenerationConfig()` says nothing, and so does None.
       network: the same model as jitted functions take it.
       quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output;
         all else is then in the configuration's dtype, and `params` has the values times the scales.

@@ -9,6 +9,7 @@ import pytest
 from golden_models import GOLDEN
 
 import specdec_jax as sd
+from specdec_jax.checkpoints.converter import save
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.request import prepare
@@ -113,9 +114,10 @@ def test_a_call_goes_first_and_one_switch_turns_all_off(ruled):
         sd.generate(ruled, INPUTS, generation_config="none")
 
 
-def test_a_model_may_be_assigned_none_but_nothing_of_another_kind(plain, monkeypatch):
+def test_a_model_may_be_assigned_none_but_nothing_of_another_kind(plain, monkeypatch, tmp_path):
     monkeypatch.setattr(plain, "generation_config", None)
     assert new_tokens(sd.generate(plain, INPUTS, max_new_tokens=16)) == CASES["none"]["tokens"]
+    save(plain, tmp_path / "saved")
     for wrong in ({"num_beams": 2}, "model", "none"):
         monkeypatch.setattr(plain, "generation_config", wrong)
         with pytest.raises(ValueError, match="generation_config: got .*, expected a GenerationConfig"):
