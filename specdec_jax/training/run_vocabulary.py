@@ -45,7 +45,9 @@ class RunVocabulary(NamedTuple):
         record = reading.read_json(folder / _RECORD)
         try:
             entry, start, ends = (record[name] for name in ("vocabulary", "start_token", "eos_ids"))
-            return cls(own.open_vocabulary(folder, entry), int(start), tuple(map(int, ends)))
+            if not all(type(i) is int for i in (start, *ends)):
+                raise TypeError("ids")
+            return cls(own.open_vocabulary(folder, entry), start, tuple(ends))
         except (KeyError, TypeError, AttributeError) as error:
             expected = "the vocabulary and special ids of a training run"
             raise ValueError(f"{folder / _RECORD}: got {reading.shown(record)}, expected {expected}") from error
