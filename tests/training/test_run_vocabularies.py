@@ -124,10 +124,21 @@ def test_a_damaged_record_names_its_file(vocabularies, tmp_path):
             run_vocabulary.RunVocabulary.read(tmp_path)
 
 
+def test_a_run_of_an_earlier_version_is_exported(vocabularies, language, tmp_path):
+    """It has a SentencePiece model and no record."""
+    train.fit(config_of(language, tmp_path / "run", steps=1, warmup_steps=0, decay_steps=0))
+    expected = sd.load(tmp_path / "run/model")
+    (tmp_path / "run/vocabulary.json").unlink()
+    train.export(tmp_path / "run", tmp_path / "model")
+    model = sd.load(tmp_path / "model")
+    assert model.vocabulary.fingerprint() == expected.vocabulary.fingerprint()
+    assert (model.start_token, model.eos_ids) == (0, (1,))
+
+
 def test_a_text_without_pieces_is_refused_by_its_number(language, vocabularies, tmp_path):
     bare = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, around=([], []))
     (tmp_path / "pairs.tsv").write_text("a\tb\n\tb\n")
-    with pytest.raises(ValueError, match="pairs.tsv, example 2: got a text without pieces, expected one"):
+    with pytest.raises(ValueError, match="pairs.tsv, example 2: got a text without pieces, expected at least one"):
         config_of(language, tmp_path).corpus.batches(bare, [tmp_path / "pairs.tsv"], 50, 100, 0)
 
 
