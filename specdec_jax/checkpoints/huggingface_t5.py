@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
-from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.checkpoints.leaves import FLOATS, Leaf
 from specdec_jax.models.fields import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -60,11 +60,16 @@ def _first_there(names: tuple[str, ...], tensors: dict[str, Leaf]) -> str:
 
 
 def _same_tensor(tensors: dict[str, Leaf], name: str, other: str) -> bool:
-    """Returns whether two tensors are one, or have the same bits; a file may hold copies."""
+    """Returns whether two tensors are one, or have the same bits; a file may hold copies.
+
+    What is no matrix of floating-point numbers is never the same: it is refused by its own name.
+    """
     if name == other or (first := tensors[name]).shape != (second := tensors[other]).shape:
         return name == other
+    if first.dtype != second.dtype or first.dtype not in FLOATS or len(first.shape) != 2:
+        return False
     one, two = (leaf.load(leaf.dtype).reshape(-1).view(np.uint8) for leaf in (first, second))
-    return first.dtype == second.dtype and np.array_equal(one, two)
+    return np.array_equal(one, two)
 
 
 def _config(folder: pathlib.Path, options: dict, separate_head: bool, separate_embeddings: bool) -> T5Config:

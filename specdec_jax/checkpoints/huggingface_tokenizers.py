@@ -126,7 +126,13 @@ def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None
 
 
 def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
-    return options.get(name) or optional(folder / "special_tokens_map.json").get(name)
+    """Returns a token as the folder's files give it, None if none does; one that they give is checked."""
+    if options.get(name):
+        return options[name]
+    path = folder / "special_tokens_map.json"
+    if token := optional(path).get(name):
+        _content(token, path, name)
+    return token
 
 
 def _content(token, path: pathlib.Path, name: str) -> str:
@@ -134,7 +140,14 @@ def _content(token, path: pathlib.Path, name: str) -> str:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise ValueError(f"{path}: {name}: got {reading.shown(token)}, expected a string or an object with `content`")
-    return content
+    return _utf8(content, path)
+
+
+def _utf8(token: str, path: pathlib.Path) -> str:
+    """Returns a token if a tokenizer can be asked for it: JSON's escapes may give half a surrogate pair."""
+    if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
+        raise ValueError(f"{path}: got the token {reading.shown(token)}, expected UTF-8 text")
+    return token
 
 
 def _byte_level_bpe(
@@ -225,6 +238,7 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     added |= {_content(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()}
     numbered = optional(others)
     for token, i in numbered.items():
+        _utf8(token, others)
         if type(i) is not int:
             raise ValueError(f"{others}: {reading.shown(token)}: got {reading.shown(i)}, expected an id")
     return added | numbered

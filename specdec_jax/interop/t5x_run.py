@@ -77,9 +77,10 @@ def describe(drafter: Any, gamma: Any, verifier: str, decode_fn: str | None, bou
     if decode_fn is not None:
         parts.append(f"decodes as T5X's {decode_fn}({given})")
     else:
-        how = "the argmax" if sampling.temperature == 0 else f"samples at temperature {sampling.temperature:g}"
+        temperature = np.max(sampling.temperature)  # a list of one is allowed too
+        how = f"samples at temperature {temperature:g}" if temperature else "decodes the argmax"
         parts.append(
-            f"decodes {how}, where T5X's default is a beam search with one beam, which may prefer another output "
+            f"{how}, where T5X's default is a beam search with one beam, which may prefer another output "
             "(decode_fn = @decoding.beam_search does so here)"
         )
     if _ignored:

@@ -50,6 +50,15 @@ _FIELDS: dict[str, tuple[Any, _Check]] = {
     "early_stopping": (False, (lambda value: type(value) is bool or value == "never", "true, false or 'never'")),
     "num_return_sequences": (1, _INTEGER),
 }
+# What else is asked of a number that counts.
+_RANGES: dict[str, _Check] = {
+    "temperature": (lambda value: value >= 0, "a finite number of at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "a number in (0, 1]"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number in [0, 1]"),
+    "repetition_penalty": (lambda value: value > 0, "a finite number above 0 (1: none)"),
+    "num_beams": (lambda value: value >= 1, "an integer of at least 1"),
+    "num_return_sequences": (lambda value: value >= 1, "an integer of at least 1"),
+}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Fields that change transformers' outputs and do not exist here, with the value that changes nothing.
 _OTHERS: dict[str, Any] = {
@@ -107,7 +116,8 @@ class GenerationConfig:
     left_out: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
 
     def __post_init__(self):
-        for name, (_, (fits, expected)) in _FIELDS.items():
+        checks = [*((name, check) for name, (_, check) in _FIELDS.items()), *_RANGES.items()]
+        for name, (fits, expected) in checks:
             value = getattr(self, name)
             if value is not None and not fits(value):
                 raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
@@ -128,7 +138,7 @@ class GenerationConfig:
         """Returns what `options`, the contents of the file `path`, say about decoding.
 
         Raises:
-          ValueError: a value of the wrong kind.
+          ValueError: a value of the wrong kind, or one that counts and is out of range.
         """
         given = {name: options.get(name) for name in _FIELDS}
         left = {name: value for name, usual in _OTHERS.items() if (value := options.get(name)) not in (None, usual, [])}
@@ -153,11 +163,14 @@ class GenerationConfig:
             given |= dict.fromkeys(_SAMPLING)
         if given["num_beams"] is None:
             given["num_return_sequences"] = None
-        return cls(**given, left_out=tuple(left.items()))
+        try:
+            return cls(**given, left_out=tuple(left.items()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def lines(self, name: Any, file: str) -> tuple[str, ...]:
         """Returns what is to be said when a model is loaded: the fields that count, and those that do not."""
-        shown_fields = ", ".join(f"{field}={value!r}" for field, value in self.fields().items())
+        shown_fields = ", ".join(f"{field}={shown(value)}" for field, value in self.fields().items())
         used = f"{name}: {file} sets the defaults of decoding: {shown_fields} (generation_config=None, or "
         used += "--generation_config=none, decodes without them)"
         names = ", ".join(f"{field}={shown(value)}" for field, value in self.left_out)

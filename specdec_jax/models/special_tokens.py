@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from specdec_jax.files.reading import shown
 
 
+_MOST_AROUND = 1000  # ids before a text, or after it
+
+
 class Frame(NamedTuple):
     """Ids that stand around every text.
 
@@ -72,6 +75,8 @@ def _frame(processor: dict) -> Frame:
     for part in processor["single"]:
         if "SpecialToken" in part:
             parts[-1] += processor["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+            if len(parts[-1]) > _MOST_AROUND:  # a name stands for as many ids as the file likes
+                raise ValueError("too many ids")
         else:
             if part["Sequence"]["id"] != "A":
                 raise ValueError("a second text")

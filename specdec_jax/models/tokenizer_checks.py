@@ -130,8 +130,8 @@ def _growth(step: dict) -> int:
         searched = step["pattern"].get("String") if isinstance(step["pattern"], dict) else None
         shortest = len(searched.encode("utf-8", "replace")) if isinstance(searched, str) else 1
         return max(1, -(-len(step["content"].encode("utf-8", "replace")) // max(1, shortest)))
-    if step.get("type") in _COMPOSED:
-        return _COMPOSED[step["type"]]
+    if isinstance(kind := step.get("type"), str) and kind in _COMPOSED:
+        return _COMPOSED[kind]
     if isinstance(step.get("single"), list):
         return max(1, sum(isinstance(part, dict) and "Sequence" in part for part in step["single"]))
     return 2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1  # a byte becomes a character

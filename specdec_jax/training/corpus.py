@@ -71,6 +71,10 @@ class Pairs:
             (vocabulary.encode_input(source), vocabulary.encode_output(target) if given is None else given)
             for source, target, given in text_files.read_examples(paths)
         ]
+        for number, pair in enumerate(pairs, 1):
+            if not all(pair):  # the tokenizer neither makes a piece of the text nor puts one around it
+                name = ", ".join(map(str, paths))
+                raise ValueError(f"{name}, example {number}: got a text without pieces, expected at least one")
         _check_ids(paths, max((max(side) for pair in pairs for side in pair), default=0), ids)
         try:
             return BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)

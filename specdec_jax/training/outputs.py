@@ -80,7 +80,7 @@ def plan_jobs(config: OutputSettings, vocabulary, ids: int, parts: dict[str, lis
     kinds |= {"sampled": config.samples} if config.samples else {}
     for part, texts in parts.items():
         sources = [(vocabulary.encode_input(text), text) for text in texts if text.strip()]
-        sources = [(row, text) for row, text in sources if len(row) <= config.buckets[-1] and max(row) < ids]
+        sources = [(row, text) for row, text in sources if 0 < len(row) <= config.buckets[-1] and max(row) < ids]
         if not sources:
             raise ValueError(f"{part}: got no source of at most {config.buckets[-1]} pieces, expected at least one")
         rows, kept = map(list, zip(*sources))

@@ -9,7 +9,13 @@ from specdec_jax.checkpoints import loader, own
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.models.vocabularies import (
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+    Vocabulary,
+    check_extra_ids,
+)
+from specdec_jax.training.config import TrainConfig
 from specdec_jax.training.corpus import Corpus
 
 TRAINED, _RECORD = "vocabulary.model", "vocabulary.json"  # files in a run's folder
@@ -45,10 +51,26 @@ class RunVocabulary(NamedTuple):
         record = reading.read_json(folder / _RECORD)
         try:
             entry, start, ends = (record[name] for name in ("vocabulary", "start_token", "eos_ids"))
-            return cls(own.open_vocabulary(folder, entry), int(start), tuple(map(int, ends)))
+            if not all(type(i) is int for i in (start, *ends)):
+                raise TypeError("ids")
+            return cls(own.open_vocabulary(folder, entry), start, tuple(ends))
         except (KeyError, TypeError, AttributeError) as error:
             expected = "the vocabulary and special ids of a training run"
             raise ValueError(f"{folder / _RECORD}: got {reading.shown(record)}, expected {expected}") from error
+
+
+def of_run(config: TrainConfig, folder: pathlib.Path) -> RunVocabulary:
+    """Returns the vocabulary and special ids of the run in `folder`; raises ValueError if they cannot be read.
+
+    Earlier versions wrote no record. They trained with SentencePiece models only, in which whatever
+    `vocabulary_size` leaves beyond the pieces are sentinels, and with the start tokens of new models.
+    """
+    if (folder / _RECORD).exists():
+        return RunVocabulary.read(folder)
+    file = pathlib.Path(config.vocabulary or folder / TRAINED)
+    pieces = SentencePieceVocabulary.load(file)
+    vocabulary = SentencePieceVocabulary.load(file, check_extra_ids(config.vocabulary_size - pieces.size, file))
+    return RunVocabulary(vocabulary, config.corpus.start_token(vocabulary), vocabulary.eos_ids)
 
 
 def of_checkpoint(path: str, name: str) -> RunVocabulary:

@@ -143,7 +143,7 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     else:
         raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
     network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
-    ids, fingerprint = RunVocabulary.read(output), output / _ENCODER
+    ids, fingerprint = run_vocabulary.of_run(config, output), output / _ENCODER
     model = LanguageModel(
         network, params, ids.vocabulary, start_token=ids.start_token, eos_ids=ids.eos_ids, name=path.name,
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,

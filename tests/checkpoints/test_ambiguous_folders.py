@@ -234,6 +234,13 @@ def test_another_dtype_where_a_parameter_is_expected_is_refused(tmp_path):
         load(tmp_path / "flax")
 
 
+@pytest.mark.parametrize("wrong", [np.ones((40, 16), np.int32), np.array(3.0, np.float32)], ids=["int32", "scalar"])
+def test_embeddings_that_are_no_matrices_of_numbers_are_refused_by_name(wrong, tmp_path):
+    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    with pytest.raises(ValueError, match="parameter token_embedder/embedding: got (dtype I32|shape)"):
+        load(make.write_hf(tmp_path, TENSORS | dict.fromkeys(names, wrong)))
+
+
 def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
     """As safetensors may keep either name of one tensor; transformers 5.24 reads both models."""
     tied = TENSORS | {"shared.weight": TENSORS["lm_head.weight"]} if "lm_head.weight" in TENSORS else dict(TENSORS)

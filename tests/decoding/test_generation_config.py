@@ -206,6 +206,25 @@ def test_values_of_the_wrong_kind_name_file_and_field(name, tmp_path):
         GenerationConfig(**fields)
 
 
+OUT_OF_RANGE = {
+    "repetition_penalty": {"repetition_penalty": -1}, "num_beams": {"num_beams": 0},
+    "temperature": {"do_sample": True, "temperature": -2}, "top_p": {"do_sample": True, "top_p": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_values_out_of_range_name_file_and_field(name):
+    with pytest.raises(ValueError, match=f"^generation_config.json: {name}: got .*, expected"):
+        GenerationConfig.read(OUT_OF_RANGE[name], "generation_config.json")
+    if name in ("temperature", "top_p"):  # without sampling they do not count
+        assert GenerationConfig.read(OUT_OF_RANGE[name] | {"do_sample": False}, "") == GenerationConfig()
+
+
+def test_what_is_said_about_long_lists_is_short():
+    found = GenerationConfig.read({"suppress_tokens": [*range(10000)], "bad_words_ids": [[1, 2]] * 10000}, "")
+    assert [len(line) < 400 for line in found.lines("model", "generation_config.json")] == [True]
+
+
 def test_bundled_and_random_models_have_none():
     assert sd.load("ende/drafter", say=len).generation_config == GenerationConfig()
     assert repr(GenerationConfig(num_beams=2)) == "GenerationConfig(num_beams=2)"

@@ -67,7 +67,9 @@ def test_the_line_at_the_start():
     assert t5x_run.describe(None, 4, "block", **how).startswith("nothing drafts; decodes the argmax")
     line = t5x_run.describe(None, 3, "block", "beam_search", {"alpha": 0.6}, sd.SamplingConfig())
     assert line == "nothing drafts; decodes as T5X's beam_search(alpha=0.6)"
-    assert "samples at temperature 0.7" in t5x_run.describe(None, 4, "token", None, {}, sd.SamplingConfig(0.7))
+    for given in (0.7, [0.7]):
+        line = t5x_run.describe(None, 4, "token", None, {}, sd.SamplingConfig(given))
+        assert line.startswith("nothing drafts; samples at temperature 0.7, where")
 
 
 def test_the_line_at_the_end(capsys, monkeypatch):

@@ -185,6 +185,12 @@ def test_what_is_no_frame_is_rejected_by_name(processor):
         special_tokens.read_frame(processor, 10)
 
 
+def test_a_short_file_cannot_put_millions_of_ids_around_a_text():
+    tokens = {"</s>": {"id": "</s>", "ids": [1] * 1000, "tokens": ["</s>"] * 1000}}
+    with pytest.raises(ValueError, match="post_processor: got 'TemplateProcessing' that is no frame"):
+        special_tokens.read_frame(template(A, *[MARK] * 10**5, tokens=tokens), 10)
+
+
 @pytest.mark.parametrize("name", ["no text", "two texts", "a second text", "two templates"])
 def test_a_folder_without_a_frame_is_rejected_unless_its_class_decides(name, tmp_path):
     with pytest.raises(ValueError, match="tokenizer.json: post_processor: got .* that is no frame"):
@@ -220,6 +226,35 @@ CLASSES = {
 def test_a_class_that_reads_the_files_in_another_way_is_rejected_by_name(name, kind, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         opened(name, tmp_path, tokenizer_config={"tokenizer_class": kind})
+
+
+HALF = "\ud83d"  # of a surrogate pair
+
+
+@pytest.mark.parametrize("name", ["codet5", "spiece"])
+@pytest.mark.parametrize("file, fields", [
+    ("tokenizer_config", {"additional_special_tokens": [HALF], "cls_token": HALF}), ("added_tokens", {HALF: 5}),
+])  # fmt: skip
+def test_tokens_that_are_no_text_name_their_file(name, file, fields, tmp_path):
+    folder = build(name, tmp_path)
+    path = folder / f"{file}.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(content | fields))  # as an escape: the file itself is UTF-8
+    with pytest.raises(ValueError, match=rf"{file}.json: got the token '\\ud83d', expected UTF-8 text"):
+        huggingface_tokenizers.open_folder(folder, ())
+
+
+def test_a_token_of_a_wrong_kind_names_the_file_that_gives_it(tmp_path):
+    folder = build("codet5", tmp_path)
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": 5}))
+    with pytest.raises(ValueError, match="special_tokens_map.json: eos_token: got 5, expected a string"):
+        huggingface_tokenizers.open_folder(folder, ())
+
+
+def test_a_step_of_a_strange_type_is_refused_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.json: got no readable tokenizer.json"):
+        opened("t5 fast", tmp_path, tokenizer={"normalizer": {"type": ["NFC"]}})
 
 
 def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):

@@ -115,6 +115,33 @@ def test_a_run_keeps_the_vocabulary_of_its_model(kind, vocabularies, language, t
             run_vocabulary.choose(path, tmp_path, size, given | more, corpus, pytest.fail)
 
 
+def test_a_damaged_record_names_its_file(vocabularies, tmp_path):
+    run_vocabulary.RunVocabulary(vocabularies["bytes"], 3, (5, 7)).write(tmp_path)
+    path = tmp_path / "vocabulary.json"
+    for change in ({"start_token": "x"}, {"start_token": 1.5}, {"eos_ids": ["x"]}, {"eos_ids": 1}):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_ids": [1], "start_token": 0} | change))
+        with pytest.raises(ValueError, match="vocabulary.json: got .*, expected the vocabulary and special ids"):
+            run_vocabulary.RunVocabulary.read(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_is_exported(vocabularies, language, tmp_path):
+    """It has a SentencePiece model and no record."""
+    train.fit(config_of(language, tmp_path / "run", steps=1, warmup_steps=0, decay_steps=0))
+    expected = sd.load(tmp_path / "run/model")
+    (tmp_path / "run/vocabulary.json").unlink()
+    train.export(tmp_path / "run", tmp_path / "model")
+    model = sd.load(tmp_path / "model")
+    assert model.vocabulary.fingerprint() == expected.vocabulary.fingerprint()
+    assert (model.start_token, model.eos_ids) == (0, (1,))
+
+
+def test_a_text_without_pieces_is_refused_by_its_number(language, vocabularies, tmp_path):
+    bare = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, around=([], []))
+    (tmp_path / "pairs.tsv").write_text("a\tb\n\tb\n")
+    with pytest.raises(ValueError, match="pairs.tsv, example 2: got a text without pieces, expected at least one"):
+        config_of(language, tmp_path).corpus.batches(bare, [tmp_path / "pairs.tsv"], 50, 100, 0)
+
+
 def test_a_tokenizer_json_is_trained_with(vocabularies, language, tmp_path):
     """From a file, and then of the model that a run begins with."""
     path = tmp_path / "tokenizer.json"
