@@ -172,7 +172,7 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
     """Also where a piece ends amid the white space around one."""
     stream = lambda *_, **__: (Piece(0, text, [], None) for text in pieces)
     monkeypatch.setattr(generate, "stream", stream)
-    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {}, Endings(64, print))
+    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {}, Endings("--max_new_tokens=64", print))
     assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
 
 
