@@ -69,7 +69,8 @@ def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None])
     drafters = {"drafter": drafter} | ({"target itself": ModelDrafter(target)} if _SELF.value else {})
 
     def decode(batch: int, what: str, **options):
-        options = {"batch_size": batch, "seed": 0, "max_new_tokens": _NEW.value, **options}
+        options = {"batch_size": batch, "seed": 0, "max_new_tokens": _NEW.value, "generation_config": None,
+                   **options}  # fmt: skip
         return list(track(decode_all(target, inputs, **options), len(inputs), what))
 
     record |= {"sentences": len(pairs), "runs": {name: [] for name in drafters}}

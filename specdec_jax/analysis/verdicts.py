@@ -52,6 +52,7 @@ def describe_best(found: Mapping[str, Any], passes: int, advice: str, plain: str
     if passes == 1:
         pays = "seems to pay" if gain["median"] > 1 else "does not seem to pay"
         lines = [f"drafting {pays} here: {shown}; one pass shows no spread, --repeats=3 does"]
+        lines[0] += "" if gain["median"] > 1 else f"; try {advice}"
     elif gain["least"] > 1:
         lines = [f"drafting pays here: {shown}"]
     elif gain["most"] < 1:

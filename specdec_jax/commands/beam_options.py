@@ -38,12 +38,16 @@ class SearchFlags:
         Raises:
           ValueError: values outside their range, or options that mean nothing without `num_beams`.
         """
+        given = self.given_search(**others)
+        return {} if beam_options(**given) is None else given
+
+    def given_search(self, **others: Any) -> dict[str, Any]:
+        """Returns what `search` does, before it is known whether there is a search; what is not given is None."""
         if self.early_stopping not in _EARLY:
             names = ", ".join(filter(None, _EARLY))
             raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {names}")
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SearchFlags)}
-        given |= {"early_stopping": _EARLY[self.early_stopping], **others}
-        return {} if beam_options(**given) is None else given
+        return given | {"early_stopping": _EARLY[self.early_stopping], **others}
 
     def check_beside_beams(self, **usual: Any) -> None:
         """Refuses what has no meaning beside a beam search.

@@ -21,9 +21,9 @@ class Endings:
       failed: numbers of the inputs with an output less.
     """
 
-    def __init__(self, max_new_tokens: int, say: Callable[[str], None]):
-        """Begins to count."""
-        self.say, self._limit, self._outputs, self._cut, self._said = say, max_new_tokens, 0, 0, 0
+    def __init__(self, limit: str, say: Callable[[str], None]):
+        """Begins to count; `limit` says what outputs are cut by."""
+        self.say, self._limit, self._outputs, self._cut, self._said = say, limit, 0, 0, 0
         self.failed: list[int] = []
         self._without_draft: list[int] = []
 
@@ -54,7 +54,7 @@ class Endings:
         """
         if self._cut:
             plural = "s" * (self._outputs != 1)
-            self.say(f"{self._cut} of {self._outputs} output{plural} ended by length: --max_new_tokens={self._limit}")
+            self.say(f"{self._cut} of {self._outputs} output{plural} ended by length: {self._limit}")
         if self._without_draft:
             self.say(
                 f"{listed('sentence', self._without_draft, inputs)}: the drafter gave logits that are not finite "

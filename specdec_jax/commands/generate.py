@@ -17,7 +17,7 @@ from specdec_jax.commands.model_defaults import DefaultedOptions
 from specdec_jax.commands.options import AUTO_HELP, at_least, check_gamma, option, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.sentences import read_sentences
-from specdec_jax.decoding.beams import plan_decoding
+from specdec_jax.decoding.beams import beam_options, plan_decoding
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_limits,
@@ -26,7 +26,7 @@ from specdec_jax.decoding.checks import (
     check_stop,
     listed,
 )
-from specdec_jax.decoding.defaults import fill_search
+from specdec_jax.decoding.defaults import MODELS, fill_search
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.jobs import decode_all, decode_stream, refills, rows_for
 from specdec_jax.decoding.keys import fold_keys
@@ -130,12 +130,19 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
     @property
     def outputs(self) -> int:
         """Number of outputs for every sentence."""
-        return self.num_return_sequences or 1 if self.beams() else self.num_samples
+        return self.num_samples if self.num_beams is None else self.num_return_sequences or 1
+
+    def search(self, **others: Any) -> dict[str, Any]:
+        if self.num_beams is not None or self.stream or self.generation_config != MODELS:
+            return super().search(**others)
+        # The model may say how many beams there are: `filled` checks the others.
+        return {name: value for name, value in self.given_search(**others).items() if value is not None}
 
     def filled(self, target: LanguageModel) -> "GenerateOptions":
         """Returns the options with the model's defaults of how many outputs there are, and how long they can be."""
-        given = {"num_beams": self.num_beams, "num_return_sequences": self.num_return_sequences}
+        given = self.given_search(num_return_sequences=self.num_return_sequences, beam_width=self.beam_width)
         search = fill_search(self.defaults(target), given)
+        beam_options(**search)
         outputs, limit = search.get("num_return_sequences", 1), int(max(self.limits(target, [1])))
         return dataclasses.replace(
             self, num_beams=search.get("num_beams"), num_return_sequences=outputs, max_new_tokens=limit
@@ -182,10 +189,10 @@ def run(options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], 
     job = Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
     lengths = [len(ids) if decoder_only(target) else 1 for ids in job.inputs]
     check_prompts(target, drafter if options.drafts else None, lengths, options.limits(target, lengths))
+    endings = Endings(options.limit_text(target), _say)
     decoding, options = _decoding(options, drafter), options.filled(target)
     if options.resumes:
-        return _write_file(target, job, options, decoding, begun)
-    endings = Endings(options.token_limit, _say)
+        return _write_file(target, job, options, decoding, endings, begun)
     if options.stream:
         _print_pieces(target, job.inputs, options, decoding, endings)
     else:
@@ -212,14 +219,14 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str], begun: Callabl
     split = options.split or "test"
     tasks = seqio_jobs.find(options.task, split, options.module_import, options.tfds_data_dir)
     target, drafter = options.load()
+    endings = Endings(options.limit_text(target), _say)
     decoding, options = _decoding(options, drafter), options.filled(target)
     job = seqio_jobs.Job(
         tasks, split, target, input_length=options.max_input_length, output_length=options.token_limit,
         batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
     )  # fmt: skip
     if options.resumes:
-        return _write_file(target, job, options, decoding, begun, job.finish)
-    endings = Endings(options.token_limit, _say)
+        return _write_file(target, job, options, decoding, endings, begun, job.finish)
     job.finish(list(_passed_on(_decoded(target, job, options, decoding, endings), options.output_file)), None)
     return endings.tell(len(job.inputs))
 
@@ -269,8 +276,8 @@ def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
 
 
 def _write_file(
-    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any], begun: Callable[[], object],
-    finish: Callable[[Iterable[str], str], None] | None = None,
+    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any], endings: Endings,
+    begun: Callable[[], object], finish: Callable[[Iterable[str], str], None] | None = None,
 ) -> str | None:  # fmt: skip
     """Writes all outputs to a file, whole or not at all; what a killed run had finished is not
     decoded again. Returns what is wrong with the outputs, if anything is.
@@ -293,7 +300,7 @@ def _write_file(
             if journal.done:
                 progress.message(f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there")
                 progress.skip(len(journal.done))
-            endings = Endings(options.token_limit, progress.message)
+            endings.say = progress.message  # above the bar
             for number, note in journal.notes.items():
                 endings.restore(number, note, options.outputs)
             if endings.failed and options.non_finite == "raise":

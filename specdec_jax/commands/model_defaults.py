@@ -55,6 +55,11 @@ class DefaultedOptions(DecodingOptions):
         usual: dict[str, Any] = {name: _USUAL[name].default for name in _OF_SAMPLING if getattr(self, name) is None}
         return DecodingOptions.sampling(dataclasses.replace(self, **usual))
 
+    def possible_sampling(self) -> SamplingConfig:
+        if self.temperature is not None or self.generation_config != MODELS:
+            return self.sampling()
+        return dataclasses.replace(self.sampling(), temperature=1.0)  # the model may sample by default
+
     def decoding(self, plain: bool = False) -> dict[str, Any]:
         given = {name: value for name in _OF_SAMPLING if (value := getattr(self, name)) is not None}
         chosen = self.sampling()
@@ -69,4 +74,12 @@ class DefaultedOptions(DecodingOptions):
 
     def limits(self, target: LanguageModel, lengths: list[int]) -> np.ndarray:
         """Returns the most new tokens after prompts of these lengths; 1 is the start token alone."""
-        return fill_limits(target, self.defaults(target), self.max_new_tokens, np.maximum(lengths, 1))
+        starts, name = np.maximum(lengths, 1), "--max_new_tokens"
+        return fill_limits(target, self.defaults(target), self.max_new_tokens, starts, "sentence", 1, name)
+
+    def limit_text(self, target: LanguageModel) -> str:
+        """Returns what ends outputs by length."""
+        defaults = self.defaults(target)
+        if self.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is not None:
+            return f"max_length={defaults.max_length}, a default of the model"
+        return f"--max_new_tokens={int(max(self.limits(target, [1])))}"

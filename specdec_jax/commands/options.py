@@ -138,6 +138,10 @@ class DecodingOptions:
             forced_tokens=_pairs("forced_tokens", self.forced_tokens, int),
         )  # fmt: skip
 
+    def possible_sampling(self) -> SamplingConfig:
+        """Returns `sampling`, as far as it is known before a model is loaded."""
+        return self.sampling()
+
     def decoding(self, plain: bool = False) -> dict[str, Any]:
         """Returns the arguments of `generate` that every decoding command passes on, except the
         drafter.
@@ -198,7 +202,7 @@ class DecodingOptions:
             why = " (--forced_alpha of `specdec benchmark` times with it)" if self.verifier == FORCED.name else ""
             raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}")
         verifier_settings(
-            verifier_of(self.verifier), sampling, int(self.drafts), 1, lenience=self.lenience,
+            verifier_of(self.verifier), self.possible_sampling(), int(self.drafts), 1, lenience=self.lenience,
             typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,
         )  # fmt: skip
         if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):

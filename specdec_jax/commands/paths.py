@@ -44,7 +44,7 @@ def _expanded(value: Any) -> Any:
 def replaced(options: Any) -> Iterator[str]:
     """Yields the files that a command replaces because an option names them."""
     for name in OUTPUTS:
-        path = getattr(options, name, None)
+        path = getattr(options, name, None) if name != "output_dir" else None  # a folder, which replaces no file
         if isinstance(path, str) and os.path.isfile(path) and not writing.passes_through(path):
             yield path
 

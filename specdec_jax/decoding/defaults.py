@@ -79,7 +79,10 @@ def fill(
     return limits, fill_sampling(sampling, defaults, starts, limits, eos_ids, target.config.vocab_size)
 
 
-def fill_limits(target: LanguageModel, defaults: GenerationConfig, given: Any, starts: np.ndarray) -> np.ndarray:
+def fill_limits(
+    target: LanguageModel, defaults: GenerationConfig, given: Any, starts: np.ndarray, name: str = "input",
+    first: int = 0, option: str = "max_new_tokens",
+) -> np.ndarray:  # fmt: skip
     """Returns the most new tokens of each row, `[N]`.
 
     Args:
@@ -87,6 +90,7 @@ def fill_limits(target: LanguageModel, defaults: GenerationConfig, given: Any, s
       defaults: the defaults of the call.
       given: the argument `max_new_tokens`, or None.
       starts: `[N]`, tokens before the new ones: start token and decoder prefix, or prompt.
+      name, first, option: for messages: what a row is called, the number of the first, and the name of `given`.
 
     Raises:
       ValueError: a limit out of range, or no room for a new token below the default `max_length`.
@@ -97,8 +101,8 @@ def fill_limits(target: LanguageModel, defaults: GenerationConfig, given: Any, s
         if np.any(value < 1):
             row = int(np.argmin(value))
             raise ValueError(
-                f"input {row}: got {starts[row]} tokens before the first new one, expected fewer than max_length = "
-                f"{defaults.max_length}, the default of {target.name or 'the model'}, or max_new_tokens"
+                f"{name} {row + first}: got {starts[row]} tokens before the first new one, expected fewer than "
+                f"max_length = {defaults.max_length}, the default of {target.name or 'the model'}, or {option}"
             )
     return check_per_row("max_new_tokens", value if given is None else given, len(starts), 1, 2**20)
 

@@ -30,7 +30,7 @@ def test_the_best_is_compared_pass_by_pass():
         ((1.5,), "drafting seems to pay here: 1.5 times the speed of plain decoding, with gamma 3; one pass shows no "
                  "spread, --repeats=3 does"),
         ((0.5,), "drafting does not seem to pay here: 0.5 times the speed of plain decoding, with gamma 3; one pass "
-                 "shows no spread, --repeats=3 does"),
+                 "shows no spread, --repeats=3 does; try a rest"),
     ],
     ids=["pays", "does not", "within the spread", "one pass", "one slow pass"],
 )  # fmt: skip

@@ -102,7 +102,7 @@ def test_long_lists_of_numbers_are_cut():
 
 def test_many_inputs_without_output_are_few_lines():
     said = []
-    endings = Endings(64, said.append)
+    endings = Endings("--max_new_tokens=64", said.append)
     output = lambda number: sd.Output(None, [], [], [], "error", None, None, NotNumbers("the target t", number, 0))
     notes = [endings.add(number, [output(number)]) for number in range(40)]
     assert notes == [{"lost": True}] * 40 and len(said) == 5

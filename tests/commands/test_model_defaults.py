@@ -77,3 +77,35 @@ def test_commands_that_measure_say_that_they_do_without(capsys, tmp_path):
     assert line in capsys.readouterr().err.splitlines()
     result = sd.generate(target, TEXTS, **options.decoding())
     assert result.texts == sd.generate(target, TEXTS, max_new_tokens=9, generation_config=None).texts
+
+
+def test_flags_beside_the_models_own_beams(decode, tmp_path):
+    folder = folder_of(tmp_path / "model", SEARCH | {"num_beams": 3})
+    flags = ["--num_return_sequences=3", "--length_penalty=2", "--early_stopping=true"]
+    found, _ = decode(folder, *flags)
+    assert found == expected(folder, num_return_sequences=3, length_penalty=2.0, early_stopping=True)
+    assert len(found) == 3 * len(TEXTS)
+    _, err = decode(folder, *flags, "--stream", code=2)
+    assert "length_penalty: got 2.0 without num_beams" in err
+    _, err = decode(folder_of(tmp_path / "plain", {}), "--length_penalty=2", "--max_new_tokens=4", code=2)
+    assert "length_penalty: got 2.0 without num_beams, expected None" in err
+
+
+def test_a_verifier_for_sampling_with_a_model_that_samples(decode, tmp_path):
+    folder = folder_of(tmp_path / "model", {"do_sample": True, "max_new_tokens": 4})
+    decode(folder, "--verifier=typical", "--drafter=lookup", "--gamma=2")
+    _, err = decode(folder, "--verifier=typical", "--drafter=lookup", "--generation_config=none", code=2)
+    assert "temperature: got 0.0 with verifier='typical'" in err
+
+
+def test_limits_that_differ_are_named_by_the_default(decode, tmp_path):
+    folder = folder_of(tmp_path / "model", RULES)
+    _, err = decode(folder)
+    assert "2 of 2 outputs ended by length: max_length=14, a default of the model" in err
+    _, err = decode(folder, "--max_new_tokens=8")
+    assert "2 of 2 outputs ended by length: --max_new_tokens=8" in err
+
+
+def test_a_prompt_without_room_is_counted_from_one(decode, tmp_path):
+    _, err = decode(folder_of(tmp_path / "model", {"max_length": 3}), code=2)
+    assert "specdec: error: sentence 1: got " in err and "--max_new_tokens" in err

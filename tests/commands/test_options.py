@@ -172,7 +172,7 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
     """Also where a piece ends amid the white space around one."""
     stream = lambda *_, **__: (Piece(0, text, [], None) for text in pieces)
     monkeypatch.setattr(generate, "stream", stream)
-    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {}, Endings(64, print))
+    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {}, Endings("a limit", print))
     assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
 
 
@@ -252,7 +252,7 @@ EARLY = {
     "delta elsewhere": (["--verifier=block", "--typical_delta=0.1"], "typical_delta: got 0.1 with verifier='block'"),
     "epsilon": (["--verifier=typical", "--temperature=1", "--typical_epsilon=2"], "typical_epsilon: got 2.0, expected"),
     "delta": (["--verifier=typical", "--temperature=1", "--typical_delta=nan"], "typical_delta: got nan, expected"),
-    "typical at 0": (["--verifier=typical"], "temperature: got 0.0 with verifier='typical', expected more than 0"),
+    "typical at 0": (["--verifier=typical", "--temperature=0"], "temperature: got 0.0 with verifier='typical'"),
     "nothing drafted": (["--gamma=0", "--verifier=lenient", "--lenience=0.5"], "got 'lenient' for plain decoding"),
     "no drafter": (["--drafter=", "--verifier=typical", "--temperature=1"], "got 'typical' for plain decoding"),
     "min_p": (["--min_p=1.5"], "min_p: got 1.5, expected"),
