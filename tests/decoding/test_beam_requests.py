@@ -159,7 +159,10 @@ def test_the_command_line(pair, specdec):
         (["--num_beams=4", "--stop=x"], "stop: got ('x',) with num_beams, expected none"),
         (["--num_beams=4", "--stream"], "stream: got True with num_beams, expected none"),
         (["--num_beams=4", "--num_samples=2"], "num_samples: got 2 with num_beams"),
-        (["--length_penalty=1", "--generation_config=none"], "length_penalty: got 1.0 without num_beams, expected None"),
+        (
+            ["--length_penalty=1", "--generation_config=none"],
+            "length_penalty: got 1.0 without num_beams, expected None",
+        ),
         (["--num_beams=4", "--beam_style=huggingface", "--early_stopping=yes"], "early_stopping: got 'yes', expected"),
     ],
 )
