@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from specdec_jax.files.reading import shown
 
-
 _MOST_AROUND = 1000  # ids before a text, or after it
 
 
