@@ -30,7 +30,7 @@ _FIELDS = {
 def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[GPTConfig, dict[str, Leaf]]:
     """Returns the configuration that config.json gives, and the tensors as our leaves."""
     config = _config(folder, options)
-    return config, _by_our_names(tensors, config)
+    return config, _by_our_names(tensors, config, folder)
 
 
 def _config(folder: pathlib.Path, options: dict) -> GPTConfig:
@@ -70,12 +70,15 @@ def tensor_name(name: str) -> str:
     return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
 
 
-def _by_our_names(tensors: dict[str, Leaf], config: GPTConfig) -> dict[str, Leaf]:
+def _by_our_names(tensors: dict[str, Leaf], config: GPTConfig, folder: pathlib.Path) -> dict[str, Leaf]:
     """Returns the tensors as our leaves; unknown ones keep their names.
 
     Kernels other than the head's are `[in, out]` already.
     """
-    tensors = {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()}
+    given, tensors = tensors, {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()}
+    if len(tensors) < len(given):
+        twice = next(name for name in tensors if name in given and f"transformer.{name}" in given)
+        raise ValueError(f"{folder}: got two tensors that are {twice}, with and without transformer., expected one")
     leaves = {}
     for name in parameter_shapes(config):
         leaf = tensors.pop(tensor_name(name), None)

@@ -116,6 +116,10 @@ class GenerationConfig:
     left_out: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
 
     def __post_init__(self):
+        for name in ("suppress_tokens", "bad_words_ids"):  # lists too, as in files; the object is hashable
+            if isinstance(value := getattr(self, name), list | tuple):
+                rows = [tuple(item) if isinstance(item, list) else item for item in value]
+                object.__setattr__(self, name, tuple(rows))
         checks = [*((name, check) for name, (_, check) in _FIELDS.items()), *_RANGES.items()]
         for name, (fits, expected) in checks:
             value = getattr(self, name)

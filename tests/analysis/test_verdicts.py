@@ -84,6 +84,8 @@ def test_what_measure_promises_of_whole_decodes():
     text = report_verdicts.promise({"table": [row(1, 1.2, 1.3), row(2, 1.7, 1.6)]})
     assert text.startswith("drafting should pay here: 1.7 times the speed of plain decoding, with gamma 2, token (")
     assert "encoders and output lengths are counted; the loop, the host and the tokenizer are not" in text
+    text = report_verdicts.promise({"table": [row(1, 1.02, 1.01)]})
+    assert text.startswith("drafting should hardly pay here: 1.02 times the speed of plain decoding, with gamma 1")
     text = report_verdicts.promise({"table": [row(1, 0.8, 0.9)]})
     assert text.startswith("drafting should not pay here: at best 0.9 times the speed of plain decoding (")
 

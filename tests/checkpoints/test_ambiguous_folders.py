@@ -272,6 +272,10 @@ def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
     )
     (tmp_path / "gpt" / "config.json").write_text(json.dumps(shape))
     assert_params(load(tmp_path / "gpt")[0], flat)
+    tensors["transformer.h.0.ln_1.weight"] = tensors["h.0.ln_1.weight"] + 1
+    safetensors.numpy.save_file(tensors, tmp_path / "gpt" / "model.safetensors")
+    with pytest.raises(ValueError, match="gpt: got two tensors that are h.0.ln_1.weight, with and without transformer"):
+        load(tmp_path / "gpt")
 
 
 def test_an_adapter_without_its_model_says_how_to_merge_it(tmp_path):

@@ -241,3 +241,9 @@ def test_forbidden_sequences_of_a_call(plain):
     for wrong, message in (([[]], "got an empty sequence"), ([[96]], "forbidden_sequences: got id 96")):
         with pytest.raises(ValueError, match=message):
             sd.generate(plain, INPUTS, sampling=sd.SamplingConfig(forbidden_sequences=wrong))
+
+
+def test_lists_are_kept_as_tuples():
+    given = sd.GenerationConfig(suppress_tokens=[5], bad_words_ids=[[3, 4], [5]])
+    same = sd.GenerationConfig(suppress_tokens=(5,), bad_words_ids=((3, 4), (5,)))
+    assert given == same and hash(given) == hash(same)

@@ -18,6 +18,8 @@ def promise(record: Mapping[str, Any]) -> str:
     pays = f"drafting should pay here: {gain:.3g} times the speed of plain decoding, with gamma {gamma}, {verifier}"
     if gain <= 1:
         pays = f"drafting should not pay here: at best {gain:.3g} times the speed of plain decoding"
+    elif gain < 1.05:  # less than what is left out may cost
+        pays = pays.replace("should pay here", "should hardly pay here", 1)
     return f"{pays} ({left_out}; `specdec benchmark` times whole decodes)"
 
 
